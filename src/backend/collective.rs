@@ -1,0 +1,76 @@
+use candle_core::Tensor;
+use std::fmt;
+
+/// How the values of all ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum. Integers wrap.
+    Sum,
+    /// The sum divided by the number of ranks; floating point only.
+    Avg,
+    /// The smallest; NaN if any value is NaN.
+    Min,
+    /// The largest; NaN if any value is NaN.
+    Max,
+    /// The product. Integers wrap.
+    Prod,
+}
+
+/// One call of a collective, with its tensors: contiguous, of the same dtype and element count on every rank, and
+/// changed in place (`tensor`, `output`).
+#[derive(Clone, Debug)]
+pub enum Collective {
+    /// Every rank's `tensor` becomes the reduction of all.
+    AllReduce { tensor: Tensor, op: ReduceOp },
+    /// Every rank's `tensor` becomes that of `root`.
+    Broadcast { tensor: Tensor, root: usize },
+    /// The `tensor` of `root` becomes the reduction of all; the others' stay as they are.
+    Reduce { tensor: Tensor, root: usize, op: ReduceOp },
+    /// `output`, of `world_size` × the elements of `input`, becomes all ranks' inputs in rank order.
+    AllGather { output: Tensor, input: Tensor },
+    /// `output` becomes this rank's part of the reduction of all `input`s, which have `world_size` × its elements.
+    ReduceScatter { output: Tensor, input: Tensor, op: ReduceOp },
+    /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`. Parts are equal in size.
+    AllToAll { output: Tensor, input: Tensor },
+    /// The `output` of `root` (None elsewhere) becomes all ranks' inputs in rank order.
+    Gather { output: Option<Tensor>, input: Tensor, root: usize },
+    /// `output` becomes this rank's part of the `input` of `root` (None elsewhere).
+    Scatter { output: Tensor, input: Option<Tensor>, root: usize },
+    /// `tensor` goes to rank `peer`, which receives it.
+    Send { tensor: Tensor, peer: usize },
+    /// `tensor` becomes what rank `peer` sends.
+    Recv { tensor: Tensor, peer: usize },
+    /// Every rank waits until all have come.
+    Barrier,
+}
+
+impl Collective {
+    /// The name that users call it by.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::AllReduce { .. } => "all_reduce",
+            Self::Broadcast { .. } => "broadcast",
+            Self::Reduce { .. } => "reduce",
+            Self::AllGather { .. } => "all_gather",
+            Self::ReduceScatter { .. } => "reduce_scatter",
+            Self::AllToAll { .. } => "all_to_all",
+            Self::Gather { .. } => "gather",
+            Self::Scatter { .. } => "scatter",
+            Self::Send { .. } => "send",
+            Self::Recv { .. } => "recv",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Avg => "avg",
+            Self::Min => "min",
+            Self::Max => "max",
+            Self::Prod => "prod",
+        })
+    }
+}

@@ -1,0 +1,32 @@
+//! The engines that move tensors between ranks, behind one trait.
+mod collective;
+pub mod cpu;
+mod work;
+
+pub use collective::{Collective, ReduceOp};
+pub use work::{Completion, Work};
+
+use crate::Result;
+
+/// An engine that carries out the collectives of one group, in the order in which they are started.
+///
+/// All ranks of the group start the same collectives in the same order (`Send` and `Recv` pair up between two ranks
+/// only, in their own order). After an error the group is broken: every later call returns the same cause.
+pub trait Communicator: Send + Sync {
+    /// This process's place in the group.
+    fn rank(&self) -> usize;
+
+    /// How many ranks the group has.
+    fn world_size(&self) -> usize;
+
+    /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for.
+    fn start(&self, collective: Collective) -> Result<Work>;
+
+    /// Carries out `collective` and waits for it; an engine may do so on the caller's own thread.
+    fn run(&self, collective: Collective) -> Result<()> {
+        self.start(collective)?.wait()
+    }
+
+    /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
+    fn abort(&self, reason: &str);
+}

@@ -1,0 +1,60 @@
+use crate::Result;
+use std::sync::Arc;
+
+/// What an engine promises about a collective in flight.
+pub trait Completion: Send + Sync {
+    /// Returns once the results may be used by the calling thread's next candle operations. On a CPU that is when
+    /// they are there; on a GPU, when candle's stream was told to wait for them, which does not block the host.
+    fn wait(&self) -> Result<()>;
+
+    /// Blocks the host until the results are there.
+    fn synchronize(&self) -> Result<()> {
+        self.wait()
+    }
+
+    /// Whether the collective is over (also when it failed), without waiting.
+    fn is_completed(&self) -> bool;
+}
+
+/// A collective in flight: PyTorch's `Work`.
+///
+/// Dropping it does not cancel the collective; its error, if any, then comes out of the group's next call.
+#[must_use = "the tensors of a collective may only be used after `wait`"]
+#[derive(Clone)]
+pub struct Work(Arc<dyn Completion>);
+
+impl Work {
+    /// Wraps an engine's own handle.
+    pub fn new(completion: impl Completion + 'static) -> Self {
+        Self(Arc::new(completion))
+    }
+
+    /// Work that was over when it began, as in a world of one.
+    pub fn done() -> Self {
+        struct Done;
+        impl Completion for Done {
+            fn wait(&self) -> Result<()> {
+                Ok(())
+            }
+            fn is_completed(&self) -> bool {
+                true
+            }
+        }
+        Self::new(Done)
+    }
+
+    /// Waits until the results may be used by this thread's next candle operations.
+    pub fn wait(&self) -> Result<()> {
+        self.0.wait()
+    }
+
+    /// Blocks the host until the results are there, on a GPU too.
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+
+    /// Whether the collective is over (also when it failed), without waiting.
+    pub fn is_completed(&self) -> bool {
+        self.0.is_completed()
+    }
+}

@@ -1,0 +1,270 @@
+//! The one error type of the crate: what happened, where (rank, peer, parameter), why, and what to do.
+use candle_core::{DType, Shape};
+use std::time::Duration;
+
+/// The crate's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong, with the data a program needs to react.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// candle refused an operation.
+    #[error(transparent)]
+    Candle(candle_core::Error),
+
+    /// The operating system refused something.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was being done, to what.
+        context: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+
+    /// An argument that cannot be honoured.
+    #[error("{argument}: {reason}")]
+    InvalidArgument {
+        /// The argument's or option's name.
+        argument: &'static str,
+        /// Why it cannot be honoured, and what would be.
+        reason: String,
+    },
+
+    /// A rank outside of its group.
+    #[error("rank {rank} is outside of a world of {world_size}: ranks go from 0 to world_size - 1")]
+    RankOutOfRange {
+        /// The rank that was given.
+        rank: usize,
+        /// The number of ranks in the group.
+        world_size: usize,
+    },
+
+    /// Something asked for was not compiled in, or does not exist in this version.
+    #[error("{what} is not available: {hint}")]
+    Unavailable {
+        /// What was asked for.
+        what: String,
+        /// How to get it.
+        hint: String,
+    },
+
+    // Rendezvous
+    /// An environment variable that is needed is not set.
+    #[error("the environment variable {variable} is not set: {hint}")]
+    MissingEnvironment {
+        /// The variable's name.
+        variable: &'static str,
+        /// Who sets it, or what to use instead.
+        hint: String,
+    },
+
+    /// An environment variable holds something that cannot be right.
+    #[error("{variable}={value:?}: {reason}")]
+    InvalidEnvironment {
+        /// The variable's name.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A store did not answer, or a key was not set in time.
+    #[error("{operation} timed out after {timeout:?} on the store {store}: {reason}")]
+    StoreTimeout {
+        /// The operation, with its keys.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// How long it was given.
+        timeout: Duration,
+        /// What is missing, and what usually causes it.
+        reason: String,
+    },
+
+    /// A store answered with something else than its protocol allows, or refused.
+    #[error("{operation} failed on the store {store}: {reason}")]
+    Store {
+        /// The operation, with its keys.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// Why.
+        reason: String,
+    },
+
+    // Collectives
+    /// A tensor that a collective cannot take.
+    #[error("rank {rank}: {operation} cannot take this tensor: {reason}")]
+    InvalidTensor {
+        /// This rank.
+        rank: usize,
+        /// The collective.
+        operation: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+
+    /// A dtype that an operation has no kernel for.
+    #[error("{operation} does not support dtype {dtype:?} (supported: {supported})")]
+    UnsupportedDType {
+        /// The operation.
+        operation: String,
+        /// The dtype that was given.
+        dtype: DType,
+        /// Those that work.
+        supported: &'static str,
+    },
+
+    /// Ranks called different collectives, or the same one with different arguments.
+    #[error(
+        "rank {rank_a} called {call_a} where rank {rank_b} called {call_b}, sequence {sequence}: \
+         all ranks of a group must make the same calls in the same order"
+    )]
+    Desync {
+        /// The group's sequence number of the call.
+        sequence: u64,
+        /// One of the ranks.
+        rank_a: usize,
+        /// What it called.
+        call_a: String,
+        /// The other rank.
+        rank_b: usize,
+        /// What that one called.
+        call_b: String,
+    },
+
+    /// A peer's connection closed without a goodbye: its process died.
+    #[error(
+        "rank {peer} is gone: its connection to rank {rank} closed during {call}. \
+         Look for the first error in the output of rank {peer}"
+    )]
+    PeerGone {
+        /// The rank that noticed.
+        rank: usize,
+        /// The rank that died.
+        peer: usize,
+        /// What was going on.
+        call: String,
+    },
+
+    /// A peer left the group in good order before it took part in a collective.
+    #[error(
+        "rank {peer} left the group after sequence {left_after}, and cannot take part in {call}, sequence {sequence}: \
+         all ranks of a group must make the same number of calls"
+    )]
+    PeerLeft {
+        /// The rank that left.
+        peer: usize,
+        /// Its last collective.
+        left_after: u64,
+        /// What the others are doing.
+        call: String,
+        /// The sequence number of it.
+        sequence: u64,
+    },
+
+    /// A peer reported a failure of its own, which ends the group.
+    #[error("rank {peer} ended the group: {reason}")]
+    PeerFailed {
+        /// The rank that failed first.
+        peer: usize,
+        /// Its own error.
+        reason: String,
+    },
+
+    /// A collective was not over within the group's time-out.
+    #[error("rank {rank}: {call}, sequence {sequence}, timed out after {timeout:?}: {reason}")]
+    CollectiveTimeout {
+        /// The rank that gave up.
+        rank: usize,
+        /// What it was doing.
+        call: String,
+        /// The group's sequence number of it.
+        sequence: u64,
+        /// The group's time-out.
+        timeout: Duration,
+        /// Whom it waited for, and what that rank was doing.
+        reason: String,
+    },
+
+    /// A rank of `spawn` panicked or failed.
+    #[error("rank {rank} failed: {reason}")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its panic message.
+        reason: String,
+    },
+
+    // DistributedDataParallel
+    /// Ranks hold different models.
+    #[error("rank {rank} holds another model than rank 0: {difference}")]
+    ModelMismatch {
+        /// The rank whose model differs.
+        rank: usize,
+        /// The first difference.
+        difference: String,
+    },
+
+    /// A backward pass that DDP did not start reached its gradient hooks.
+    #[error(
+        "the gradient of parameter {parameter} came out of a backward pass that DistributedDataParallel did not start, \
+         so it would not be synchronised: call ddp.backward(&loss) and give its gradients to optimizer.step, \
+         instead of loss.backward() or optimizer.backward_step(&loss)"
+    )]
+    BackwardOutsideDdp {
+        /// The first parameter that was reached.
+        parameter: String,
+    },
+
+    /// A parameter that DDP cannot handle as asked.
+    #[error("parameter {parameter}: {reason}")]
+    Parameter {
+        /// The parameter's name.
+        parameter: String,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
+
+    /// The launcher could not do its work.
+    #[error("{0}")]
+    Launch(String),
+}
+
+impl Error {
+    /// An `Io` with its context.
+    pub(crate) fn io(context: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
+        Self::Io { context: context.into(), source: source.into() }
+    }
+
+    pub(crate) fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
+        Self::InvalidArgument { argument, reason: reason.into() }
+    }
+
+    pub(crate) fn parameter(parameter: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Parameter { parameter: parameter.into(), reason: reason.into() }
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Candle(error)
+    }
+}
+
+/// So that model code, which speaks candle's `Result`, can use `?` on ours.
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Candle(error) => error,
+            error => candle_core::Error::wrap(error),
+        }
+    }
+}
+
+/// `f32[2, 3]`: how tensors are named in messages.
+pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
+    format!("{}{:?}", dtype.as_str(), shape.dims())
+}

@@ -1,0 +1,8 @@
+//! Distributed data-parallel training for candle.
+#![allow(missing_docs)]
+pub mod backend;
+pub mod error;
+pub mod rendezvous;
+
+pub use backend::{ReduceOp, Work};
+pub use error::{Error, Result};

@@ -1,0 +1,44 @@
+use crate::Result;
+use std::time::Duration;
+
+/// A key-value store that all ranks share: PyTorch's `torch.distributed.Store`.
+///
+/// Every call ends within a time-out. Keys are text, values are bytes; a store may bound both.
+pub trait Store: Send + Sync {
+    /// Sets `key` to `value`, replacing what was there.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+
+    /// The value of `key`, waiting until it is set.
+    fn get(&self, key: &str) -> Result<Vec<u8>>;
+
+    /// Adds `amount` to the counter `key` (absent: 0) and returns the new value. Counters are kept as decimal text.
+    fn add(&self, key: &str, amount: i64) -> Result<i64>;
+
+    /// Sets `key` to `desired` if it holds `expected` (or is absent and `expected` is empty).
+    /// Returns the value after the call; when `key` is absent and `expected` is not empty, `expected`.
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
+
+    /// Waits until all `keys` are set; `timeout` is the store's own when `None`.
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()>;
+
+    /// Whether all `keys` are set.
+    fn check(&self, keys: &[&str]) -> Result<bool>;
+
+    /// Removes `key`; whether it was there.
+    fn delete(&self, key: &str) -> Result<bool>;
+
+    /// Appends `value` to what `key` holds (absent: nothing).
+    fn append(&self, key: &str, value: &[u8]) -> Result<()>;
+
+    /// The values of all `keys`, waiting until every one is set.
+    fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>>;
+
+    /// Sets every key of `pairs`.
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()>;
+
+    /// How many keys the store holds, whoever set them.
+    fn num_keys(&self) -> Result<usize>;
+
+    /// How long a call may take.
+    fn timeout(&self) -> Duration;
+}
