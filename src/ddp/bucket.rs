@@ -1,0 +1,181 @@
+//! Which gradient lies where: the plan of the buckets, and their storage.
+use crate::backend::Work;
+use crate::{Error, Result};
+use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// What the plan needs to know about a parameter.
+#[derive(Clone, Debug)]
+pub(super) struct ParameterInfo {
+    pub(super) name: String,
+    pub(super) shape: Shape,
+    pub(super) dtype: DType,
+    pub(super) device: Device,
+}
+
+impl ParameterInfo {
+    fn bytes(&self) -> usize {
+        self.shape.elem_count() * self.dtype.size_in_bytes()
+    }
+}
+
+/// The sizes at which a bucket is full, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct BucketCaps {
+    first: usize,
+    others: usize,
+}
+
+impl BucketCaps {
+    /// From sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 puts every parameter into a bucket of its own.
+    pub(super) fn from_mib(first: f64, others: f64) -> Result<Self> {
+        let bytes = |argument, mib: f64| {
+            if mib >= 0.0 {
+                // Saturates: infinity is one bucket for all.
+                Ok((mib * MIB) as usize)
+            } else {
+                Err(Error::invalid(argument, format!("{mib} is no size in MiB: it must be 0 or more")))
+            }
+        };
+        Ok(Self { first: bytes("first_bucket_mb", first)?, others: bytes("bucket_cap_mb", others)? })
+    }
+}
+
+/// Groups parameters into buckets, walking them in `order`, which is the one in which their gradients are expected.
+///
+/// A bucket holds one dtype on one device. A parameter is appended to the open bucket of its kind, which closes when it
+/// has reached its cap; the first bucket of a kind is smaller than the others, so that communication begins early
+/// (PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order in which they are expected to fill up.
+pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
+    struct Open {
+        kind: (DType, DeviceLocation),
+        cap: usize,
+        bytes: usize,
+        members: Vec<usize>,
+        last: usize,
+    }
+    let mut open: Vec<Open> = Vec::new();
+    let mut closed: Vec<(usize, Vec<usize>)> = Vec::new();
+    for (position, &index) in order.iter().enumerate() {
+        let parameter = &parameters[index];
+        let kind = (parameter.dtype, parameter.device.location());
+        let at = open.iter().position(|bucket| bucket.kind == kind).unwrap_or_else(|| {
+            open.push(Open { kind, cap: caps.first, bytes: 0, members: Vec::new(), last: 0 });
+            open.len() - 1
+        });
+        let bucket = &mut open[at];
+        bucket.members.push(index);
+        bucket.bytes += parameter.bytes();
+        bucket.last = position;
+        if bucket.bytes >= bucket.cap {
+            closed.push((position, std::mem::take(&mut bucket.members)));
+            (bucket.bytes, bucket.cap) = (0, caps.others);
+        }
+    }
+    closed.extend(open.into_iter().filter(|bucket| !bucket.members.is_empty()).map(|open| (open.last, open.members)));
+    closed.sort_by_key(|(last, _)| *last);
+    closed.into_iter().map(|(_, members)| members).collect()
+}
+
+/// One flat tensor with the gradients of some parameters, and behind them the tail: one element per parameter, which
+/// after the all-reduce is above zero if any rank used that parameter.
+pub(super) struct Bucket {
+    pub(super) tensor: Tensor,
+    pub(super) members: Vec<usize>,
+    /// Views of `tensor`, in the shapes of the members.
+    pub(super) gradients: Vec<Tensor>,
+    /// The view of `tensor` behind the gradients.
+    pub(super) tail: Tensor,
+    /// What the tail holds when this rank used all members: the common case, made once.
+    pub(super) tail_all_used: Tensor,
+    /// Which members' gradients have arrived in this backward pass.
+    pub(super) arrived: Vec<bool>,
+    pub(super) missing: usize,
+    pub(super) work: Option<Work>,
+}
+
+impl Bucket {
+    pub(super) fn new(parameters: &[ParameterInfo], members: Vec<usize>, scale: f64) -> Result<Self> {
+        let first = &parameters[members[0]];
+        let (dtype, device) = (first.dtype, &first.device);
+        let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
+        let tensor = Tensor::zeros(elements + members.len(), dtype, device)?;
+        let mut offset = 0;
+        let mut gradients = Vec::with_capacity(members.len());
+        for &index in &members {
+            let shape = &parameters[index].shape;
+            gradients.push(tensor.narrow(0, offset, shape.elem_count())?.reshape(shape)?);
+            offset += shape.elem_count();
+        }
+        Ok(Self {
+            tail: tensor.narrow(0, elements, members.len())?,
+            tail_all_used: tail(&vec![true; members.len()], scale, dtype, device)?,
+            arrived: vec![false; members.len()],
+            missing: members.len(),
+            work: None,
+            tensor,
+            members,
+            gradients,
+        })
+    }
+
+    /// Forgets the last backward pass.
+    pub(super) fn reset(&mut self) {
+        self.arrived.fill(false);
+        self.missing = self.members.len();
+        self.work = None;
+    }
+}
+
+/// A tail's content: `scale` where this rank used the parameter.
+pub(super) fn tail(used: &[bool], scale: f64, dtype: DType, device: &Device) -> Result<Tensor> {
+    let values: Vec<f64> = used.iter().map(|used| if *used { scale } else { 0.0 }).collect();
+    Ok(Tensor::from_vec(values, used.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameters(sizes: &[(usize, DType)]) -> Vec<ParameterInfo> {
+        let info = |(index, (elements, dtype)): (usize, &(usize, DType))| ParameterInfo {
+            name: format!("p{index}"),
+            shape: Shape::from(*elements),
+            dtype: *dtype,
+            device: Device::Cpu,
+        };
+        sizes.iter().enumerate().map(info).collect()
+    }
+
+    fn caps(first: usize, others: usize) -> BucketCaps {
+        BucketCaps { first, others }
+    }
+
+    #[test]
+    fn a_bucket_closes_once_it_has_reached_its_cap() {
+        let parameters = parameters(&[(10, DType::F32); 6]);
+        // 40 bytes each: the first bucket closes at 40, the others at 100 (so after three).
+        assert_eq!(plan(&parameters, &[5, 4, 3, 2, 1, 0], caps(40, 100)), [vec![5], vec![4, 3, 2], vec![1, 0]]);
+        assert_eq!(plan(&parameters, &[0, 1, 2], caps(0, 0)), [vec![0], vec![1], vec![2]]);
+        assert_eq!(plan(&parameters, &[0, 1, 2], caps(usize::MAX, usize::MAX)), [vec![0, 1, 2]]);
+    }
+
+    #[test]
+    fn dtypes_do_not_share_buckets_and_buckets_come_in_order_of_completion() {
+        let (f, h) = (DType::F32, DType::BF16);
+        let parameters = parameters(&[(10, f), (10, h), (10, f), (10, h), (10, f)]);
+        // f32 closes at its second member (position 2), bf16 (20 bytes each) is open until the end.
+        let plan = plan(&parameters, &[0, 1, 2, 3, 4], caps(80, 80));
+        assert_eq!(plan, [vec![0, 2], vec![1, 3], vec![4]]);
+    }
+
+    #[test]
+    fn sizes_are_checked() {
+        assert!(BucketCaps::from_mib(1.0, f64::INFINITY).is_ok());
+        for bad in [-1.0, f64::NAN] {
+            let error = BucketCaps::from_mib(1.0, bad).unwrap_err().to_string();
+            assert!(error.contains("bucket_cap_mb"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The replica of a parameter: what the model computes with, and how its gradient comes out of backward.
+use super::copy;
+use super::reducer::Reducer;
+use crate::Result;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
+use std::sync::Arc;
+
+/// Makes the replica of `var`, whose gradient goes to `reducer` as that of parameter `index`.
+///
+/// candle has no hooks on backward, but an operation of one's own sees the gradient of its result exactly once, when it
+/// is complete. So the model holds not the variable, but the result of such an operation on it: a copy, which
+/// [`refresh`] brings up to date with the variable.
+pub(super) fn replicate(var: &Var, reducer: Arc<Reducer>, index: usize) -> Result<Tensor> {
+    Ok(var.apply_op1(GradHook { reducer, index })?)
+}
+
+/// Writes the variable's present value into its replica.
+pub(super) fn refresh(replica: &Tensor, var: &Var) -> Result<()> {
+    copy::copy(replica, var)
+}
+
+struct GradHook {
+    reducer: Arc<Reducer>,
+    index: usize,
+}
+
+impl CustomOp1 for GradHook {
+    fn name(&self) -> &'static str {
+        "ddp-replica"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        copy::snapshot(storage, layout)
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        copy::snapshot(storage, layout)
+    }
+
+    /// Hands the gradient over. Returning `None` keeps candle from storing it for the variable: the reducer does so
+    /// when it is averaged.
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        self.reducer.gradient_from_hook(self.index, gradient)?;
+        Ok(None)
+    }
+}

@@ -1,0 +1,310 @@
+//! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and the gradients are
+//! averaged while they come out of backward.
+mod bucket;
+mod copy;
+mod hook;
+mod options;
+mod reducer;
+mod registry;
+mod sync;
+mod verify;
+
+pub use options::{DdpOptions, NamePredicate};
+
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use bucket::BucketCaps;
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Module, ModuleT, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use reducer::{Gradient, Reducer};
+use registry::{Registry, Role};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
+///
+/// The model is built with a `VarBuilder` whose tensors are *replicas* of the variables in a `VarMap`: optimizers change
+/// the variables, every forward pass begins by bringing the replicas up to date, and in
+/// [`backward`](Self::backward) each replica's gradient goes into a bucket that is all-reduced while the backward pass
+/// goes on. At construction all ranks take over the values of rank 0.
+///
+/// Ranks may use different parameters in a step: a parameter that some rank used gets its averaged gradient on all,
+/// one that no rank used gets none, and no option needs to be set for it.
+///
+/// What the model may not do: compute something from a parameter while it is constructed and keep the result (it would
+/// not follow the parameter), or ask for variables later on.
+pub struct DistributedDataParallel<M> {
+    module: M,
+    group: ProcessGroup,
+    reducer: Arc<Reducer>,
+    parameters: Vec<Parameter>,
+    buffers: Vec<Buffer>,
+    ignored: Vec<Buffer>,
+    options: DdpOptions,
+    no_sync: AtomicUsize,
+}
+
+/// A trainable variable, and the tensor that the model holds for it.
+struct Parameter {
+    name: String,
+    var: Var,
+    /// None for models that were not built from a `VarBuilder`: they hold the variable itself.
+    replica: Option<Tensor>,
+}
+
+/// A variable without an averaged gradient.
+struct Buffer {
+    name: String,
+    var: Var,
+}
+
+impl<M> DistributedDataParallel<M> {
+    /// Builds a model whose variables live in `varmap` (those that are not there are made), of dtype `dtype`, on the
+    /// device of `group`. Every rank calls it, and starts with the values of rank 0.
+    ///
+    /// # Errors
+    /// On every rank alike: `build` failed on one of them ([`Error::PeerFailed`]), or they built different models or
+    /// gave different options ([`Error::ModelMismatch`], which names the first difference).
+    pub fn new<E>(
+        group: &ProcessGroup,
+        varmap: &VarMap,
+        dtype: DType,
+        build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
+        options: DdpOptions,
+    ) -> Result<Self>
+    where
+        Error: From<E>,
+    {
+        let reducer = Arc::new(Reducer::new(group.clone()));
+        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
+        let builder = VarBuilder::from_backend(Box::new(registry.clone()), dtype, group.device().clone());
+        let built = build(builder).map_err(Error::from);
+        let (parameters, buffers, ignored) = registry.seal();
+        Self::connect(group, reducer, built, parameters, buffers, ignored, options)
+    }
+
+    /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
+    /// their names. Its gradients go into the same buckets, but only when the backward pass is over, so that nothing
+    /// overlaps; and a `loss.backward()` beside [`backward`](Self::backward) cannot be noticed.
+    ///
+    /// # Errors
+    /// As with [`new`](Self::new); a name given twice is [`Error::Parameter`].
+    pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
+        let reducer = Arc::new(Reducer::new(group.clone()));
+        let (mut parameters, mut buffers, mut ignored) = (Vec::new(), Vec::new(), Vec::new());
+        let mut names = std::collections::HashSet::new();
+        let mut built = Ok(module);
+        for (name, var) in vars {
+            if !names.insert(name.clone()) {
+                built = Err(Error::parameter(name, "it is in `vars` twice: give every variable once, under one name"));
+                break;
+            }
+            match options.role(&name, var.dtype()) {
+                Role::Parameter => parameters.push(Parameter { name, var, replica: None }),
+                Role::Buffer => buffers.push(Buffer { name, var }),
+                Role::Ignored => ignored.push(Buffer { name, var }),
+            }
+        }
+        Self::connect(group, reducer, built, parameters, buffers, ignored, options)
+    }
+
+    fn connect(
+        group: &ProcessGroup,
+        reducer: Arc<Reducer>,
+        built: Result<M>,
+        parameters: Vec<Parameter>,
+        buffers: Vec<Buffer>,
+        ignored: Vec<Buffer>,
+        options: DdpOptions,
+    ) -> Result<Self> {
+        let built = built.and_then(|module| {
+            check_parameters(group, &parameters)?;
+            Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
+        });
+        // A rank that has no model takes part in the check, so that the others hear of it.
+        let verdict = verify::same_model(group, &options, built.as_ref().map(|_| (&parameters[..], &buffers[..])));
+        let (module, caps) = built?;
+        verdict?;
+        reducer.set_parameters(parameters.iter().map(Parameter::info).collect(), caps)?;
+        let vars = parameters.iter().map(|parameter| &parameter.var).chain(buffers.iter().map(|buffer| &buffer.var));
+        sync::broadcast(group, vars)?.finish()?;
+        let no_sync = AtomicUsize::new(0);
+        Ok(Self { module, group: group.clone(), reducer, parameters, buffers, ignored, options, no_sync })
+    }
+
+    /// Runs `f` on the model, with every parameter up to date: for models whose forward pass takes other arguments
+    /// than one tensor, and for evaluation.
+    pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
+    where
+        Error: From<E>,
+    {
+        // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
+        for parameter in &self.parameters {
+            if let Some(replica) = &parameter.replica {
+                hook::refresh(replica, &parameter.var)?;
+            }
+        }
+        Ok(f(&self.module)?)
+    }
+
+    /// The model's forward pass on `xs`.
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
+    where
+        M: Module,
+    {
+        self.call(|module| module.forward(xs))
+    }
+
+    /// The model's forward pass on `xs`, in training or in evaluation mode.
+    pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
+    where
+        M: ModuleT,
+    {
+        self.call(|module| module.forward_t(xs, train))
+    }
+
+    /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
+    /// pass goes on. Every rank calls it as often as the others.
+    ///
+    /// The store holds, for each parameter's variable, the mean over the ranks of its gradient (a rank that did not use
+    /// the parameter counts as zero); parameters that no rank used are not in it. Gradients of other variables are
+    /// this rank's own. **The averaged gradients are views of the buckets, and valid until the next call.**
+    ///
+    /// With [`no_sync`](Self::no_sync) nothing is sent: gradients add up, and the store holds this rank's sums.
+    ///
+    /// # Errors
+    /// When a rank's backward pass fails, the group is ended on all ranks, since the others wait for its gradients.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        let synchronise = self.no_sync.load(Ordering::Relaxed) == 0;
+        let result = self.run_backward(loss, synchronise);
+        if let Err(error) = &result {
+            self.reducer.cancel();
+            // Alone in its world, a rank may try again, with a smaller batch for example.
+            if synchronise && self.group.world_size() > 1 {
+                self.group.abort(&format!("backward failed: {error}"));
+            }
+        }
+        result
+    }
+
+    fn run_backward(&self, loss: &Tensor, synchronise: bool) -> Result<GradStore> {
+        self.reducer.begin(synchronise)?;
+        // The backward pass does not read buffers, so that their way to the other ranks costs no time.
+        let buffers = if synchronise && self.options.broadcast_buffers {
+            Some(sync::broadcast(&self.group, self.buffers.iter().map(|buffer| &buffer.var))?)
+        } else {
+            None
+        };
+        let mut grads = loss.backward().map_err(|error| self.reducer.failure().unwrap_or(Error::Candle(error)))?;
+        for (index, parameter) in self.parameters.iter().enumerate().rev() {
+            if parameter.replica.is_none()
+                && let Some(gradient) = grads.remove(&parameter.var)
+            {
+                self.reducer.gradient(index, &gradient)?;
+            }
+        }
+        let averaged = self.reducer.finish()?;
+        for (parameter, gradient) in self.parameters.iter().zip(averaged) {
+            if let Gradient::Present(gradient) = gradient {
+                grads.insert(&parameter.var, gradient);
+            }
+        }
+        if let Some(buffers) = buffers {
+            buffers.finish()?;
+        }
+        Ok(grads)
+    }
+
+    /// Until the guard is dropped, `backward` sends nothing and gradients add up in the buckets; the first `backward`
+    /// after it averages the sums. As in PyTorch, the gradient of n accumulated passes is the sum of theirs: divide the
+    /// losses by n for the gradient of the big batch. Buffers are not broadcast meanwhile.
+    ///
+    /// ```no_run
+    /// # fn step<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, micro_batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
+    /// let (last, others) = micro_batches.split_last().expect("at least one");
+    /// {
+    ///     let _guard = ddp.no_sync();
+    ///     for x in others {
+    ///         ddp.backward(&ddp.forward(x)?.mean_all()?)?;
+    ///     }
+    /// }
+    /// let grads = ddp.backward(&ddp.forward(last)?.mean_all()?)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn no_sync(&self) -> NoSync<'_> {
+        self.no_sync.fetch_add(1, Ordering::Relaxed);
+        NoSync(&self.no_sync)
+    }
+
+    /// The variables that an optimizer trains, in the order in which the model asked for them; ignored ones come last.
+    pub fn parameters(&self) -> Vec<Var> {
+        self.named_parameters().into_iter().map(|(_, var)| var).collect()
+    }
+
+    /// [`parameters`](Self::parameters) with the model's own names for them.
+    pub fn named_parameters(&self) -> Vec<(String, Var)> {
+        let ignored = self.ignored.iter().map(|ignored| (ignored.name.clone(), ignored.var.clone()));
+        self.parameters.iter().map(|parameter| (parameter.name.clone(), parameter.var.clone())).chain(ignored).collect()
+    }
+
+    /// The buffers with the model's own names for them, in the order in which the model asked for them.
+    pub fn named_buffers(&self) -> Vec<(String, Var)> {
+        self.buffers.iter().map(|buffer| (buffer.name.clone(), buffer.var.clone())).collect()
+    }
+
+    /// The names of the parameters in each bucket, in the order in which the buckets are all-reduced: first the reverse
+    /// of the order of registration, and from the second synchronised backward pass on, the order in which rank 0's
+    /// gradients came in the first.
+    pub fn buckets(&self) -> Vec<Vec<String>> {
+        self.reducer.bucket_names()
+    }
+
+    /// The group over which gradients are averaged.
+    pub fn process_group(&self) -> &ProcessGroup {
+        &self.group
+    }
+}
+
+/// What the reducer relies on.
+fn check_parameters(group: &ProcessGroup, parameters: &[Parameter]) -> Result<()> {
+    if parameters.is_empty() {
+        return Err(Error::invalid("model", "it has no trainable parameter, so that there is nothing to average"));
+    }
+    for parameter in parameters {
+        if !parameter.var.device().same_device(group.device()) {
+            let (is, belongs) = (parameter.var.device().location(), group.device().location());
+            let reason = format!(
+                "it is on {is:?}, but the process group works on {belongs:?}: \
+                 build the model with the VarBuilder that is handed to it, on the device of the group"
+            );
+            return Err(Error::parameter(&parameter.name, reason));
+        }
+        if !parameter.var.is_contiguous() {
+            return Err(Error::parameter(
+                &parameter.name,
+                "its variable is not contiguous: make it from a contiguous tensor",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// `xs.apply_t(&ddp, train)`, and every function that takes a module. (candle makes every `Module` a `ModuleT`, so that a
+/// wrapper can only be one of the two.)
+impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        Ok(self.call(|module| module.forward_t(xs, train))?)
+    }
+}
+
+/// While it lives, gradients add up instead of being averaged: see [`DistributedDataParallel::no_sync`].
+#[must_use = "gradients are synchronised again as soon as the guard is dropped"]
+pub struct NoSync<'a>(&'a AtomicUsize);
+
+impl Drop for NoSync<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,292 @@
+//! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
+use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
+use super::copy;
+use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp, Result};
+use candle_core::Tensor;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Collects gradients in buckets and all-reduces each bucket as soon as it is full and its turn has come.
+pub(super) struct Reducer {
+    group: ProcessGroup,
+    /// 1 / world size: what gradients are multiplied by before they are summed up.
+    scale: f64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    caps: BucketCaps,
+    parameters: Vec<ParameterInfo>,
+    buckets: Vec<Bucket>,
+    /// For each parameter, its bucket and its place among that bucket's members.
+    places: Vec<(usize, usize)>,
+    phase: Phase,
+    /// The next bucket in line for its all-reduce.
+    next: usize,
+    /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
+    accumulated: Vec<bool>,
+    rebuild: Rebuild,
+    /// The error of a hook, typed; candle carries only its text.
+    failure: Option<Error>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq)]
+enum Phase {
+    /// No backward pass of DDP's is running: a hook that fires now belongs to somebody else's.
+    #[default]
+    Outside,
+    /// Under `no_sync`: gradients add up in the buckets.
+    Local,
+    /// Gradients are all-reduced.
+    Synchronised,
+}
+
+/// The first synchronised backward pass shows in which order gradients really come.
+#[derive(Default)]
+enum Rebuild {
+    /// The order so far.
+    #[default]
+    Recording,
+    Recorded(Vec<usize>),
+    /// Rank 0's order, to be used from the next backward pass on.
+    Due(Vec<usize>),
+    Done,
+}
+
+/// What became of one parameter's gradient.
+pub(super) enum Gradient {
+    /// It is there: a view of its bucket.
+    Present(Tensor),
+    /// No rank has used the parameter.
+    Absent,
+}
+
+impl Reducer {
+    pub(super) fn new(group: ProcessGroup) -> Self {
+        let scale = 1.0 / group.world_size() as f64;
+        Self { group, scale, state: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the reducer which parameters there are, in registration order; gradients are expected in the reverse of
+    /// it until the first backward pass has shown better.
+    pub(super) fn set_parameters(&self, parameters: Vec<ParameterInfo>, caps: BucketCaps) -> Result<()> {
+        let mut state = self.lock();
+        state.caps = caps;
+        state.accumulated = vec![false; parameters.len()];
+        state.parameters = parameters;
+        let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
+        state.lay_out(&order, self.scale)
+    }
+
+    /// The names of the parameters in each bucket, in the order of the all-reduces.
+    pub(super) fn bucket_names(&self) -> Vec<Vec<String>> {
+        let state = self.lock();
+        let name = |index: &usize| state.parameters[*index].name.clone();
+        state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
+    }
+
+    /// Opens a backward pass.
+    pub(super) fn begin(&self, synchronise: bool) -> Result<()> {
+        let mut state = self.lock();
+        if let Rebuild::Due(order) = &state.rebuild {
+            let order = order.clone();
+            state.lay_out(&order, self.scale)?;
+            state.rebuild = Rebuild::Done;
+        }
+        state.buckets.iter_mut().for_each(Bucket::reset);
+        state.next = 0;
+        state.failure = None;
+        state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
+        if synchronise && matches!(state.rebuild, Rebuild::Recording) {
+            state.rebuild = Rebuild::Recorded(Vec::new());
+        }
+        Ok(())
+    }
+
+    /// Takes a gradient from a hook; the error is kept, because candle carries only its text.
+    pub(super) fn gradient_from_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
+        let mut state = self.lock();
+        if state.phase == Phase::Outside {
+            let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
+            return Err(Error::BackwardOutsideDdp { parameter }.into());
+        }
+        self.take(&mut state, index, gradient).map_err(|error| {
+            let text = error.to_string();
+            state.failure = Some(error);
+            candle_core::Error::msg(text)
+        })
+    }
+
+    /// Takes the gradient of a parameter without a hook.
+    pub(super) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
+        self.take(&mut self.lock(), index, gradient)
+    }
+
+    fn take(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
+        let (bucket, slot) = state.places[index];
+        let parameter = &state.parameters[index];
+        if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.dtype {
+            let expected = crate::error::describe(parameter.dtype, &parameter.shape);
+            let got = crate::error::describe(gradient.dtype(), gradient.shape());
+            return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
+        }
+        let scale = if state.phase == Phase::Synchronised { self.scale } else { 1.0 };
+        let place = &mut state.buckets[bucket];
+        copy::scaled_copy(&place.gradients[slot], gradient, scale, state.accumulated[index])?;
+        place.arrived[slot] = true;
+        place.missing -= 1;
+        match state.phase {
+            Phase::Synchronised => {
+                if let Rebuild::Recorded(order) = &mut state.rebuild {
+                    order.push(index);
+                }
+                self.launch_full_buckets(state)
+            }
+            Phase::Local | Phase::Outside => {
+                state.accumulated[index] = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// Starts the all-reduce of every bucket whose turn has come. Strictly in order, so that all ranks agree.
+    fn launch_full_buckets(&self, state: &mut State) -> Result<()> {
+        while let Some(bucket) = state.buckets.get_mut(state.next) {
+            if bucket.missing > 0 {
+                break;
+            }
+            copy::copy(&bucket.tail, &bucket.tail_all_used)?;
+            self.launch(bucket)?;
+            state.next += 1;
+        }
+        Ok(())
+    }
+
+    fn launch(&self, bucket: &mut Bucket) -> Result<()> {
+        bucket.work = Some(self.group.all_reduce_async(&bucket.tensor, ReduceOp::Sum)?);
+        Ok(())
+    }
+
+    /// The typed error of a hook, if that is what ended the backward pass.
+    pub(super) fn failure(&self) -> Option<Error> {
+        self.lock().failure.take()
+    }
+
+    /// Ends a backward pass that failed: what was collected is forgotten.
+    pub(super) fn cancel(&self) {
+        let mut state = self.lock();
+        state.phase = Phase::Outside;
+        state.accumulated.fill(false);
+        if let Rebuild::Recorded(_) = state.rebuild {
+            state.rebuild = Rebuild::Recording;
+        }
+    }
+
+    /// Closes a backward pass: launches what is left, waits for everything, and returns each parameter's gradient in
+    /// registration order.
+    pub(super) fn finish(&self) -> Result<Vec<Gradient>> {
+        let mut state = self.lock();
+        let state = &mut *state;
+        if state.phase == Phase::Local {
+            state.phase = Phase::Outside;
+            return Ok((0..state.parameters.len()).map(|index| state.local_gradient(index)).collect());
+        }
+        let mut used = vec![true; state.parameters.len()];
+        while state.next < state.buckets.len() {
+            self.complete(state, &mut used)?;
+            self.launch_full_buckets(state)?;
+        }
+        for bucket in &state.buckets {
+            if let Some(work) = &bucket.work {
+                work.wait()?;
+            }
+        }
+        state.phase = Phase::Outside;
+        state.accumulated.fill(false);
+        self.agree_on_order(state)?;
+        (0..state.parameters.len()).map(|index| state.reduced_gradient(index, used[index])).collect()
+    }
+
+    /// Fills up the next bucket, of which not all gradients have come, and starts its all-reduce.
+    fn complete(&self, state: &mut State, used: &mut [bool]) -> Result<()> {
+        let bucket = &mut state.buckets[state.next];
+        for (slot, &index) in bucket.members.iter().enumerate() {
+            if bucket.arrived[slot] {
+                continue;
+            }
+            let gradient = &bucket.gradients[slot];
+            if state.accumulated[index] {
+                // Not used in this pass, but in one under `no_sync`, which did not divide.
+                copy::scaled_copy(gradient, &gradient.copy()?, self.scale, false)?;
+            } else {
+                gradient.zero_set()?;
+                used[index] = false;
+            }
+        }
+        let members_used: Vec<bool> = bucket.members.iter().map(|index| used[*index]).collect();
+        let tail = bucket::tail(&members_used, self.scale, bucket.tensor.dtype(), bucket.tensor.device())?;
+        copy::copy(&bucket.tail, &tail)?;
+        self.launch(bucket)?;
+        state.next += 1;
+        Ok(())
+    }
+
+    /// After the first synchronised backward pass, all ranks take over the order in which rank 0's gradients came.
+    fn agree_on_order(&self, state: &mut State) -> Result<()> {
+        let Rebuild::Recorded(arrived) = &mut state.rebuild else { return Ok(()) };
+        let mut order = std::mem::take(arrived);
+        let mut seen = vec![false; state.parameters.len()];
+        order.iter().for_each(|index| seen[*index] = true);
+        // Those that did not come keep the order in which they were expected.
+        order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
+        let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
+        let tensor = Tensor::new(order, self.group.device())?;
+        self.group.broadcast(&tensor, 0)?;
+        let order: Vec<usize> = tensor.to_vec1::<u32>()?.into_iter().map(|index| index as usize).collect();
+        let unchanged = order.iter().eq(state.buckets.iter().flat_map(|bucket| &bucket.members));
+        state.rebuild = if unchanged { Rebuild::Done } else { Rebuild::Due(order) };
+        Ok(())
+    }
+}
+
+impl State {
+    /// Makes the buckets for gradients that come in `order`.
+    fn lay_out(&mut self, order: &[usize], scale: f64) -> Result<()> {
+        // The old storage goes first, unless gradients of the last backward pass still hold on to it.
+        self.buckets.clear();
+        let plan = bucket::plan(&self.parameters, order, self.caps);
+        self.buckets =
+            plan.into_iter().map(|members| Bucket::new(&self.parameters, members, scale)).collect::<Result<_>>()?;
+        self.places = vec![(0, 0); self.parameters.len()];
+        for (number, bucket) in self.buckets.iter().enumerate() {
+            for (slot, &index) in bucket.members.iter().enumerate() {
+                self.places[index] = (number, slot);
+            }
+        }
+        Ok(())
+    }
+
+    fn view(&self, index: usize) -> Gradient {
+        let (bucket, slot) = self.places[index];
+        Gradient::Present(self.buckets[bucket].gradients[slot].clone())
+    }
+
+    fn local_gradient(&self, index: usize) -> Gradient {
+        if self.accumulated[index] { self.view(index) } else { Gradient::Absent }
+    }
+
+    /// `used`: whether this rank contributed. Only a rank that did not has to look at the tail.
+    fn reduced_gradient(&self, index: usize, used: bool) -> Result<Gradient> {
+        if used {
+            return Ok(self.view(index));
+        }
+        let (bucket, slot) = self.places[index];
+        let anybody = self.buckets[bucket].tail.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
+        Ok(if anybody.to_vec1::<f32>()?[0] > 0.0 { self.view(index) } else { Gradient::Absent })
+    }
+}

@@ -1,0 +1,142 @@
+//! The `VarBuilder` that a model is built with under DDP: it hands out replicas and writes down what was asked for.
+use super::bucket::ParameterInfo;
+use super::hook;
+use super::reducer::Reducer;
+use super::{Buffer, DdpOptions, Parameter};
+use crate::error::describe;
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::VarMap;
+use candle_nn::var_builder::SimpleBackend;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a model has asked for so far, in the order in which it asked: that order numbers the parameters.
+#[derive(Default)]
+pub(super) struct Registered {
+    pub(super) parameters: Vec<Parameter>,
+    pub(super) buffers: Vec<Buffer>,
+    pub(super) ignored: Vec<Buffer>,
+    /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
+    handed_out: HashMap<String, Tensor>,
+    sealed: bool,
+}
+
+/// A handle to the registry; the model's `VarBuilder` holds another.
+#[derive(Clone)]
+pub(super) struct Registry {
+    varmap: VarMap,
+    reducer: Arc<Reducer>,
+    options: DdpOptions,
+    registered: Arc<Mutex<Registered>>,
+}
+
+impl Registry {
+    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions) -> Self {
+        Self { varmap, reducer, options, registered: Arc::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Registered> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The model is built: takes what it asked for. From now on only known names are handed out.
+    pub(super) fn seal(&self) -> (Vec<Parameter>, Vec<Buffer>, Vec<Buffer>) {
+        let mut registered = self.lock();
+        registered.sealed = true;
+        let Registered { parameters, buffers, ignored, .. } = &mut *registered;
+        (std::mem::take(parameters), std::mem::take(buffers), std::mem::take(ignored))
+    }
+
+    /// Registers the variable `name`, and returns what the model gets for it.
+    fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
+        if registered.sealed {
+            candle_core::bail!(
+                "{name} was asked for after DistributedDataParallel was built: ask for every variable while the model \
+                 is constructed, so that all ranks know all parameters"
+            )
+        }
+        let tensor = match self.options.role(name, var.dtype()) {
+            Role::Buffer => {
+                registered.buffers.push(Buffer { name: name.to_string(), var: var.clone() });
+                var.as_tensor().clone()
+            }
+            Role::Ignored => {
+                registered.ignored.push(Buffer { name: name.to_string(), var: var.clone() });
+                var.as_tensor().clone()
+            }
+            Role::Parameter => {
+                let index = registered.parameters.len();
+                let replica = hook::replicate(&var, Arc::clone(&self.reducer), index)?;
+                registered.parameters.push(Parameter { name: name.to_string(), var, replica: Some(replica.clone()) });
+                replica
+            }
+        };
+        registered.handed_out.insert(name.to_string(), tensor.clone());
+        Ok(tensor)
+    }
+}
+
+/// How DDP treats a variable.
+pub(super) enum Role {
+    /// Its gradient is averaged over the ranks.
+    Parameter,
+    /// It has no gradient; rank 0's value is broadcast.
+    Buffer,
+    /// It is each rank's own business.
+    Ignored,
+}
+
+impl Parameter {
+    pub(super) fn info(&self) -> ParameterInfo {
+        ParameterInfo {
+            name: self.name.clone(),
+            shape: self.var.shape().clone(),
+            dtype: self.var.dtype(),
+            device: self.var.device().clone(),
+        }
+    }
+}
+
+impl SimpleBackend for Registry {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: candle_nn::Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let mut registered = self.lock();
+        if let Some(tensor) = registered.handed_out.get(name) {
+            if tensor.shape() != &shape {
+                candle_core::bail!(
+                    "{name} was asked for as {} and as {}: a shared variable has one shape",
+                    describe(tensor.dtype(), tensor.shape()),
+                    describe(dtype, &shape)
+                )
+            }
+            return Ok(tensor.clone());
+        }
+        let var = Var::from_tensor(&self.varmap.get(shape, name, init, dtype, device)?)?;
+        self.hand_out(&mut registered, name, var)
+    }
+
+    /// Works for variables that are already in the VarMap.
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut registered = self.lock();
+        if let Some(tensor) = registered.handed_out.get(name) {
+            return Ok(tensor.clone());
+        }
+        let var = self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
+        match var {
+            Some(var) => self.hand_out(&mut registered, name, var),
+            None => {
+                candle_core::bail!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made")
+            }
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).contains_key(name)
+    }
+}

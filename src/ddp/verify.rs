@@ -1,0 +1,88 @@
+//! The check at construction that all ranks hold the same model.
+use super::{Buffer, DdpOptions, Parameter};
+use crate::error::describe;
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+
+/// First character of what a rank reports: whether it could build its model.
+const BUILT: u8 = b'+';
+const FAILED: u8 = b'-';
+
+/// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none.
+/// Every rank gets the same verdict: in PyTorch only the mismatching rank raises, and the others hang.
+pub(super) fn same_model(
+    group: &ProcessGroup,
+    options: &DdpOptions,
+    model: std::result::Result<(&[Parameter], &[Buffer]), &Error>,
+) -> Result<()> {
+    let report = match model {
+        Ok((parameters, buffers)) => describe_model(options, parameters, buffers),
+        Err(error) => format!("{}{error}", char::from(FAILED)),
+    };
+    let reports = group.all_gather_bytes(report.as_bytes())?;
+    let text = |rank: usize| String::from_utf8_lossy(&reports[rank]).into_owned();
+    if let Some(peer) = reports.iter().position(|report| report.first() == Some(&FAILED)) {
+        let reason = format!("it could not build its model: {}", &text(peer)[1..]);
+        return Err(Error::PeerFailed { peer, reason });
+    }
+    match reports.iter().position(|report| *report != reports[0]) {
+        None => Ok(()),
+        Some(rank) => Err(Error::ModelMismatch { rank, difference: first_difference(rank, &text(rank), &text(0)) }),
+    }
+}
+
+/// One line per fact on which ranks must agree.
+fn describe_model(options: &DdpOptions, parameters: &[Parameter], buffers: &[Buffer]) -> String {
+    let mut lines = vec![format!(
+        "{}options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
+        char::from(BUILT),
+        options.bucket_cap_mb,
+        options.first_bucket_mb,
+        options.broadcast_buffers
+    )];
+    lines.extend(parameters.iter().enumerate().map(|(index, parameter)| {
+        let tensor = describe(parameter.var.dtype(), parameter.var.shape());
+        format!("parameter {index}: {} {tensor}", parameter.name)
+    }));
+    lines.extend(buffers.iter().enumerate().map(|(index, buffer)| {
+        format!("buffer {index}: {} {}", buffer.name, describe(buffer.var.dtype(), buffer.var.shape()))
+    }));
+    lines.join("\n")
+}
+
+fn first_difference(rank: usize, theirs: &str, rank_0: &str) -> String {
+    let (mut theirs, mut rank_0) = (theirs.lines(), rank_0.lines());
+    loop {
+        match (theirs.next(), rank_0.next()) {
+            (Some(a), Some(b)) if a == b => {}
+            (Some(a), Some(b)) => {
+                let plain = |line: &str| line.trim_start_matches(char::from(BUILT)).to_string();
+                return format!("{} on rank {rank}, {} on rank 0", plain(a), plain(b));
+            }
+            (Some(a), None) => return format!("{a} on rank {rank} does not exist on rank 0"),
+            (None, Some(b)) => return format!("{b} on rank 0 does not exist on rank {rank}"),
+            (None, None) => return "none in the text of their reports".to_string(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let rank_0 = "+options: a\nparameter 0: w f32[2]\nparameter 1: b f32[2]";
+        let cases = [
+            ("+options: b\nparameter 0: w f32[3]", "options: b on rank 3, options: a on rank 0"),
+            ("+options: a\nparameter 0: w f32[3]", "parameter 0: w f32[3] on rank 3, parameter 0: w f32[2] on rank 0"),
+            ("+options: a\nparameter 0: w f32[2]", "parameter 1: b f32[2] on rank 0 does not exist on rank 3"),
+        ];
+        for (theirs, expected) in cases {
+            assert_eq!(first_difference(3, theirs, rank_0), expected);
+        }
+        let longer = format!("{rank_0}\nparameter 2: c f32[1]");
+        let expected = "parameter 2: c f32[1] on rank 3 does not exist on rank 0";
+        assert_eq!(first_difference(3, &longer, rank_0), expected);
+    }
+}

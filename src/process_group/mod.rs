@@ -1,0 +1,255 @@
+//! Process groups: the ranks of a job, and the collectives among them.
+mod init;
+mod spawn;
+
+pub use init::{Backend, InitOptions, init_process_group};
+pub use spawn::{SpawnOptions, spawn, spawn_with};
+
+use crate::backend::{Collective, Communicator, ReduceOp, Work};
+use crate::rendezvous::{PrefixStore, Store};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A group of ranks that communicate with each other: PyTorch's `ProcessGroup`. Clones are handles to the same group.
+///
+/// Every rank of the group makes the same calls in the same order (`send` and `recv` pair up between two ranks).
+/// Tensors are contiguous, live on [`device`](Self::device), have the same dtype and element count on every rank, and
+/// are changed in place: every other tensor that shares their storage changes as well.
+///
+/// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
+/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must be left alone until it was waited for.
+///
+/// # Errors
+/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do
+/// ([`Error::Desync`]), when a rank is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own
+/// ([`Error::PeerFailed`]) or does not come in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
+/// its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
+/// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
+#[derive(Clone)]
+pub struct ProcessGroup(Arc<Inner>);
+
+/// What `init_process_group` and `new_group` know about a group when they make it.
+struct Inner {
+    communicator: Box<dyn Communicator>,
+    store: Arc<dyn Store>,
+    settings: Settings,
+    /// The ranks of this group, numbered as in the group of all ranks.
+    global_ranks: Vec<usize>,
+    /// How many sub-groups were made: every rank counts the same, so the number names the next one's keys.
+    subgroups: AtomicU64,
+}
+
+#[derive(Clone)]
+struct Settings {
+    backend: Backend,
+    device: Device,
+    timeout: Duration,
+    local_rank: usize,
+    local_world_size: usize,
+    address: Option<std::net::IpAddr>,
+}
+
+impl ProcessGroup {
+    /// Builds the engine of a group whose rank `rank` is this process. `store` must be the group's own.
+    fn connect(store: Arc<dyn Store>, global_ranks: Vec<usize>, rank: usize, settings: Settings) -> Result<Self> {
+        let communicator = init::communicator(Arc::clone(&store), rank, global_ranks.len(), &settings)?;
+        Ok(Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups: AtomicU64::new(0) })))
+    }
+
+    /// This process's place in the group, from 0 to `world_size() - 1`.
+    pub fn rank(&self) -> usize {
+        self.0.communicator.rank()
+    }
+
+    /// How many ranks the group has.
+    pub fn world_size(&self) -> usize {
+        self.0.communicator.world_size()
+    }
+
+    /// This process's place among those of the job on the same host.
+    pub fn local_rank(&self) -> usize {
+        self.0.settings.local_rank
+    }
+
+    /// How many processes of the job run on this host.
+    pub fn local_world_size(&self) -> usize {
+        self.0.settings.local_world_size
+    }
+
+    /// The ranks of this group, as they are numbered in the group that `init_process_group` made.
+    pub fn global_ranks(&self) -> &[usize] {
+        &self.0.global_ranks
+    }
+
+    /// The device on which the group's tensors live.
+    pub fn device(&self) -> &Device {
+        &self.0.settings.device
+    }
+
+    /// The engine that moves the group's tensors; never `Auto`.
+    pub fn backend(&self) -> Backend {
+        self.0.settings.backend
+    }
+
+    /// How long a collective may take.
+    pub fn timeout(&self) -> Duration {
+        self.0.settings.timeout
+    }
+
+    /// A key-value store that the ranks of this group share, with room for keys of the program's own.
+    pub fn store(&self) -> PrefixStore {
+        PrefixStore::new("user", Arc::clone(&self.0.store))
+    }
+
+    /// A group of some of this group's ranks, given as they are numbered here; rank `i` of the new group is `ranks[i]`.
+    ///
+    /// Every rank of this group calls it with the same `ranks`, also those that are not among them: they get `None`.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
+            return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
+        }
+        let mut seen = vec![false; self.world_size()];
+        for &rank in ranks {
+            if std::mem::replace(&mut seen[rank], true) {
+                return Err(Error::invalid("ranks", format!("rank {rank} is in {ranks:?} twice")));
+            }
+        }
+        if ranks.is_empty() {
+            return Err(Error::invalid("ranks", "a group needs at least one rank"));
+        }
+        let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
+        let Some(rank) = ranks.iter().position(|rank| *rank == self.rank()) else { return Ok(None) };
+        // The ranks are part of the key, so that ranks which were given different ones do not meet by accident.
+        let members = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join("-");
+        let store = PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store));
+        let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
+        Self::connect(Arc::new(store), global_ranks, rank, self.0.settings.clone()).map(Some)
+    }
+
+    /// Starts any collective; the methods named after them read better.
+    pub fn start(&self, collective: Collective) -> Result<Work> {
+        self.0.communicator.start(collective)
+    }
+
+    /// Carries out any collective; the methods named after them read better.
+    pub fn run(&self, collective: Collective) -> Result<()> {
+        self.0.communicator.run(collective)
+    }
+
+    /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
+    /// For an error after which this rank cannot make the calls that the others wait for.
+    pub fn abort(&self, reason: &str) {
+        self.0.communicator.abort(reason);
+    }
+
+    /// Waits until every rank has come here.
+    pub fn barrier(&self) -> Result<()> {
+        self.run(Collective::Barrier)
+    }
+
+    /// Sends `tensor` to rank `peer`, which calls `recv`. Returns when `tensor` may be changed again.
+    pub fn send(&self, tensor: &Tensor, peer: usize) -> Result<()> {
+        self.run(Collective::Send { tensor: tensor.clone(), peer })
+    }
+
+    /// [`send`](Self::send), without waiting.
+    pub fn isend(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
+        self.start(Collective::Send { tensor: tensor.clone(), peer })
+    }
+
+    /// Receives into `tensor` what rank `peer` sends.
+    pub fn recv(&self, tensor: &Tensor, peer: usize) -> Result<()> {
+        self.run(Collective::Recv { tensor: tensor.clone(), peer })
+    }
+
+    /// [`recv`](Self::recv), without waiting.
+    pub fn irecv(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
+        self.start(Collective::Recv { tensor: tensor.clone(), peer })
+    }
+
+    /// `root`'s `output` (`None` on the other ranks), of `world_size` × the elements of `input`, becomes all ranks'
+    /// inputs in rank order.
+    pub fn gather(&self, output: Option<&Tensor>, input: &Tensor, root: usize) -> Result<()> {
+        self.run(Collective::Gather { output: output.cloned(), input: input.clone(), root })
+    }
+
+    /// `output` becomes this rank's part of `root`'s `input` (`None` on the other ranks), which has `world_size` × its
+    /// elements.
+    pub fn scatter(&self, output: &Tensor, input: Option<&Tensor>, root: usize) -> Result<()> {
+        self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
+    }
+
+    /// Every rank's bytes, in rank order; they may differ in length.
+    pub(crate) fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let (world, device) = (self.world_size(), self.device());
+        let lengths = Tensor::zeros(world, DType::I64, device)?;
+        self.all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
+        let lengths: Vec<usize> = lengths.to_vec1::<i64>()?.into_iter().map(|length| length as usize).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let mut padded = bytes.to_vec();
+        padded.resize(longest, 0);
+        let all = Tensor::zeros(world * longest, DType::U8, device)?;
+        self.all_gather(&all, &Tensor::from_vec(padded, longest, device)?)?;
+        let all = all.to_vec1::<u8>()?;
+        Ok(lengths.iter().enumerate().map(|(rank, length)| all[rank * longest..][..*length].to_vec()).collect())
+    }
+}
+
+/// Writes a collective's two forms.
+macro_rules! collectives {
+    ($($(#[$doc:meta])* $run:ident / $start:ident = $variant:ident { $($argument:ident : $kind:ty => $value:expr),* })*) => {
+        impl ProcessGroup {
+            $(
+                $(#[$doc])*
+                pub fn $run(&self, $($argument: $kind),*) -> Result<()> {
+                    self.run(Collective::$variant { $($argument: $value),* })
+                }
+
+                #[doc = concat!("[`", stringify!($run), "`](Self::", stringify!($run), "), without waiting.")]
+                pub fn $start(&self, $($argument: $kind),*) -> Result<Work> {
+                    self.start(Collective::$variant { $($argument: $value),* })
+                }
+            )*
+        }
+    };
+}
+
+collectives! {
+    /// Every rank's `tensor` becomes the reduction of all, bit for bit the same everywhere.
+    all_reduce / all_reduce_async = AllReduce { tensor: &Tensor => tensor.clone(), op: ReduceOp => op }
+
+    /// Every rank's `tensor` becomes that of rank `root`.
+    broadcast / broadcast_async = Broadcast { tensor: &Tensor => tensor.clone(), root: usize => root }
+
+    /// The `tensor` of rank `root` becomes the reduction of all; the others' stay as they are.
+    reduce / reduce_async = Reduce { tensor: &Tensor => tensor.clone(), root: usize => root, op: ReduceOp => op }
+
+    /// `output`, of `world_size` × the elements of `input`, becomes all ranks' inputs in rank order: PyTorch's
+    /// `all_gather_into_tensor`.
+    all_gather / all_gather_async = AllGather { output: &Tensor => output.clone(), input: &Tensor => input.clone() }
+
+    /// `output` becomes this rank's part of the reduction of all inputs, which have `world_size` × its elements:
+    /// PyTorch's `reduce_scatter_tensor`.
+    reduce_scatter / reduce_scatter_async = ReduceScatter {
+        output: &Tensor => output.clone(), input: &Tensor => input.clone(), op: ReduceOp => op
+    }
+
+    /// Part `p` of `input` goes to rank `p`, part `p` of `output` comes from rank `p`; the `world_size` parts are equal
+    /// in size: PyTorch's `all_to_all_single`.
+    all_to_all / all_to_all_async = AllToAll { output: &Tensor => output.clone(), input: &Tensor => input.clone() }
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ProcessGroup")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .field("backend", &self.backend())
+            .field("device", &self.device())
+            .finish_non_exhaustive()
+    }
+}

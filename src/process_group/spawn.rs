@@ -1,0 +1,102 @@
+use super::{Backend, ProcessGroup, Settings};
+use crate::rendezvous::{HashStore, Store};
+use crate::{Error, Result};
+use candle_core::Device;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// candle's backward pass recurses once per operation of the graph, which outgrows a thread's usual 2 MiB.
+const STACK_BYTES: usize = 64 << 20;
+
+/// How [`spawn_with`] runs its ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct SpawnOptions {
+    /// The number of ranks.
+    pub world_size: usize,
+    /// How long a collective may take. Default: 10 minutes.
+    pub timeout: Duration,
+}
+
+impl Default for SpawnOptions {
+    fn default() -> Self {
+        Self { world_size: 1, timeout: Duration::from_secs(600) }
+    }
+}
+
+/// Runs `work` on `world_size` ranks that are threads of this process, connected by the CPU engine, and returns their
+/// results in rank order. For tests and first steps; processes under `ddprun` are the real thing.
+///
+/// # Errors
+/// The error of the rank that failed first, rather than those that it caused on the others; a panic is
+/// [`Error::RankFailed`].
+pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
+    spawn_with(SpawnOptions { world_size, ..Default::default() }, work)
+}
+
+/// [`spawn`] with a time-out of one's own.
+pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let SpawnOptions { world_size, timeout } = options;
+    if world_size == 0 {
+        return Err(Error::invalid("world_size", "a group needs at least one rank"));
+    }
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(timeout));
+    let run = |rank: usize| -> Result<T> {
+        let settings = Settings {
+            backend: Backend::Cpu,
+            device: Device::Cpu,
+            timeout,
+            local_rank: rank,
+            local_world_size: world_size,
+            address: None,
+        };
+        work(ProcessGroup::connect(Arc::clone(&store), (0..world_size).collect(), rank, settings)?)
+    };
+    let run = &run;
+    let outcomes: Vec<(Instant, Result<T>)> = thread::scope(|scope| {
+        let ranks: Vec<_> = (0..world_size)
+            .map(|rank| {
+                let body = move || {
+                    // The instant is taken on the rank's thread, so that the first failure can be told from its echoes.
+                    let result = catch_unwind(AssertUnwindSafe(|| run(rank)))
+                        .unwrap_or_else(|panic| Err(Error::RankFailed { rank, reason: panic_message(&*panic) }));
+                    (Instant::now(), result)
+                };
+                thread::Builder::new().name(format!("rank{rank}")).stack_size(STACK_BYTES).spawn_scoped(scope, body)
+            })
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| match rank {
+                Ok(rank) => rank.join().unwrap_or_else(|panic| {
+                    (Instant::now(), Err(Error::RankFailed { rank: 0, reason: panic_message(&*panic) }))
+                }),
+                Err(error) => (Instant::now(), Err(Error::io("starting a rank's thread", error))),
+            })
+            .collect()
+    });
+    let mut results = Vec::with_capacity(world_size);
+    let mut failures = Vec::new();
+    for (at, result) in outcomes {
+        match result {
+            Ok(value) => results.push(value),
+            Err(error) => failures.push((is_echo(&error), at, error)),
+        }
+    }
+    match failures.into_iter().min_by_key(|(echo, at, _)| (*echo, *at)) {
+        Some((_, _, error)) => Err(error),
+        None => Ok(results),
+    }
+}
+
+/// Whether `error` says only that another rank failed.
+fn is_echo(error: &Error) -> bool {
+    matches!(error, Error::PeerGone { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. })
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string());
+    format!("it panicked: {text}")
+}
