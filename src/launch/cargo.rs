@@ -87,8 +87,7 @@ mod tests {
 
     #[test]
     fn only_the_targets_own_message_counts() {
-        let target =
-            CargoTarget { name: "a".into(), kind: "example", package: None, features: vec![], profile: None };
+        let target = CargoTarget { name: "a".into(), kind: "example", package: None, features: vec![], profile: None };
         let message = |reason: &str, name: &str, kind: &str, path: &str| {
             format!(r#"{{"reason":"{reason}","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#)
         };

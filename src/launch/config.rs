@@ -208,7 +208,8 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
         (None, Some(name)) => CargoTarget { name, kind: "bin", package, features, profile },
         (None, None) => {
             if package.is_some() || !features.is_empty() || profile.is_some() {
-                let reason = "say how to build with cargo, but nothing is to be built: add --example NAME or --bin NAME";
+                let reason =
+                    "say how to build with cargo, but nothing is to be built: add --example NAME or --bin NAME";
                 return Err(Error::invalid("--package, --features, --profile and --debug", reason));
             }
             let mut command = command.into_iter();

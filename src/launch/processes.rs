@@ -24,7 +24,9 @@ impl FromStr for Processes {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "gpu" => Ok(Self::Gpu),
-            number => number.parse().map(Self::Count).map_err(|_| "expected a number from 1 up, auto, cpu or gpu".into()),
+            number => {
+                number.parse().map(Self::Count).map_err(|_| "expected a number from 1 up, auto, cpu or gpu".into())
+            }
         }
     }
 }
@@ -107,6 +109,9 @@ mod tests {
 
     #[test]
     fn visible_devices_end_at_the_first_that_cannot_be() {
-        assert_eq!(["", "0", "0,2, 3", "0,-1,1", "-1", "GPU-8932f937,MIG-4a", "NoDevFiles"].map(visible_devices), [0, 1, 3, 1, 0, 2, 0]);
+        assert_eq!(
+            ["", "0", "0,2, 3", "0,-1,1", "-1", "GPU-8932f937,MIG-4a", "NoDevFiles"].map(visible_devices),
+            [0, 1, 3, 1, 0, 2, 0]
+        );
     }
 }

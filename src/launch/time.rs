@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 fn civil(time: SystemTime) -> [u64; 6] {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let mut days = seconds / 86_400;
-    let leap = |year: u64| (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
+    let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
     let mut year = 1970;
     while days >= 365 + u64::from(leap(year)) {
         days -= 365 + u64::from(leap(year));
