@@ -2,6 +2,8 @@
 #![allow(missing_docs)]
 pub mod backend;
 pub mod error;
+#[cfg(feature = "launcher")]
+pub mod launch;
 pub mod rendezvous;
 
 pub use backend::{ReduceOp, Work};
