@@ -1,6 +1,7 @@
 //! Distributed data-parallel training for candle.
 #![allow(missing_docs)]
 pub mod backend;
+pub mod data;
 pub mod error;
 #[cfg(feature = "launcher")]
 pub mod launch;

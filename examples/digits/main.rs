@@ -1,0 +1,162 @@
+//! Trains a small convolutional net on handwritten digits, on as many ranks as the launcher starts:
+//!
+//! ```text
+//! cargo run --release -- --nproc-per-node 2 --example digits
+//! ```
+mod dataset;
+mod net;
+mod progress;
+
+use candle_core::{DType, Tensor};
+use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
+};
+use candle_nn::{AdamW, ModuleT, Optimizer, ParamsAdamW, VarMap};
+use clap::Parser;
+use dataset::Dataset;
+use net::Net;
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+// Training on the CPU frees and allocates large tensors all the time, which this allocator does without the kernel.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Train a convolutional net on 8×8 handwritten digits with DistributedDataParallel.
+#[derive(Parser)]
+struct Options {
+    /// How often to go over the training images.
+    #[arg(long, default_value_t = 25)]
+    epochs: usize,
+    /// How many images a batch has on each rank.
+    #[arg(long, default_value_t = 32)]
+    batch_size: usize,
+    /// AdamW's learning rate.
+    #[arg(long, default_value_t = 0.005)]
+    learning_rate: f64,
+    /// What the first parameters and the order of the images are drawn from.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Write one JSON object per epoch to this file, one a line (rank 0 does).
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    match train(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn train(options: &Options) -> Result<()> {
+    let pg = init_process_group(InitOptions::default())?;
+    let (rank, world_size) = (pg.rank(), pg.world_size());
+    let mut metrics = match &options.metrics {
+        Some(path) if rank == 0 => Some((path, File::create(path).map_err(|source| io(path, source))?)),
+        _ => None,
+    };
+
+    let (train, test) = Dataset::digits(pg.device())?;
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    net::initialise(&ddp.parameters(), options.seed)?;
+    let optimizer_options = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
+    let mut optimizer = AdamW::new(ddp.parameters(), optimizer_options)?;
+
+    let sampler_options = SamplerOptions { shuffle: true, seed: options.seed, drop_last: false };
+    let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
+    // The test counts every image once, so a rank leaves out those that the sampler repeats to give all ranks as many.
+    let test_options = SamplerOptions { shuffle: false, ..Default::default() };
+    let test_sampler = DistributedSampler::new(test.len(), world_size, rank, test_options)?;
+    let loader_options = LoaderOptions { batch_size: options.batch_size, drop_last: false };
+    let loader = DataLoader::new(loader_options, |indices| Ok(train.batch(indices)?))?;
+    let test_loader = DataLoader::new(loader_options, |indices| Ok(test.batch(indices)?))?;
+
+    for epoch in 1..=options.epochs {
+        let start = Instant::now();
+        sampler.set_epoch(epoch);
+        let bar = progress::bar(epoch, loader.num_batches(sampler.len()), rank);
+        let (mut loss_sum, mut trained) = (0., 0);
+        for batch in loader.iter(&sampler) {
+            let (images, labels) = batch?;
+            let loss = candle_nn::loss::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
+            let gradients = ddp.backward(&loss)?;
+            optimizer.step(&gradients)?;
+            loss_sum += f64::from(loss.to_scalar::<f32>()?) * labels.elem_count() as f64;
+            trained += labels.elem_count();
+            bar.inc(1);
+        }
+        let seconds = start.elapsed().as_secs_f64();
+
+        let (mut correct, mut tested) = (0., 0);
+        for batch in test_loader.iter(test_sampler.iter().take(test_sampler.unpadded_len())) {
+            let (images, labels) = batch?;
+            let guesses = ddp.forward_t(&images, false)?.argmax(1)?;
+            correct += f64::from(guesses.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
+            tested += labels.elem_count();
+        }
+        bar.finish_and_clear();
+
+        let totals = Tensor::new(&[loss_sum, trained as f64, correct, tested as f64], pg.device())?;
+        pg.all_reduce(&totals, ReduceOp::Sum)?;
+        let totals: Vec<f64> = totals.to_vec1()?;
+        let (train_loss, test_accuracy) = (totals[0] / totals[1], totals[2] / totals[3]);
+        let images_per_second = totals[1] / seconds;
+        let hash = shared_hash(&pg, &ddp)?;
+        if rank == 0 {
+            println!(
+                "epoch {epoch:>2}: loss {train_loss:.4}, test accuracy {:.2} %, {images_per_second:.0} images/s",
+                100. * test_accuracy
+            );
+        }
+        if let Some((path, file)) = &mut metrics {
+            let line = serde_json::json!({
+                "epoch": epoch,
+                "train_loss": train_loss,
+                "test_accuracy": test_accuracy,
+                "images_per_second": images_per_second,
+                "world_size": world_size,
+                "parameter_hash": hash,
+            });
+            writeln!(file, "{line}").map_err(|source| io(path, source))?;
+        }
+        if rank == 0 && epoch == options.epochs {
+            println!("parameters {hash}, the same on all ranks ({world_size})");
+        }
+    }
+    Ok(())
+}
+
+/// The hash of all parameters (FNV-1a over their bytes), which must be the same on every rank.
+fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result<String> {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for parameter in ddp.parameters() {
+        for value in parameter.flatten_all()?.to_vec1::<f32>()? {
+            for byte in value.to_le_bytes() {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        }
+    }
+    let hashes = Tensor::zeros(pg.world_size(), DType::I64, pg.device())?;
+    pg.all_gather(&hashes, &Tensor::new(&[hash as i64], pg.device())?)?;
+    let hashes: Vec<i64> = hashes.to_vec1()?;
+    match hashes.iter().position(|&other| other != hashes[0]) {
+        None => Ok(format!("{hash:016x}")),
+        Some(rank) => {
+            let difference = format!("parameter hash {:016x} instead of {:016x}", hashes[rank], hashes[0]);
+            Err(Error::ModelMismatch { rank, difference })
+        }
+    }
+}
+
+fn io(path: &std::path::Path, source: std::io::Error) -> Error {
+    Error::Io { context: format!("cannot write the metrics to {}", path.display()), source }
+}

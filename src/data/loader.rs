@@ -1,0 +1,94 @@
+//! From an order of indices to batches.
+use crate::{Error, Result};
+
+/// How a [`DataLoader`] cuts batches. The defaults are those of PyTorch's `DataLoader`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoaderOptions {
+    /// How many samples a batch has, on each rank. Default: 1.
+    pub batch_size: usize,
+    /// Leave out a last batch that would be smaller than the others. Default: false.
+    pub drop_last: bool,
+}
+
+impl Default for LoaderOptions {
+    fn default() -> Self {
+        Self { batch_size: 1, drop_last: false }
+    }
+}
+
+/// Turns indices into batches: cuts an order of indices into runs of `batch_size` and has `collate` make a batch of
+/// each, usually a pair of tensors.
+///
+/// The order is whatever iterates over indices: a [`DistributedSampler`](super::DistributedSampler), a range, a list.
+/// Every rank of a sampler gets the same number of indices, so every rank gets the same number of batches.
+///
+/// A batch is made when it is asked for, on the thread that asks; nothing is read ahead. On a GPU this keeps all work
+/// of a rank on one thread, and so on one stream.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+///
+/// let samples = Tensor::arange(0f32, 10., &Device::Cpu)?;
+/// let loader = DataLoader::new(LoaderOptions { batch_size: 2, ..Default::default() }, |indices| {
+///     let indices: Vec<u32> = indices.iter().map(|&index| index as u32).collect();
+///     Ok(samples.index_select(&Tensor::new(indices, &Device::Cpu)?, 0)?)
+/// })?;
+/// let sampler = DistributedSampler::new(10, 2, 0, SamplerOptions { shuffle: false, ..Default::default() })?;
+/// let batches = loader.iter(&sampler).map(|batch| batch?.to_vec1::<f32>()).collect::<Result<Vec<_>, _>>()?;
+/// assert_eq!(batches, [vec![0., 2.], vec![4., 6.], vec![8.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct DataLoader<F> {
+    options: LoaderOptions,
+    collate: F,
+}
+
+impl<T, F: Fn(&[usize]) -> Result<T>> DataLoader<F> {
+    /// A loader that makes each batch with `collate`. Fails where `batch_size` is 0.
+    pub fn new(options: LoaderOptions, collate: F) -> Result<Self> {
+        if options.batch_size == 0 {
+            return Err(Error::invalid("batch_size", "a batch needs at least one sample"));
+        }
+        Ok(Self { options, collate })
+    }
+
+    /// The batches of `order`, one after the other. An error of `collate` takes the place of its batch; the batches
+    /// after it are still to be had.
+    pub fn iter<I: IntoIterator<Item = usize>>(&self, order: I) -> Batches<'_, I::IntoIter, F> {
+        Batches { loader: self, order: order.into_iter(), indices: Vec::with_capacity(self.options.batch_size) }
+    }
+
+    /// How many batches an order of `len` indices makes.
+    pub fn num_batches(&self, len: usize) -> usize {
+        if self.options.drop_last { len / self.options.batch_size } else { len.div_ceil(self.options.batch_size) }
+    }
+}
+
+/// The batches of one order: see [`DataLoader::iter`].
+pub struct Batches<'a, I, F> {
+    loader: &'a DataLoader<F>,
+    order: I,
+    /// The indices of the current batch, kept for its memory.
+    indices: Vec<usize>,
+}
+
+impl<T, I: Iterator<Item = usize>, F: Fn(&[usize]) -> Result<T>> Iterator for Batches<'_, I, F> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        let LoaderOptions { batch_size, drop_last } = self.loader.options;
+        self.indices.clear();
+        self.indices.extend(self.order.by_ref().take(batch_size));
+        let too_few = if drop_last { self.indices.len() < batch_size } else { self.indices.is_empty() };
+        (!too_few).then(|| (self.loader.collate)(&self.indices))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let (lower, upper) = self.order.size_hint();
+        (self.loader.num_batches(lower), upper.map(|upper| self.loader.num_batches(upper)))
+    }
+}
+
+impl<T, I: ExactSizeIterator<Item = usize>, F: Fn(&[usize]) -> Result<T>> ExactSizeIterator for Batches<'_, I, F> {}

@@ -1,0 +1,9 @@
+//! Which samples a rank sees, and in which batches: [`DistributedSampler`], [`DataLoader`], and the permutation
+//! that both ends of a PyTorch comparison share, [`randperm`].
+mod loader;
+mod randperm;
+mod sampler;
+
+pub use loader::{Batches, DataLoader, LoaderOptions};
+pub use randperm::{Permutation, randperm};
+pub use sampler::{DistributedSampler, SamplerIter, SamplerOptions};

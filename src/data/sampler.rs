@@ -1,0 +1,157 @@
+//! Which indices of a dataset belong to which rank: PyTorch's `DistributedSampler`, index for index.
+use super::randperm::{Permutation, randperm};
+use crate::{Error, Result};
+
+/// How a [`DistributedSampler`] deals the dataset out. The defaults are PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplerOptions {
+    /// Permute the dataset anew in each epoch. Default: true.
+    pub shuffle: bool,
+    /// The seed of the permutation, the same on all ranks; the epoch is added to it. Default: 0.
+    ///
+    /// As in PyTorch, only the low 32 bits of the sum count. The sum wraps, so that a negative seed of PyTorch's can be
+    /// given as `seed as u64`.
+    pub seed: u64,
+    /// Where the dataset cannot be split evenly: drop its tail (true), or repeat its head until it can (false).
+    /// Default: false.
+    pub drop_last: bool,
+}
+
+impl Default for SamplerOptions {
+    fn default() -> Self {
+        Self { shuffle: true, seed: 0, drop_last: false }
+    }
+}
+
+/// Deals the indices of a dataset out to the ranks: each rank gets the same number, and all of them together get every
+/// index (but for the tail that `drop_last` drops).
+///
+/// The indices are those of PyTorch's `torch.utils.data.DistributedSampler`, bit for bit: the dataset in the order of
+/// [`randperm`](super::randperm)`(len, seed + epoch)`, padded from its own head or cut, and every `world_size`-th of it
+/// from `rank` on. An empty dataset gives every rank nothing, without an error, as in PyTorch.
+///
+/// ```
+/// use candle_ddp::data::{DistributedSampler, SamplerOptions};
+///
+/// let mut sampler = DistributedSampler::new(10, 4, 1, SamplerOptions { shuffle: false, ..Default::default() })?;
+/// assert_eq!(sampler.iter().collect::<Vec<_>>(), [1, 5, 9]);
+/// sampler.set_epoch(1); // another order in each epoch, where the sampler shuffles
+/// # Ok::<(), candle_ddp::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct DistributedSampler {
+    dataset_len: usize,
+    world_size: usize,
+    rank: usize,
+    options: SamplerOptions,
+    epoch: usize,
+    num_samples: usize,
+}
+
+impl DistributedSampler {
+    /// The sampler of `rank` over a dataset of `len` samples. Fails where `world_size` is 0 or `rank` is not below it.
+    pub fn new(len: usize, world_size: usize, rank: usize, options: SamplerOptions) -> Result<Self> {
+        if world_size == 0 {
+            return Err(Error::invalid("world_size", "a sampler needs at least one rank"));
+        }
+        if rank >= world_size {
+            return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        let num_samples = if options.drop_last { len / world_size } else { len.div_ceil(world_size) };
+        if num_samples.checked_mul(world_size).is_none() {
+            return Err(Error::invalid(
+                "len",
+                format!(
+                    "{len} samples cannot be padded to a multiple of {world_size} ranks: the total overflows usize"
+                ),
+            ));
+        }
+        Ok(Self { dataset_len: len, world_size, rank, options, epoch: 0, num_samples })
+    }
+
+    /// Chooses the permutation of the next [`iter`](Self::iter): `seed + epoch`. Call it before each epoch, with the
+    /// same number on all ranks; without it every epoch has the same order. It does nothing where nothing is shuffled.
+    pub fn set_epoch(&mut self, epoch: usize) {
+        self.epoch = epoch;
+    }
+
+    /// How many indices each rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
+    /// rounded up, or down with `drop_last`.
+    pub fn len(&self) -> usize {
+        self.num_samples
+    }
+
+    /// Whether a rank gets nothing.
+    pub fn is_empty(&self) -> bool {
+        self.num_samples == 0
+    }
+
+    /// How many indices all ranks get together, padding included (PyTorch's `total_size`).
+    pub fn total_size(&self) -> usize {
+        self.num_samples * self.world_size
+    }
+
+    /// How many of this rank's indices are not padding. They come first: what follows repeats samples that some rank
+    /// has already, so an evaluation that must count each sample once takes only the first `unpadded_len` of them.
+    pub fn unpadded_len(&self) -> usize {
+        self.dataset_len.saturating_sub(self.rank).div_ceil(self.world_size).min(self.num_samples)
+    }
+
+    /// This rank's indices in this epoch.
+    ///
+    /// The iterator owns the permutation, 4 bytes per sample of the dataset (8 from 2³² samples on), and is all that
+    /// grows with the dataset; without `shuffle` nothing does.
+    pub fn iter(&self) -> SamplerIter {
+        let permutation =
+            self.options.shuffle.then(|| randperm(self.dataset_len, self.options.seed.wrapping_add(self.epoch as u64)));
+        SamplerIter {
+            permutation,
+            dataset_len: self.dataset_len,
+            world_size: self.world_size,
+            next: self.rank,
+            remaining: self.num_samples,
+        }
+    }
+}
+
+impl IntoIterator for &DistributedSampler {
+    type Item = usize;
+    type IntoIter = SamplerIter;
+
+    fn into_iter(self) -> SamplerIter {
+        self.iter()
+    }
+}
+
+/// The indices of one rank in one epoch: see [`DistributedSampler::iter`].
+#[derive(Debug, Clone)]
+pub struct SamplerIter {
+    permutation: Option<Permutation>,
+    dataset_len: usize,
+    world_size: usize,
+    /// The next position in the padded list of all ranks' indices.
+    next: usize,
+    remaining: usize,
+}
+
+impl Iterator for SamplerIter {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        self.remaining = self.remaining.checked_sub(1)?;
+        // Padding repeats the list from its head, cyclically. There are samples remaining only if there is a dataset.
+        let position = self.next % self.dataset_len;
+        self.next = self.next.saturating_add(self.world_size);
+        match &self.permutation {
+            Some(permutation) => permutation.get(position),
+            None => Some(position),
+        }
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.remaining, Some(self.remaining))
+    }
+}
+
+impl ExactSizeIterator for SamplerIter {}
+impl std::iter::FusedIterator for SamplerIter {}

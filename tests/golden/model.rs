@@ -1,0 +1,92 @@
+//! The model of ddp.safetensors in candle, and the file's parts: see the README beside it.
+#![allow(dead_code)] // each test uses its part
+use candle_core::{Device, Module, Result, Tensor};
+use candle_nn::{Conv2d, Conv2dConfig, Linear, VarBuilder, VarMap};
+use std::collections::HashMap;
+
+/// How many steps were trained.
+pub(crate) const STEPS: usize = 20;
+/// How many rows the batch of all ranks together has.
+pub(crate) const BATCH: usize = 12;
+/// The learning rate of SGD.
+pub(crate) const SGD_LEARNING_RATE: f64 = 0.5;
+
+/// The options of AdamW.
+pub(crate) fn adamw() -> candle_nn::ParamsAdamW {
+    candle_nn::ParamsAdamW { lr: 0.005, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
+}
+
+/// The net.
+pub(crate) struct Net {
+    conv1: Conv2d,
+    conv2: Conv2d,
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl Net {
+    /// Builds the net, with the names of the golden file.
+    pub(crate) fn new(vb: VarBuilder) -> Result<Self> {
+        let padded = Conv2dConfig { padding: 1, ..Default::default() };
+        Ok(Self {
+            conv1: candle_nn::conv2d(1, 8, 3, padded, vb.pp("conv1"))?,
+            conv2: candle_nn::conv2d(8, 8, 3, Conv2dConfig { stride: 2, ..padded }, vb.pp("conv2"))?,
+            fc1: candle_nn::linear(128, 32, vb.pp("fc1"))?,
+            fc2: candle_nn::linear(32, 10, vb.pp("fc2"))?,
+        })
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, images: &Tensor) -> Result<Tensor> {
+        let x = self.conv1.forward(images)?.relu()?;
+        let x = self.conv2.forward(&x)?.relu()?;
+        let x = self.fc1.forward(&x.flatten_from(1)?)?.relu()?;
+        self.fc2.forward(&x)
+    }
+}
+
+/// What the golden file holds.
+pub(crate) struct Golden(HashMap<String, Tensor>);
+
+impl Golden {
+    /// Reads the file, which is part of the test binary.
+    pub(crate) fn load() -> Result<Self> {
+        candle_core::safetensors::load_buffer(include_bytes!("ddp.safetensors"), &Device::Cpu).map(Self)
+    }
+
+    /// A tensor by its name in the file, such as `sgd.losses`.
+    pub(crate) fn get(&self, name: &str) -> &Tensor {
+        self.0.get(name).unwrap_or_else(|| panic!("ddp.safetensors has no {name}"))
+    }
+
+    /// Rank `rank`'s part of the batch of `step`: images and labels.
+    pub(crate) fn batch(&self, step: usize, rank: usize, world_size: usize) -> Result<(Tensor, Tensor)> {
+        let (images, labels) = (self.get("images"), self.get("labels"));
+        let rows = BATCH / world_size;
+        let start = step * BATCH % images.dim(0)? + rank * rows;
+        Ok((images.narrow(0, start, rows)?, labels.narrow(0, start, rows)?))
+    }
+
+    /// Puts the weights before training into the variables of a net.
+    pub(crate) fn set_initial(&self, varmap: &VarMap) -> Result<()> {
+        for (name, var) in varmap.data().lock().unwrap().iter() {
+            var.set(self.get(&format!("initial.{name}")))?;
+        }
+        Ok(())
+    }
+
+    /// The largest difference between the variables and the weights after training with `optimizer` (`sgd` or `adamw`).
+    pub(crate) fn difference(&self, varmap: &VarMap, optimizer: &str) -> Result<f32> {
+        let mut largest = 0f32;
+        for (name, var) in varmap.data().lock().unwrap().iter() {
+            let difference = (var.as_tensor() - self.get(&format!("{optimizer}.{name}")))?.abs()?;
+            let difference: f32 = difference.flatten_all()?.max(0)?.to_scalar()?;
+            // Not f32::max, which would pass over a NaN.
+            if !(difference <= largest) {
+                largest = difference;
+            }
+        }
+        Ok(largest)
+    }
+}

@@ -1,0 +1,53 @@
+//! `DataLoader`: the batches of an order of indices.
+use candle_ddp::Error;
+use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+
+fn batches(order: impl IntoIterator<Item = usize>, batch_size: usize, drop_last: bool) -> Vec<Vec<usize>> {
+    let loader = DataLoader::new(LoaderOptions { batch_size, drop_last }, |indices| Ok(indices.to_vec())).unwrap();
+    let order: Vec<usize> = order.into_iter().collect();
+    let batches: Vec<_> = loader.iter(order.iter().copied()).collect::<Result<_, _>>().unwrap();
+    assert_eq!(batches.len(), loader.num_batches(order.len()));
+    assert_eq!(batches.len(), loader.iter(order).len());
+    batches
+}
+
+#[test]
+fn the_last_batch_is_smaller_or_left_out() {
+    assert_eq!(batches(0..5, 2, false), [vec![0, 1], vec![2, 3], vec![4]]);
+    assert_eq!(batches(0..5, 2, true), [vec![0, 1], vec![2, 3]]);
+    assert_eq!(batches(0..4, 2, false), batches(0..4, 2, true));
+    assert_eq!(batches(0..3, 100, false), [vec![0, 1, 2]]);
+    assert!(batches(0..3, 100, true).is_empty());
+    assert!(batches(0..0, 1, false).is_empty());
+}
+
+#[test]
+fn ranks_get_the_same_number_of_batches() {
+    for len in 0..40 {
+        let counts: Vec<usize> = (0..3)
+            .map(|rank| {
+                let sampler = DistributedSampler::new(len, 3, rank, SamplerOptions::default()).unwrap();
+                batches(&sampler, 4, false).len()
+            })
+            .collect();
+        assert!(counts.iter().all(|&count| count == counts[0]), "{len} samples: {counts:?}");
+    }
+}
+
+#[test]
+fn an_error_is_reported_in_its_place() {
+    let loader = DataLoader::new(LoaderOptions { batch_size: 2, drop_last: false }, |indices| match indices {
+        [2, 3] => Err(Error::RankOutOfRange { rank: 2, world_size: 2 }),
+        indices => Ok(indices.len()),
+    })
+    .unwrap();
+    let results: Vec<_> = loader.iter(0..5).collect();
+    assert!(matches!(results[..], [Ok(2), Err(Error::RankOutOfRange { .. }), Ok(1)]), "{results:?}");
+}
+
+#[test]
+fn an_empty_batch_is_refused() {
+    let options = LoaderOptions { batch_size: 0, drop_last: false };
+    let error = DataLoader::new(options, |_| Ok(())).err().unwrap();
+    assert!(matches!(error, Error::InvalidArgument { argument: "batch_size", .. }), "{error}");
+}
