@@ -228,6 +228,17 @@ pub enum Error {
         reason: String,
     },
 
+    /// The launcher could not start the program.
+    #[error("cannot start {program}: {source}. {hint}")]
+    Program {
+        /// The program, as it was given.
+        program: String,
+        /// The system's reason.
+        source: std::io::Error,
+        /// What to do.
+        hint: String,
+    },
+
     /// The launcher could not do its work.
     #[error("{0}")]
     Launch(String),

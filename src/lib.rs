@@ -3,6 +3,8 @@
 pub mod backend;
 pub mod data;
 pub mod error;
+#[cfg(feature = "launcher")]
+pub mod launch;
 pub mod rendezvous;
 
 pub use backend::{ReduceOp, Work};

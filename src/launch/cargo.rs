@@ -1,0 +1,102 @@
+//! Building a cargo target, and finding out from cargo where it is.
+use super::child;
+use crate::{Error, Result};
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus, Stdio};
+
+/// An example or a binary of the cargo package in the current folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CargoTarget {
+    /// Its name.
+    pub name: String,
+    /// `"example"` or `"bin"`.
+    pub kind: &'static str,
+    /// The package, where cargo's choice is not meant.
+    pub package: Option<String>,
+    /// Features to build with.
+    pub features: Vec<String>,
+    /// The profile; release where none is given.
+    pub profile: Option<String>,
+}
+
+/// What came of a build.
+pub(super) enum Built {
+    /// The program is here.
+    Executable(PathBuf),
+    /// cargo said why on stderr, and ended like this.
+    Failed(ExitStatus),
+}
+
+impl CargoTarget {
+    fn command(&self) -> Command {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+        let mut command = Command::new(cargo);
+        // "render-diagnostics": warnings and errors are shown on stderr as usual, only artifacts come as JSON.
+        command.args(["build", "--message-format=json-render-diagnostics"]);
+        command.arg(format!("--{}={}", self.kind, self.name));
+        command.arg(format!("--profile={}", self.profile.as_deref().unwrap_or("release")));
+        command.args(self.package.iter().map(|package| format!("--package={package}")));
+        command.args(self.features.iter().map(|features| format!("--features={features}")));
+        command
+    }
+
+    /// Builds the target, showing cargo's progress on stderr.
+    pub(super) fn build(&self) -> Result<Built> {
+        let mut command = self.command();
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        child::bind_to_launcher(&mut command);
+        let program = command.get_program().to_string_lossy().into_owned();
+        let mut cargo = command.spawn().map_err(|source| Error::Program {
+            program,
+            source,
+            hint: "--example and --bin need cargo: install it, or set CARGO to its path".into(),
+        })?;
+        let mut executable = None;
+        if let Some(stdout) = cargo.stdout.take() {
+            for line in BufReader::new(stdout).lines() {
+                let line = line.map_err(|error| Error::io("reading cargo's messages", error))?;
+                executable = self.executable(&line).or(executable);
+            }
+        }
+        let status = cargo.wait().map_err(|error| Error::io("waiting for cargo", error))?;
+        match executable {
+            _ if !status.success() => Ok(Built::Failed(status)),
+            Some(path) => Ok(Built::Executable(path)),
+            None => {
+                Err(Error::Launch(format!("cargo built the {} {} but did not say where it is", self.kind, self.name)))
+            }
+        }
+    }
+
+    /// The path in a message of cargo's, if it is about this target.
+    fn executable(&self, message: &str) -> Option<PathBuf> {
+        let message: serde_json::Value = serde_json::from_str(message).ok()?;
+        let target = message.get("target")?;
+        let ours = message.get("reason")? == "compiler-artifact"
+            && target.get("name")? == self.name.as_str()
+            && target.get("kind")?.as_array()?.iter().any(|kind| kind == self.kind);
+        ours.then(|| message.get("executable")?.as_str().map(PathBuf::from)).flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_targets_own_message_counts() {
+        let target = CargoTarget { name: "a".into(), kind: "example", package: None, features: vec![], profile: None };
+        let message = |reason: &str, name: &str, kind: &str, path: &str| {
+            format!(r#"{{"reason":"{reason}","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#)
+        };
+        let found = |text: &str| target.executable(text);
+        assert_eq!(found(&message("compiler-artifact", "a", "example", "\"/x/a\"")), Some("/x/a".into()));
+        assert_eq!(found(&message("compiler-artifact", "a", "bin", "\"/x/a\"")), None);
+        assert_eq!(found(&message("compiler-artifact", "b", "example", "\"/x/b\"")), None);
+        assert_eq!(found(&message("compiler-artifact", "a", "example", "null")), None);
+        assert_eq!(found(&message("build-finished", "a", "example", "\"/x/a\"")), None);
+        assert_eq!(found("warning: not JSON"), None);
+    }
+}

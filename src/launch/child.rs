@@ -1,0 +1,36 @@
+//! What must happen in a child between fork and exec.
+#![allow(unsafe_code)]
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Makes the kernel kill the child when this process ends, however it ends.
+///
+/// The kernel watches the thread that forks, not the process: call `spawn` on a thread that lives as long as the
+/// process, which is the main one. (The signal mask and SIGPIPE are put back to their defaults by the standard
+/// library.)
+pub(super) fn bind_to_launcher(command: &mut Command) {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+        let launcher = getpid();
+        // SAFETY: between fork and exec only async-signal-safe calls are allowed, since other threads of the parent
+        // may have held locks. The closure makes two system calls and, on failure, builds an `io::Error` from a
+        // number, which does not allocate.
+        unsafe {
+            command.pre_exec(move || {
+                set_parent_process_death_signal(Some(Signal::KILL))?;
+                // The launcher may have died before the line above: then nobody will send the signal.
+                if getppid() == Some(launcher) { Ok(()) } else { Err(rustix::io::Errno::SRCH.into()) }
+            });
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = command;
+}
+
+/// Makes descendants whose parent has ended children of this process, so that it hears of their end.
+pub(super) fn adopt_orphans() {
+    #[cfg(target_os = "linux")]
+    // Without it orphans go to the system's first process: only the end of a run is noticed later.
+    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
+}

@@ -1,0 +1,162 @@
+//! The command line as it was typed. [`Config`](super::Config) is what it means.
+use super::processes::Processes;
+use super::streams::StreamSelection;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+const AFTER_HELP: &str = "\
+Examples:
+  ddprun --nproc-per-node 2 target/release/train --epochs 3
+  ddprun --nproc-per-node 2 --example digits -- --epochs 3
+  ddprun --nproc-per-node 2 python train.py
+
+Every worker finds its rank in torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on. \
+Its standard input is empty. Its output is passed on line by line; it sees a terminal where ddprun has one.
+
+Exit code: 0 when every worker ended with 0; that of the first worker that failed (128 + N when signal N killed it); \
+128 + N after ddprun itself was sent signal N; 2 for a command line that makes no sense; cargo's own when the build \
+failed; 126 or 127 for a program that is not executable or not there; 1 for everything else.";
+
+/// The command line of `ddprun`, as it was typed: torchrun's options, with `-` or `_` between words.
+///
+/// ```
+/// use candle_ddp::launch::{Cli, Config, Host};
+/// use clap::Parser;
+///
+/// let cli = Cli::try_parse_from(["ddprun", "--nproc_per_node", "2", "./train", "--epochs", "3"])?;
+/// let config = Config::resolve(cli, &Host { cores: 4, gpus: 0 })?;
+/// assert_eq!(config.topology.world_size(), 2);
+/// assert_eq!(config.args, ["--epochs", "3"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, clap::Parser)]
+#[command(
+    name = "ddprun",
+    version,
+    about = "Starts the ranks of a distributed program on this machine and looks after them",
+    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...",
+    after_help = AFTER_HELP,
+    next_line_help = true
+)]
+pub struct Cli {
+    /// Workers to start on this machine: a number, `gpu` (one per GPU, CUDA_VISIBLE_DEVICES respected), `cpu` (one
+    /// per core that this process may use) or `auto` (`gpu` where there is one, else `cpu`).
+    #[arg(long, alias = "nproc_per_node", value_name = "N|auto|cpu|gpu", default_value = "1", help_heading = RANKS)]
+    pub nproc_per_node: Processes,
+
+    /// Machines that take part. Start ddprun once on each, with the same options and its own --node-rank. A range
+    /// MIN:MAX is not supported.
+    #[arg(long, value_name = "N", default_value = "1", help_heading = RANKS)]
+    pub nnodes: String,
+
+    /// This machine's number, from 0 to nnodes - 1. The machine with number 0 hosts the store at which ranks meet.
+    /// [default: 0]
+    #[arg(long, alias = "node_rank", value_name = "N", help_heading = RANKS)]
+    pub node_rank: Option<usize>,
+
+    /// Name or address of machine 0, which the ranks of all machines must be able to reach. Needed with several
+    /// machines. [default: 127.0.0.1]
+    #[arg(long, alias = "master_addr", value_name = "HOST", help_heading = RANKS)]
+    pub master_addr: Option<String>,
+
+    /// Port of the store on machine 0. [default: a free port on one machine, 29500 on several]
+    #[arg(long, alias = "master_port", value_name = "PORT", help_heading = RANKS)]
+    pub master_port: Option<u16>,
+
+    /// A run on this machine alone, at a free port that is held from before the workers start until they have ended,
+    /// so that several runs can share a machine. It is what ddprun does on one machine anyway; scripts written for
+    /// torchrun say it.
+    #[arg(long, help_heading = RANKS)]
+    pub standalone: bool,
+
+    /// Name of this run: TORCHELASTIC_RUN_ID of the workers, and the folder's name under --log-dir. [default: made
+    /// from the time on one machine, `none` on several]
+    #[arg(long, visible_alias = "rdzv-id", aliases = ["run_id", "rdzv_id"], value_name = "ID", help_heading = RANKS)]
+    pub run_id: Option<String>,
+
+    /// Role of the workers: ROLE_NAME in their environment and ${role_name} in prefixes.
+    #[arg(long, value_name = "NAME", default_value = "default", help_heading = RANKS)]
+    pub role: String,
+
+    /// Builds this example of the current cargo package and runs it. Its path comes from cargo, so that workspaces
+    /// and CARGO_TARGET_DIR work. Arguments for it follow `--`.
+    #[arg(long, value_name = "NAME", conflicts_with = "bin", help_heading = BUILD)]
+    pub example: Option<String>,
+
+    /// Builds this binary of the current cargo package and runs it. Arguments for it follow `--`.
+    #[arg(long, value_name = "NAME", help_heading = BUILD)]
+    pub bin: Option<String>,
+
+    /// The workspace's package that holds the example or the binary. [default: cargo's choice]
+    #[arg(short, long, value_name = "NAME", help_heading = BUILD)]
+    pub package: Option<String>,
+
+    /// Cargo features to build with, separated by commas; may be repeated. [default: the package's own]
+    #[arg(long, value_name = "LIST", help_heading = BUILD)]
+    pub features: Vec<String>,
+
+    /// Cargo profile to build with. [default: release, since training in a debug build takes many times as long]
+    #[arg(long, value_name = "NAME", conflicts_with = "debug", help_heading = BUILD)]
+    pub profile: Option<String>,
+
+    /// Builds without optimisation: short for --profile dev.
+    #[arg(long, help_heading = BUILD)]
+    pub debug: bool,
+
+    /// Folder for log files: DIR/RUN_ID/attempt_0/LOCAL_RANK/{stdout.log,stderr.log,error.json}. Earlier logs are
+    /// never overwritten: a RUN_ID that is taken gets a number behind it. [default: a new folder in the system's
+    /// temporary one, when --redirects or --tee asks for files]
+    #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = OUTPUT)]
+    pub log_dir: Option<PathBuf>,
+
+    /// Output that goes to log files instead of being shown: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank,
+    /// as in `0:1,1:3`.
+    #[arg(short, long, value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
+    pub redirects: StreamSelection,
+
+    /// Output that goes to log files and is shown as well, each line with a prefix: same values as --redirects.
+    #[arg(short, long, value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
+    pub tee: StreamSelection,
+
+    /// What to put before each line that is shown, with ${role_name}, ${local_rank} and ${rank} filled in. [default:
+    /// nothing, and `[${role_name}${local_rank}]:` for --tee]
+    #[arg(long, alias = "log_line_prefix_template", value_name = "TEMPLATE", help_heading = OUTPUT)]
+    pub log_line_prefix_template: Option<String>,
+
+    /// Seconds that workers have between being told to end (SIGTERM, or the signal that ddprun was sent) and being
+    /// killed: time to write a last checkpoint.
+    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "30", help_heading = ENDING)]
+    pub shutdown_timeout: f64,
+
+    /// Signals that end the run: each is passed on to the workers, and ddprun ends after them. SIGINT a second time
+    /// kills them at once.
+    #[arg(
+        long,
+        alias = "signals_to_handle",
+        value_name = "LIST",
+        default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        help_heading = ENDING
+    )]
+    pub signals_to_handle: String,
+
+    /// Restarts of a failed run. Only 0 is supported as yet. [default: 0]
+    #[arg(long, alias = "max_restarts", value_name = "N", default_value = "0", hide_default_value = true, help_heading = ENDING)]
+    pub max_restarts: u32,
+
+    /// Accepted, since torchrun needs it for programs like yours: PROGRAM is always run as it is.
+    #[arg(long, alias = "no_python", help_heading = RANKS)]
+    pub no_python: bool,
+
+    /// torchrun's way to run a Python module; refused with a hint.
+    #[arg(short, long, hide = true)]
+    pub module: bool,
+
+    /// The program and its arguments; with --example or --bin the arguments alone.
+    #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
+    pub command: Vec<OsString>,
+}
+
+const RANKS: &str = "Ranks";
+const BUILD: &str = "Building with cargo";
+const OUTPUT: &str = "Output";
+const ENDING: &str = "Ending";

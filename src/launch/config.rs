@@ -1,0 +1,314 @@
+//! What a command line means: every default filled in, every contradiction refused.
+use super::cargo::CargoTarget;
+use super::cli::Cli;
+use super::processes::Host;
+use super::signal;
+use super::streams::StreamSelection;
+use super::time;
+use crate::{Error, Result};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+/// The port of torchrun's own default, which every machine of a run must know beforehand.
+const DEFAULT_MASTER_PORT: u16 = 29500;
+
+/// What every worker runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Program {
+    /// A file, or a name to be looked up in PATH.
+    Path(OsString),
+    /// A cargo target, to be built first.
+    Cargo(CargoTarget),
+}
+
+/// Which ranks there are, and which of them are ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Topology {
+    /// Machines in the run.
+    pub nodes: usize,
+    /// This machine's number.
+    pub node_rank: usize,
+    /// Workers on each machine.
+    pub local_world_size: usize,
+}
+
+impl Topology {
+    /// Workers in the run.
+    pub fn world_size(&self) -> usize {
+        self.nodes * self.local_world_size
+    }
+
+    /// The rank in the run of this machine's worker `local_rank`.
+    pub fn rank(&self, local_rank: usize) -> usize {
+        self.node_rank * self.local_world_size + local_rank
+    }
+}
+
+/// All that a run needs to know. Made from a [`Cli`] by [`Config::resolve`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// What every worker runs.
+    pub program: Program,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// Which ranks there are.
+    pub topology: Topology,
+    /// Where the store is.
+    pub master_addr: String,
+    /// The store's port; `None` for a free one.
+    pub master_port: Option<u16>,
+    /// The run's name.
+    pub run_id: String,
+    /// The workers' role.
+    pub role: String,
+    /// Threads that each worker should use, where it is not alone.
+    pub threads: Option<usize>,
+    /// Cores that were shared out.
+    pub cores: usize,
+    /// Where log files go; `None` for a temporary folder.
+    pub log_dir: Option<PathBuf>,
+    /// Streams that go to files only.
+    pub redirects: StreamSelection,
+    /// Streams that go to files too.
+    pub tee: StreamSelection,
+    /// What to put before each line that is shown.
+    pub prefix: Option<String>,
+    /// Time between being told to end and being killed.
+    pub shutdown_timeout: Duration,
+    /// Signals that end the run.
+    pub signals: Vec<i32>,
+}
+
+impl Config {
+    /// What `cli` means on `host`. Its errors are [`Error::InvalidArgument`].
+    pub fn resolve(cli: Cli, host: &Host) -> Result<Self> {
+        refuse_what_is_not_supported(&cli)?;
+        let topology = topology(&cli, host)?;
+        let (master_addr, master_port) = master(&cli, &topology)?;
+        let (redirects, tee) = (cli.redirects.clone(), cli.tee.clone());
+        for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
+            if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
+                let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
+                return Err(Error::invalid(option, reason));
+            }
+        }
+        let prefix = cli.log_line_prefix_template.clone();
+        if let Some(template) = &prefix {
+            check_template(template)?;
+        }
+        let run_id = match &cli.run_id {
+            Some(id) if id.is_empty() || id.starts_with('.') || id.contains(['/', '\0']) => {
+                let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
+                return Err(Error::invalid("--run-id", reason));
+            }
+            Some(id) => id.clone(),
+            None if topology.nodes > 1 => "none".into(),
+            None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
+        };
+        let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
+            let reason = format!("{} is not a number of seconds from 0 up", cli.shutdown_timeout);
+            Error::invalid("--shutdown-timeout", reason)
+        })?;
+        let signals = signal::parse_list(&cli.signals_to_handle)?;
+        let local = topology.local_world_size;
+        let threads = (local > 1).then(|| host.threads_each(local));
+        let (role, log_dir) = (cli.role.clone(), cli.log_dir.clone());
+        let (program, args) = program(cli)?;
+        Ok(Self {
+            program,
+            args,
+            topology,
+            master_addr,
+            master_port,
+            run_id,
+            role,
+            threads,
+            cores: host.cores,
+            log_dir,
+            redirects,
+            tee,
+            prefix,
+            shutdown_timeout,
+            signals,
+        })
+    }
+}
+
+fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
+    if cli.module {
+        return Err(Error::invalid("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+    }
+    if cli.max_restarts > 0 {
+        let reason = "restarting failed runs is not supported yet: leave it out, and start again from a checkpoint";
+        return Err(Error::invalid("--max-restarts", reason));
+    }
+    Ok(())
+}
+
+fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
+    let text = cli.nnodes.as_str();
+    let (least, most) = text.split_once(':').unwrap_or((text, text));
+    let nodes = match (least.parse::<usize>(), most.parse::<usize>()) {
+        (Ok(least), Ok(most)) if least == most && least > 0 => least,
+        (Ok(least), Ok(most)) if least > 0 && least < most => {
+            let reason = format!("a run that grows and shrinks ({text}) is not supported: give one number");
+            return Err(Error::invalid("--nnodes", reason));
+        }
+        _ => return Err(Error::invalid("--nnodes", format!("{text:?} is not a number of machines from 1 up"))),
+    };
+    let node_rank = cli.node_rank.unwrap_or(0);
+    if node_rank >= nodes {
+        let reason = format!("{node_rank} is not one of 0 to {} (--nnodes {nodes})", nodes - 1);
+        return Err(Error::invalid("--node-rank", reason));
+    }
+    if nodes > 1 && cli.standalone {
+        let reason = format!("means one machine, but --nnodes is {nodes}: leave out one of the two");
+        return Err(Error::invalid("--standalone", reason));
+    }
+    if nodes > 1 && cli.node_rank.is_none() {
+        let reason = format!("is needed with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
+        return Err(Error::invalid("--node-rank", reason));
+    }
+    let local_world_size = host.count(cli.nproc_per_node)?;
+    if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
+        return Err(Error::invalid("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+    }
+    Ok(Topology { nodes, node_rank, local_world_size })
+}
+
+fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
+    if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
+        let reason = "takes a free port of this machine: leave it out to choose --master-addr or --master-port";
+        return Err(Error::invalid("--standalone", reason));
+    }
+    if cli.master_port == Some(0) {
+        return Err(Error::invalid("--master-port", "0 is no port: leave it out on one machine to get a free one"));
+    }
+    let address = match &cli.master_addr {
+        Some(address) if address.trim().is_empty() => {
+            return Err(Error::invalid("--master-addr", "is empty: name machine 0, or leave it out on one machine"));
+        }
+        Some(address) => address.clone(),
+        None if topology.nodes > 1 => {
+            let reason = "is needed with several machines: the name of machine 0, as all of them know it";
+            return Err(Error::invalid("--master-addr", reason));
+        }
+        None => "127.0.0.1".into(),
+    };
+    let port = cli.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
+    Ok((address, port))
+}
+
+fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
+    let Cli { example, bin, package, features, profile, debug, command, .. } = cli;
+    let profile = if debug { Some("dev".into()) } else { profile };
+    let target = match (example, bin) {
+        (Some(name), _) => CargoTarget { name, kind: "example", package, features, profile },
+        (None, Some(name)) => CargoTarget { name, kind: "bin", package, features, profile },
+        (None, None) => {
+            if package.is_some() || !features.is_empty() || profile.is_some() {
+                let reason =
+                    "say how to build with cargo, but nothing is to be built: add --example NAME or --bin NAME";
+                return Err(Error::invalid("--package, --features, --profile and --debug", reason));
+            }
+            let mut command = command.into_iter();
+            let program = command.next().filter(|program| !program.is_empty());
+            let program = program.ok_or_else(|| {
+                Error::invalid("PROGRAM", "is missing: say what to run, or use --example NAME or --bin NAME")
+            })?;
+            return Ok((Program::Path(program), command.collect()));
+        }
+    };
+    Ok((Program::Cargo(target), command))
+}
+
+/// The variables of a prefix template.
+const VARIABLES: [&str; 3] = ["role_name", "local_rank", "rank"];
+
+fn check_template(template: &str) -> Result<()> {
+    for (start, _) in template.match_indices("${") {
+        let rest = template.get(start + 2..).unwrap_or_default();
+        if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
+            let reason = format!("{template:?} has a ${{…}} that is not ${{role_name}}, ${{local_rank}} or ${{rank}}");
+            return Err(Error::invalid("--log-line-prefix-template", reason));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    const HOST: Host = Host { cores: 8, gpus: 2 };
+
+    fn resolve(args: &[&str]) -> Result<Config> {
+        Config::resolve(Cli::try_parse_from([&["ddprun"], args].concat()).unwrap(), &HOST)
+    }
+
+    #[test]
+    fn the_command_line_of_clap_is_consistent() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults() {
+        let config = resolve(&["./train", "--epochs", "3", "--", "-x"]).unwrap();
+        assert_eq!(config.program, Program::Path("./train".into()));
+        assert_eq!(config.args, ["--epochs", "3", "--", "-x"]);
+        assert_eq!(config.topology, Topology { nodes: 1, node_rank: 0, local_world_size: 1 });
+        assert_eq!((config.master_addr.as_str(), config.master_port), ("127.0.0.1", None));
+        assert_eq!((config.threads, config.shutdown_timeout), (None, Duration::from_secs(30)));
+    }
+
+    #[test]
+    fn cargo_targets_take_their_arguments_after_two_dashes() {
+        let config = resolve(&["--example", "digits", "-p", "a", "--features", "x,y", "--", "--epochs", "3"]).unwrap();
+        assert_eq!(config.args, ["--epochs", "3"]);
+        let Program::Cargo(target) = config.program else { panic!("{:?}", config.program) };
+        assert_eq!((target.kind, target.name.as_str(), target.package.as_deref()), ("example", "digits", Some("a")));
+    }
+
+    #[test]
+    fn ranks_of_several_machines() {
+        let args = ["--nnodes=3", "--node_rank=2", "--nproc_per_node=gpu", "--master_addr=a", "./train"];
+        let config = resolve(&args).unwrap();
+        assert_eq!(config.topology.world_size(), 6);
+        assert_eq!([0, 1].map(|local| config.topology.rank(local)), [4, 5]);
+        assert_eq!((config.master_port, config.threads), (Some(29500), Some(4)));
+        assert_eq!(config.run_id, "none");
+    }
+
+    #[test]
+    fn contradictions_say_what_to_do() {
+        let cases: &[(&[&str], &str)] = &[
+            (&[], "say what to run"),
+            (&["-m", "train"], "python -m"),
+            (&["--max-restarts", "1", "x"], "not supported yet"),
+            (&["--nnodes", "0", "x"], "from 1 up"),
+            (&["--nnodes", "1:4", "x"], "grows and shrinks"),
+            (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "0 to 1"),
+            (&["--nnodes", "2", "--node-rank", "1", "x"], "name of machine 0"),
+            (&["--nnodes", "2", "--master-addr", "a", "x"], "--node-rank"),
+            (&["--nnodes", "2", "--node-rank", "0", "--standalone", "x"], "leave out one"),
+            (&["--standalone", "--master-port", "1", "x"], "free port"),
+            (&["--master-port", "0", "x"], "no port"),
+            (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
+            (&["--log-line-prefix-template", "[${host}]", "x"], "${role_name}"),
+            (&["--log-line-prefix-template", "[${rank", "x"], "${role_name}"),
+            (&["--shutdown-timeout=-1", "x"], "seconds"),
+            (&["--shutdown-timeout", "NaN", "x"], "seconds"),
+            (&["--signals-to-handle", "SIGFOO", "x"], "SIGFOO"),
+            (&["--signals-to-handle", "SIGKILL", "x"], "SIGKILL"),
+            (&["--run-id", "a/b", "x"], "folder"),
+            (&["--features", "nccl", "x"], "--example NAME"),
+        ];
+        for (args, hint) in cases {
+            let error = resolve(args).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{args:?}: {error}");
+            assert!(error.to_string().contains(hint), "{args:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The environment that a worker finds: torchrun's.
+use super::config::Config;
+use std::ffi::OsString;
+use std::path::Path;
+
+/// Variables with which programs and libraries choose their number of threads.
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
+
+/// Thread variables that ddprun sets, with their value: those that the user has not set, where several workers share
+/// the cores. Two ranks that each take all cores are slower than one.
+pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
+    let unset = |name: &&'static str| std::env::var_os(name).is_none();
+    config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
+}
+
+/// What the worker `local_rank` gets in addition to ddprun's own environment.
+pub(super) fn variables(
+    config: &Config,
+    local_rank: usize,
+    master_port: u16,
+    error_file: &Path,
+) -> Vec<(&'static str, OsString)> {
+    let topology = &config.topology;
+    let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
+    let mut variables: Vec<(&'static str, OsString)> = vec![
+        ("RANK", rank.clone().into()),
+        ("LOCAL_RANK", local_rank.to_string().into()),
+        ("WORLD_SIZE", world_size.clone().into()),
+        ("LOCAL_WORLD_SIZE", topology.local_world_size.to_string().into()),
+        ("GROUP_RANK", topology.node_rank.to_string().into()),
+        ("GROUP_WORLD_SIZE", topology.nodes.to_string().into()),
+        // All workers have the same role.
+        ("ROLE_RANK", rank.into()),
+        ("ROLE_WORLD_SIZE", world_size.into()),
+        ("ROLE_NAME", config.role.clone().into()),
+        ("MASTER_ADDR", config.master_addr.clone().into()),
+        ("MASTER_PORT", master_port.to_string().into()),
+        ("TORCHELASTIC_RESTART_COUNT", "0".into()),
+        ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
+        ("TORCHELASTIC_RUN_ID", config.run_id.clone().into()),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
+        ("TORCHELASTIC_ERROR_FILE", error_file.into()),
+    ];
+    variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
+    variables
+}

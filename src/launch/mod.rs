@@ -1,0 +1,136 @@
+//! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
+//!
+//! - Every worker leads a process group of its own, and the kernel kills it when the launcher dies, however that
+//!   happens. What a worker has started is told to end, and killed, with it.
+//! - The first failure ends the others (SIGTERM, then SIGKILL after a grace period) and decides the exit code.
+//! - Output is passed on line by line. Where the launcher writes to a terminal the workers see one too (a
+//!   pseudo-terminal), so that progress bars and colours work as if the program had been started by hand.
+//! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
+//!   (TORCHELASTIC_USE_AGENT_STORE).
+//!
+//! [`Cli`] is the command line as it was typed, [`Config`] what it means; [`run`] does it.
+mod cargo;
+mod child;
+mod cli;
+mod config;
+mod console;
+mod environment;
+mod folder;
+mod lines;
+mod output;
+mod processes;
+mod signal;
+mod store;
+mod streams;
+mod summary;
+mod supervisor;
+mod tail;
+mod terminal;
+mod time;
+mod worker;
+
+pub use cargo::CargoTarget;
+pub use cli::Cli;
+pub use config::{Config, Program, Topology};
+pub use processes::{Host, Processes};
+pub use streams::{StreamSelection, Streams};
+
+use crate::{Error, Result};
+use cargo::Built;
+use clap::Parser;
+use console::Console;
+use folder::RunFolder;
+use std::ffi::OsString;
+use std::io::{ErrorKind, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitCode;
+use supervisor::{Events, Outcome, Supervisor};
+use worker::{Exit, Starter};
+
+/// A command line that makes no sense.
+const USAGE: u8 = 2;
+/// A program that is there but cannot be run, as shells have it.
+const NOT_EXECUTABLE: u8 = 126;
+/// A program that is not there, as shells have it.
+const NOT_FOUND: u8 = 127;
+
+/// Reads the command line of this process. Shows help, or what is wrong with it; `Err` is then the exit code.
+pub fn parse() -> Result<Cli, ExitCode> {
+    Cli::try_parse().map_err(|error| {
+        // Nobody may be there to read it.
+        let _ = error.print();
+        ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
+    })
+}
+
+/// Does what `cli` says, and shows what goes wrong. Returns when all workers have ended.
+///
+/// It takes over the signals and the child processes of this process, and must be called from a thread that lives as
+/// long as the process, as the main thread does: workers die with it.
+pub fn run(cli: Cli) -> ExitCode {
+    let code = Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config));
+    ExitCode::from(code.unwrap_or_else(|error| {
+        message(&error);
+        match &error {
+            Error::InvalidArgument { .. } => USAGE,
+            Error::Program { source, .. } if source.kind() == ErrorKind::NotFound => NOT_FOUND,
+            Error::Program { .. } => NOT_EXECUTABLE,
+            _ => 1,
+        }
+    }))
+}
+
+fn execute(config: &Config) -> Result<u8> {
+    let program: OsString = match &config.program {
+        Program::Path(path) => path.clone(),
+        Program::Cargo(target) => match target.build()? {
+            Built::Executable(path) => path.into(),
+            Built::Failed(status) => {
+                let exit = status.signal().map_or(Exit::Code(status.code().unwrap_or(1)), Exit::Signal);
+                return Ok(exit.code());
+            }
+        },
+    };
+    let events = Events::listen(&config.signals)?;
+    child::adopt_orphans();
+    let (_store, master_port) = store::host(config)?;
+    let folder = RunFolder::create(config)?;
+    let console = Console::detect();
+    let mut supervisor = Supervisor::new(config.shutdown_timeout);
+    let (sources, terminals) = (Vec::new(), Vec::new());
+    let mut starter =
+        Starter { config, program: &program, folder: &folder, master_port, console: &console, sources, terminals };
+    for local_rank in 0..config.topology.local_world_size {
+        supervisor.workers.push(starter.start(local_rank)?);
+    }
+    let Starter { sources, terminals, .. } = starter;
+    say_threads(config);
+    let (closing, keep_open) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
+    events.forward(sources, closing.into(), console)?;
+    let (outcome, tails) = supervisor.watch(&events, terminals, keep_open);
+    Ok(match outcome {
+        Outcome::Success => 0,
+        Outcome::Signalled(signal) => Exit::Signal(signal).code(),
+        Outcome::Failure(first) => {
+            if let Some(summary) = summary::of_failure(&supervisor.workers, first, tails, &folder) {
+                message(summary);
+            }
+            supervisor.workers.get(first).and_then(|worker| worker.ended).map_or(1, |ended| ended.how.code())
+        }
+    })
+}
+
+fn say_threads(config: &Config) {
+    let set = environment::threads(config);
+    if !set.is_empty() {
+        let list: Vec<String> = set.iter().map(|(name, count)| format!("{name}={count}")).collect();
+        let (cores, workers) = (config.cores, config.topology.local_world_size);
+        message(format_args!("{} for each worker: {cores} cores shared by {workers}", list.join(" and ")));
+    }
+}
+
+/// One message to the user, in one write.
+fn message(text: impl std::fmt::Display) {
+    // Nobody may be there to read it.
+    let _ = std::io::stderr().write_all(format!("ddprun: {text}\n").as_bytes());
+}

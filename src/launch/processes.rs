@@ -1,0 +1,117 @@
+//! How many workers a machine gets: a number, or one per core or GPU.
+use crate::{Error, Result};
+use std::num::NonZeroUsize;
+use std::str::FromStr;
+
+/// A value of `--nproc-per-node`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Processes {
+    /// This many.
+    Count(NonZeroUsize),
+    /// One per GPU where there is one, else one per core.
+    Auto,
+    /// One per core that this process may run on.
+    Cpu,
+    /// One per GPU; an error where there is none.
+    Gpu,
+}
+
+impl FromStr for Processes {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "gpu" => Ok(Self::Gpu),
+            number => {
+                number.parse().map(Self::Count).map_err(|_| "expected a number from 1 up, auto, cpu or gpu".into())
+            }
+        }
+    }
+}
+
+/// What of a machine decides the number of workers and of their threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Host {
+    /// Cores that this process may run on.
+    pub cores: usize,
+    /// GPUs that programs started from here will see.
+    pub gpus: usize,
+}
+
+impl Host {
+    /// This machine: cores by affinity and control group, GPUs by CUDA_VISIBLE_DEVICES or, where it is not set, by
+    /// what the NVIDIA driver lists.
+    pub fn detect() -> Self {
+        let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
+            Ok(list) => visible_devices(&list),
+            Err(_) => std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count()),
+        };
+        Self { cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get), gpus }
+    }
+
+    /// The number that `processes` means here.
+    pub(super) fn count(&self, processes: Processes) -> Result<usize> {
+        match processes {
+            Processes::Count(count) => Ok(count.get()),
+            Processes::Gpu if self.gpus == 0 => Err(Error::invalid(
+                "--nproc-per-node gpu",
+                "no GPU is visible here: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use `cpu`, `auto` or a number",
+            )),
+            Processes::Gpu => Ok(self.gpus),
+            Processes::Auto if self.gpus > 0 => Ok(self.gpus),
+            Processes::Auto | Processes::Cpu => Ok(self.cores),
+        }
+    }
+
+    /// The threads that each of `processes` workers should use, so that all together use every core once.
+    pub(super) fn threads_each(&self, processes: usize) -> usize {
+        (self.cores / processes.max(1)).max(1)
+    }
+}
+
+/// Devices that a value of CUDA_VISIBLE_DEVICES leaves visible: CUDA stops reading at the first one that cannot be.
+fn visible_devices(list: &str) -> usize {
+    let valid = |entry: &&str| entry.parse::<u32>().is_ok() || entry.starts_with("GPU-") || entry.starts_with("MIG-");
+    list.split(',').map(str::trim).take_while(valid).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_words() {
+        assert_eq!("3".parse(), Ok(Processes::Count(NonZeroUsize::new(3).unwrap())));
+        assert_eq!("gpu".parse(), Ok(Processes::Gpu));
+        for wrong in ["0", "-1", "two", ""] {
+            assert!(wrong.parse::<Processes>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn auto_prefers_gpus_and_gpu_needs_one() {
+        let with = Host { cores: 16, gpus: 4 };
+        let without = Host { cores: 16, gpus: 0 };
+        assert_eq!(with.count(Processes::Auto).unwrap(), 4);
+        assert_eq!(without.count(Processes::Auto).unwrap(), 16);
+        assert_eq!(with.count(Processes::Cpu).unwrap(), 16);
+        let error = without.count(Processes::Gpu).unwrap_err().to_string();
+        assert!(error.contains("CUDA_VISIBLE_DEVICES"), "{error}");
+    }
+
+    #[test]
+    fn threads_share_the_cores() {
+        let host = Host { cores: 10, gpus: 0 };
+        assert_eq!([1, 3, 10, 11].map(|n| host.threads_each(n)), [10, 3, 1, 1]);
+    }
+
+    #[test]
+    fn visible_devices_end_at_the_first_that_cannot_be() {
+        assert_eq!(
+            ["", "0", "0,2, 3", "0,-1,1", "-1", "GPU-8932f937,MIG-4a", "NoDevFiles"].map(visible_devices),
+            [0, 1, 3, 1, 0, 2, 0]
+        );
+    }
+}

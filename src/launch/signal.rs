@@ -1,0 +1,58 @@
+//! Signals by number and name, and which of them we were told to ignore.
+use crate::{Error, Result};
+use rustix::process::Signal;
+use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
+use signal_hook::low_level::signal_name;
+
+/// `SIGTERM`, or `signal 35` for one without a name of its own.
+pub(super) fn name(signal: i32) -> String {
+    signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
+}
+
+/// The signals of a list as in `SIGTERM,SIGINT`.
+pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
+    let mut signals = Vec::new();
+    for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+        let signal = (1..32).find(|&signal| signal_name(signal) == Some(word));
+        let ours = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
+        match signal.filter(|signal| !FORBIDDEN.contains(signal) && !ours.contains(signal)) {
+            Some(signal) => signals.push(signal),
+            None => {
+                let reason = format!("{word} is not a signal that can end a run: use names as in SIGTERM,SIGINT");
+                return Err(Error::invalid("--signals-to-handle", reason));
+            }
+        }
+    }
+    Ok(signals)
+}
+
+/// A number as rustix wants it; `None` for real-time signals.
+pub(super) fn typed(signal: i32) -> Option<Signal> {
+    Signal::from_named_raw(signal)
+}
+
+/// Whether this process was started with `signal` ignored, as `nohup` does with SIGHUP. It should then stay so.
+pub(super) fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    u32::try_from(signal - 1).ok().and_then(|bit| mask.checked_shr(bit)).is_some_and(|rest| rest & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_both_ways() {
+        assert_eq!(parse_list("SIGTERM, SIGINT,").unwrap(), [15, 2]);
+        assert_eq!(name(9), "SIGKILL");
+        assert_eq!(name(40), "signal 40");
+    }
+
+    #[test]
+    fn the_standard_library_ignores_sigpipe() {
+        assert!(is_ignored(signal_hook::consts::SIGPIPE));
+        assert!(!is_ignored(signal_hook::consts::SIGTERM));
+    }
+}

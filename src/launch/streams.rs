@@ -1,0 +1,103 @@
+//! Which output streams of which worker an option means.
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+/// Some of a worker's two output streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Streams {
+    /// Standard output.
+    pub stdout: bool,
+    /// Standard error.
+    pub stderr: bool,
+}
+
+impl Streams {
+    /// Whether at least one is meant.
+    pub(super) fn any(self) -> bool {
+        self.stdout || self.stderr
+    }
+}
+
+/// torchrun's 0 (none), 1 (stdout), 2 (stderr) and 3 (both).
+impl FromStr for Streams {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "0" => Ok(Self { stdout: false, stderr: false }),
+            "1" => Ok(Self { stdout: true, stderr: false }),
+            "2" => Ok(Self { stdout: false, stderr: true }),
+            "3" => Ok(Self { stdout: true, stderr: true }),
+            _ => Err("expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list as in 0:1,1:3".into()),
+        }
+    }
+}
+
+/// A value of `--redirects` or `--tee`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StreamSelection {
+    /// The same for every worker.
+    Every(Streams),
+    /// By local rank; none for those that are not named.
+    ByLocalRank(BTreeMap<usize, Streams>),
+}
+
+impl StreamSelection {
+    /// What is selected of the worker `local_rank`.
+    pub fn of(&self, local_rank: usize) -> Streams {
+        match self {
+            Self::Every(streams) => *streams,
+            Self::ByLocalRank(map) => map.get(&local_rank).copied().unwrap_or_default(),
+        }
+    }
+
+    /// The highest local rank that is named.
+    pub(super) fn last_named(&self) -> Option<usize> {
+        match self {
+            Self::Every(_) => None,
+            Self::ByLocalRank(map) => map.keys().next_back().copied(),
+        }
+    }
+}
+
+impl FromStr for StreamSelection {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.contains(':') {
+            return text.parse().map(Self::Every);
+        }
+        let mut map = BTreeMap::new();
+        for entry in text.split(',') {
+            let wrong = || format!("{entry:?} is not LOCAL_RANK:STREAMS, as in 0:1,1:3");
+            let (rank, streams) = entry.split_once(':').ok_or_else(wrong)?;
+            let rank = rank.trim().parse().map_err(|_| wrong())?;
+            if map.insert(rank, streams.parse()?).is_some() {
+                return Err(format!("local rank {rank} is named twice"));
+            }
+        }
+        Ok(Self::ByLocalRank(map))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_number_for_all_or_one_for_each() {
+        let both = Streams { stdout: true, stderr: true };
+        let out = Streams { stdout: true, stderr: false };
+        assert_eq!("3".parse::<StreamSelection>().unwrap().of(5), both);
+        let map = "0:1,2:3".parse::<StreamSelection>().unwrap();
+        assert_eq!([0, 1, 2].map(|rank| map.of(rank)), [out, Streams::default(), both]);
+        assert_eq!(map.last_named(), Some(2));
+    }
+
+    #[test]
+    fn wrong_forms_are_refused() {
+        for wrong in ["4", "", "x", "0:1,2", "0:4", ":1", "a:1", "0:1,0:2"] {
+            assert!(wrong.parse::<StreamSelection>().is_err(), "{wrong:?}");
+        }
+    }
+}

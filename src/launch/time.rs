@@ -1,0 +1,51 @@
+//! The time of day in UTC, for messages and folder names.
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Year, month, day, hour, minute, second.
+fn civil(time: SystemTime) -> [u64; 6] {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let mut days = seconds / 86_400;
+    let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
+    let mut year = 1970;
+    while days >= 365 + u64::from(leap(year)) {
+        days -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let mut month = 1;
+    for length in [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    [year, month, days + 1, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60]
+}
+
+/// `2026-02-28 23:59:59 UTC`.
+pub(super) fn readable(time: SystemTime) -> String {
+    let [year, month, day, hour, minute, second] = civil(time);
+    format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
+/// `20260228T235959`.
+pub(super) fn compact(time: SystemTime) -> String {
+    let [year, month, day, hour, minute, second] = civil(time);
+    format!("{year}{month:02}{day:02}T{hour:02}{minute:02}{second:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn known_moments() {
+        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        assert_eq!(readable(at(0)), "1970-01-01 00:00:00 UTC");
+        assert_eq!(readable(at(951_827_696)), "2000-02-29 12:34:56 UTC");
+        assert_eq!(readable(at(4_107_542_399)), "2100-02-28 23:59:59 UTC");
+        assert_eq!(compact(at(4_107_542_400)), "21000301T000000");
+        assert_eq!(compact(at(1_798_761_599)), "20261231T235959");
+    }
+}

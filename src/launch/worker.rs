@@ -1,0 +1,195 @@
+//! One worker: how it is started, and how it ended.
+use super::config::Config;
+use super::console::{Console, Target};
+use super::folder::RunFolder;
+use super::lines::Lines;
+use super::output::Source;
+use super::tail::Tail;
+use super::{child, environment, signal, terminal};
+use crate::{Error, Result};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitStatus, kill_process_group, test_kill_process_group};
+use std::ffi::OsStr;
+use std::io::ErrorKind;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Exit {
+    Code(i32),
+    Signal(i32),
+}
+
+impl Exit {
+    /// Reads what the system says.
+    pub(super) fn new(status: WaitStatus) -> Self {
+        match status.terminating_signal() {
+            Some(signal) => Self::Signal(signal),
+            None => Self::Code(status.exit_status().unwrap_or(1)),
+        }
+    }
+
+    /// As the shell has it: the code, or 128 + the signal.
+    pub(super) fn code(self) -> u8 {
+        let code = match self {
+            Self::Code(code) => code,
+            Self::Signal(signal) => 128 + signal,
+        };
+        u8::try_from(code).unwrap_or(u8::MAX)
+    }
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Code(code) => write!(formatter, "ended with exit code {code}"),
+            Self::Signal(number) => write!(formatter, "was killed by {}", signal::name(*number)),
+        }
+    }
+}
+
+/// The end of a worker.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ended {
+    pub(super) how: Exit,
+    /// Since the start of the run.
+    pub(super) after: Duration,
+    pub(super) at: SystemTime,
+    /// Whether it had been told to end.
+    pub(super) told: bool,
+}
+
+/// A worker that was started, and the process group that it leads.
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) local_rank: usize,
+    pub(super) rank: usize,
+    pub(super) pid: Pid,
+    pub(super) ended: Option<Ended>,
+    /// Whether the group still has members: the worker, or what it started.
+    pub(super) group: bool,
+}
+
+impl Worker {
+    /// Sends `signal` to the worker and to all that it started.
+    pub(super) fn signal(&self, signal: Signal) {
+        if self.group {
+            // It may have ended just now.
+            let _ = kill_process_group(self.pid, signal);
+        }
+    }
+
+    /// Notices the end of the group. A group keeps its number from being given to others as long as it has a member,
+    /// so a group that once was empty is never signalled again.
+    pub(super) fn look_at_group(&mut self) {
+        if self.ended.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH) {
+            self.group = false;
+        }
+    }
+}
+
+/// What is needed to start workers.
+pub(super) struct Starter<'a> {
+    pub(super) config: &'a Config,
+    pub(super) program: &'a OsStr,
+    pub(super) folder: &'a RunFolder,
+    pub(super) master_port: u16,
+    pub(super) console: &'a Console,
+    /// The streams of the workers that were started.
+    pub(super) sources: Vec<Source>,
+    /// Those of them that are pseudo-terminals.
+    pub(super) terminals: Vec<OwnedFd>,
+}
+
+impl Starter<'_> {
+    /// Starts one worker, as the leader of a process group of its own.
+    pub(super) fn start(&mut self, local_rank: usize) -> Result<Worker> {
+        let config = self.config;
+        let rank = config.topology.rank(local_rank);
+        let mut command = Command::new(self.program);
+        command.args(&config.args);
+        let error_file = self.folder.error_file(local_rank);
+        command.envs(environment::variables(config, local_rank, self.master_port, &error_file));
+        // A worker in the background of the terminal would be stopped as soon as it read from it.
+        command.stdin(Stdio::null());
+        let (redirects, tee) = (config.redirects.of(local_rank), config.tee.of(local_rank));
+        if self.console.is_one() && !redirects.any() && !tee.any() {
+            // Both end in the same place: one stream keeps them in the order in which they were written.
+            let both = self.stream(local_rank, Target::Stdout, false, false)?;
+            let copy = both.try_clone().map_err(|error| Error::io("duplicating a worker's output stream", error))?;
+            command.stdout(both).stderr(copy);
+        } else {
+            command.stdout(self.stream(local_rank, Target::Stdout, redirects.stdout, tee.stdout)?);
+            command.stderr(self.stream(local_rank, Target::Stderr, redirects.stderr, tee.stderr)?);
+        }
+        command.process_group(0);
+        child::bind_to_launcher(&mut command);
+        let process = command.spawn().map_err(|source| cannot_start(self.program, source))?;
+        let pid = Pid::from_child(&process);
+        Ok(Worker { local_rank, rank, pid, ended: None, group: true })
+    }
+
+    /// Makes one output stream: the worker's end.
+    fn stream(&mut self, local_rank: usize, target: Target, redirect: bool, tee: bool) -> Result<OwnedFd> {
+        let config = self.config;
+        let file = match target {
+            _ if !(redirect || tee) => None,
+            Target::Stdout => Some(self.folder.log_file(local_rank, "stdout.log")?),
+            Target::Stderr => Some(self.folder.log_file(local_rank, "stderr.log")?),
+        };
+        let visible = tee || !redirect;
+        let terminal = visible && self.console.is_terminal(target);
+        let (ours, theirs) = match terminal.then(terminal::open) {
+            Some(Ok((ours, theirs))) => {
+                let copy = ours.try_clone().map_err(|error| Error::io("duplicating a pseudo-terminal", error))?;
+                self.terminals.push(copy);
+                (ours, theirs)
+            }
+            // A system without pseudo-terminals.
+            Some(Err(_)) | None => {
+                let (reader, writer) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
+                (reader.into(), writer.into())
+            }
+        };
+        let template = config.prefix.as_deref().or(tee.then_some("[${role_name}${local_rank}]:"));
+        let prefix = template.map(|template| {
+            template
+                .replace("${role_name}", &config.role)
+                .replace("${local_rank}", &local_rank.to_string())
+                .replace("${rank}", &config.topology.rank(local_rank).to_string())
+        });
+        let shown = visible.then(|| Lines::new(prefix, terminal));
+        self.sources.push(Source { fd: Some(ours), local_rank, target, shown, file, tail: Tail::default() });
+        Ok(theirs)
+    }
+}
+
+/// Why a program could not be started, and what to do.
+fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
+    let path = Path::new(program);
+    let name = program.to_string_lossy();
+    let plain_name = path.components().count() == 1 && !name.contains('/');
+    let hint = match source.kind() {
+        ErrorKind::NotFound if plain_name && path.exists() => {
+            format!("It is not in PATH; the one in this folder is ./{name}")
+        }
+        ErrorKind::NotFound if plain_name => {
+            "It is not in PATH: build it first and give its path, or use --example NAME or --bin NAME".into()
+        }
+        ErrorKind::NotFound if path.exists() => {
+            "The file is there, but not the interpreter or the loader that it names".into()
+        }
+        ErrorKind::NotFound => "Build it first, or use --example NAME or --bin NAME".into(),
+        _ if path.is_dir() => "It is a folder: name a program in it".into(),
+        _ if path.extension().is_some_and(|extension| extension == "py") => {
+            format!("For a Python script use `ddprun … python {name}`")
+        }
+        ErrorKind::PermissionDenied => "Make it executable (chmod +x), or name its interpreter before it".into(),
+        _ => "Check that it is a program for this kind of machine".into(),
+    };
+    Error::Program { program: name.into_owned(), source, hint }
+}

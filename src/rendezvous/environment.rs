@@ -1,0 +1,371 @@
+use super::slurm;
+use crate::{Error, Result};
+use std::str::FromStr;
+
+/// Who started this process, judged by the variables that were left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Launcher {
+    /// RANK and its like: `ddprun`, `torchrun`, Kubernetes' PyTorchJob, or a script.
+    Torchrun,
+    /// Slurm's `srun`: SLURM_PROCID and its like.
+    Slurm,
+    /// Open MPI's `mpirun`: OMPI_COMM_WORLD_RANK and its like.
+    OpenMpi,
+    /// MPICH's or Intel MPI's `mpiexec` (Hydra): PMI_RANK and its like.
+    Mpich,
+    /// Nobody.
+    #[default]
+    None,
+}
+
+/// What the environment says about this process's place among the ranks.
+///
+/// Values are checked on their own and against each other; what no variable says is `None`. Where the variables of
+/// several launchers are present, torchrun's win, then an MPI's, then Slurm's: a job script starts the others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Environment {
+    /// This process's place among all.
+    pub rank: Option<usize>,
+    /// How many processes there are.
+    pub world_size: Option<usize>,
+    /// This process's place among those on its host: which GPU to take.
+    pub local_rank: Option<usize>,
+    /// How many processes this host has.
+    pub local_world_size: Option<usize>,
+    /// MASTER_ADDR: the host of rank 0; under Slurm, the first node of the job step when unset.
+    pub master_addr: Option<String>,
+    /// MASTER_PORT: the store's port; under Slurm, derived from the job when unset.
+    pub master_port: Option<u16>,
+    /// TORCHELASTIC_RESTART_COUNT: how often the launcher has started all ranks anew; 0 the first time.
+    pub restart_count: u64,
+    /// TORCHELASTIC_RUN_ID: the launcher's name for the whole run.
+    pub run_id: Option<String>,
+    /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank may.
+    pub use_agent_store: bool,
+    /// Whose variables gave the rank.
+    pub launcher: Launcher,
+}
+
+impl Environment {
+    /// Reads the variables of this process.
+    pub fn from_process() -> Result<Self> {
+        Self::read(process_variable)
+    }
+
+    /// Reads the variables that `lookup` knows.
+    pub fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let variables = Variables(&lookup);
+        let mut environment = variables.run()?;
+        variables.place(&mut environment)?;
+        Ok(environment)
+    }
+
+    /// As [`Environment::from_process`], without rank and world size, which the caller knows better.
+    pub(super) fn without_place() -> Result<Self> {
+        Variables(&process_variable).run()
+    }
+}
+
+fn process_variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+/// The four variables that say where a rank is, of each launcher.
+const TORCHRUN: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+const OPEN_MPI: [&str; 4] =
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"];
+const MPICH: [&str; 4] = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
+const SLURM: [&str; 4] = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"];
+
+struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Variables<'_> {
+    fn has(&self, name: &str) -> bool {
+        (self.0)(name).is_some()
+    }
+
+    /// A text; an empty one is as good as none.
+    fn text(&self, name: &str) -> Option<String> {
+        (self.0)(name).filter(|value| !value.trim().is_empty())
+    }
+
+    fn number<T: FromStr>(&self, name: &str, what: &str) -> Result<Option<T>> {
+        let Some(value) = (self.0)(name) else { return Ok(None) };
+        match value.trim().parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(invalid(name, value, format!("it must be {what}"))),
+        }
+    }
+
+    fn count(&self, name: &str) -> Result<Option<usize>> {
+        self.number(name, "a number from 0")
+    }
+
+    /// Everything that does not differ between the ranks.
+    fn run(&self) -> Result<Environment> {
+        let agent = self.text("TORCHELASTIC_USE_AGENT_STORE").unwrap_or_default();
+        let mut environment = Environment {
+            master_addr: self.text("MASTER_ADDR"),
+            master_port: self.number("MASTER_PORT", "a port (0 to 65535)")?,
+            restart_count: self.number("TORCHELASTIC_RESTART_COUNT", "a number from 0")?.unwrap_or(0),
+            run_id: self.text("TORCHELASTIC_RUN_ID"),
+            use_agent_store: match agent.trim().to_ascii_lowercase().as_str() {
+                "true" | "1" => true,
+                "false" | "0" | "" => false,
+                _ => return Err(invalid("TORCHELASTIC_USE_AGENT_STORE", agent, "it must be True or False")),
+            },
+            ..Environment::default()
+        };
+        if self.has("SLURM_PROCID") {
+            self.slurm_master(&mut environment)?;
+        }
+        Ok(environment)
+    }
+
+    fn place(&self, environment: &mut Environment) -> Result<()> {
+        let (launcher, names) = self.launcher();
+        let [rank, world_size, local_rank, local_world_size] = names;
+        environment.launcher = launcher;
+        environment.rank = self.count(rank)?;
+        environment.world_size = self.count(world_size)?;
+        environment.local_rank = self.count(local_rank)?;
+        environment.local_world_size = match launcher {
+            Launcher::Slurm => self.slurm_local_world_size()?,
+            _ => self.count(local_world_size)?,
+        };
+        match (environment.rank, environment.world_size) {
+            (Some(_), None) => return Err(missing(world_size, format!("{rank} is set, so it must be too"))),
+            (None, Some(_)) => return Err(missing(rank, format!("{world_size} is set, so it must be too"))),
+            _ => {}
+        }
+        within((rank, environment.rank), (world_size, environment.world_size))?;
+        within((local_rank, environment.local_rank), (local_world_size, environment.local_world_size))?;
+        if let (Some(local), Some(world)) = (environment.local_world_size, environment.world_size)
+            && local > world
+        {
+            return Err(invalid(local_world_size, local, format!("it is greater than {world_size}={world}")));
+        }
+        if launcher != Launcher::Torchrun
+            && let Some(said) = self.count("WORLD_SIZE")?
+            && environment.world_size.is_some_and(|world| world != said)
+        {
+            let world = environment.world_size.unwrap_or_default();
+            return Err(invalid("WORLD_SIZE", said, format!("it contradicts {world_size}={world}; unset one of them")));
+        }
+        Ok(())
+    }
+
+    fn launcher(&self) -> (Launcher, [&'static str; 4]) {
+        let others = self.has(OPEN_MPI[0]) || self.has(MPICH[0]) || self.has(SLURM[0]);
+        if self.has("RANK") || (self.has("WORLD_SIZE") && !others) {
+            (Launcher::Torchrun, TORCHRUN)
+        } else if self.has(OPEN_MPI[0]) {
+            (Launcher::OpenMpi, OPEN_MPI)
+        } else if self.has(MPICH[0]) && (self.has(MPICH[2]) || !self.has(SLURM[0])) {
+            // srun sets PMI_RANK too, without the local rank: its own variables say more.
+            (Launcher::Mpich, MPICH)
+        } else if self.has(SLURM[0]) {
+            (Launcher::Slurm, SLURM)
+        } else {
+            // A lone LOCAL_RANK is still worth reading.
+            (Launcher::None, TORCHRUN)
+        }
+    }
+
+    /// The tasks of this node: the step's own count, before those of the job.
+    fn slurm_local_world_size(&self) -> Result<Option<usize>> {
+        let node = self.count("SLURM_NODEID")?;
+        for name in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
+            if let Some(list) = self.text(name)
+                && let Some(tasks) = slurm::tasks_on_node(&list, node)
+            {
+                return Ok(Some(tasks));
+            }
+        }
+        self.count("SLURM_NTASKS_PER_NODE")
+    }
+
+    fn slurm_master(&self, environment: &mut Environment) -> Result<()> {
+        if environment.master_addr.is_none() {
+            for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
+                let Some(list) = self.text(name) else { continue };
+                let first = slurm::first_node(&list);
+                environment.master_addr = Some(
+                    first.ok_or_else(|| invalid(name, list, "it is no list of nodes such as node[003-005,9],gpu-a"))?,
+                );
+                break;
+            }
+        }
+        if environment.master_port.is_none() {
+            let job = match self.number("SLURM_JOB_ID", "a number from 0")? {
+                Some(job) => Some(job),
+                None => self.number("SLURM_JOBID", "a number from 0")?,
+            };
+            // srun leaves a number here; the job script's own shell may hold a word.
+            let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse().ok()).unwrap_or(0);
+            environment.master_port = job.map(|job| slurm::port(job, step));
+        }
+        Ok(())
+    }
+}
+
+fn within((name, value): (&str, Option<usize>), (size_name, size): (&str, Option<usize>)) -> Result<()> {
+    match (value, size) {
+        (_, Some(0)) => Err(invalid(size_name, 0, "there is at least one rank")),
+        (Some(value), Some(size)) if value >= size => {
+            Err(invalid(name, value, format!("{size_name}={size}, so it goes from 0 to {}", size - 1)))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn invalid(variable: &str, value: impl ToString, reason: impl Into<String>) -> Error {
+    Error::InvalidEnvironment { variable: variable.to_string(), value: value.to_string(), reason: reason.into() }
+}
+
+fn missing(variable: &'static str, hint: String) -> Error {
+    Error::MissingEnvironment { variable, hint }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<Environment> {
+        Environment::read(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+    }
+
+    fn place(environment: &Environment) -> [Option<usize>; 4] {
+        [environment.rank, environment.world_size, environment.local_rank, environment.local_world_size]
+    }
+
+    #[test]
+    fn empty() {
+        assert_eq!(read(&[]).unwrap(), Environment::default());
+    }
+
+    const TORCHRUN: &[(&str, &str)] = &[
+        ("RANK", "5"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "node0"),
+        ("MASTER_PORT", "29500"),
+        ("TORCHELASTIC_RESTART_COUNT", "2"),
+        ("TORCHELASTIC_RUN_ID", "abc"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ];
+
+    #[test]
+    fn torchrun_wins() {
+        let expected = Environment {
+            rank: Some(5),
+            world_size: Some(8),
+            local_rank: Some(1),
+            local_world_size: Some(4),
+            master_addr: Some("node0".to_string()),
+            master_port: Some(29500),
+            restart_count: 2,
+            run_id: Some("abc".to_string()),
+            use_agent_store: true,
+            launcher: Launcher::Torchrun,
+        };
+        assert_eq!(read(TORCHRUN).unwrap(), expected);
+        let others = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("OMPI_COMM_WORLD_RANK", "1"), ("PMI_RANK", "x")];
+        assert_eq!(read(&[TORCHRUN, &others].concat()).unwrap(), expected);
+    }
+
+    const SLURM: &[(&str, &str)] = &[
+        ("SLURM_PROCID", "6"),
+        ("SLURM_NTASKS", "7"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NODEID", "3"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"),
+        ("SLURM_NTASKS_PER_NODE", "2"),
+        ("SLURM_JOB_NODELIST", "gpu-a,node[003-005,9]"),
+        ("SLURM_STEP_NODELIST", "node[003-005,9],gpu-a"),
+        ("SLURM_JOB_ID", "4242"),
+    ];
+
+    #[test]
+    fn slurm() {
+        let environment = read(SLURM).unwrap();
+        assert_eq!(environment.launcher, Launcher::Slurm);
+        assert_eq!(place(&environment), [Some(6), Some(7), Some(0), Some(1)]);
+        assert_eq!(environment.master_addr.as_deref(), Some("node003"));
+        assert_eq!(environment.master_port, Some(slurm::port(4242, 0)));
+        let set = read(&[SLURM, &[("MASTER_ADDR", "m"), ("MASTER_PORT", "7"), ("WORLD_SIZE", "7")]].concat()).unwrap();
+        assert_eq!((set.master_addr.as_deref(), set.master_port), (Some("m"), Some(7)));
+        let plain = read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_NTASKS_PER_NODE", "2")]).unwrap();
+        assert_eq!(place(&plain), [Some(0), Some(4), None, Some(2)]);
+        assert_eq!((plain.master_addr, plain.master_port), (None, None));
+    }
+
+    #[test]
+    fn mpi() {
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let hydra = [("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "0"), ("MPI_LOCALNRANKS", "1")];
+        for (variables, launcher, expected) in
+            [(open_mpi, Launcher::OpenMpi, [1, 4, 1, 2]), (hydra, Launcher::Mpich, [3, 4, 0, 1])]
+        {
+            // Also inside of a Slurm job, whose script started mpirun.
+            for variables in [variables.to_vec(), [&variables[..], SLURM].concat()] {
+                let environment = read(&variables).unwrap();
+                assert_eq!(environment.launcher, launcher);
+                assert_eq!(place(&environment), expected.map(Some));
+            }
+        }
+        let srun = read(&[SLURM, &[("PMI_RANK", "6"), ("PMI_SIZE", "7")]].concat()).unwrap();
+        assert_eq!((srun.launcher, srun.local_rank), (Launcher::Slurm, Some(0)));
+    }
+
+    #[test]
+    fn names_the_variable_and_the_value() {
+        let cases: &[(&[(&str, &str)], &[&str])] = &[
+            (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK=\"4\"", "WORLD_SIZE=4", "0 to 3"]),
+            (&[("RANK", "1")], &["WORLD_SIZE is not set", "RANK is set"]),
+            (&[("WORLD_SIZE", "2")], &["variable RANK is not set", "WORLD_SIZE is set"]),
+            (&[("RANK", "one"), ("WORLD_SIZE", "2")], &["RANK=\"one\"", "a number"]),
+            (&[("RANK", ""), ("WORLD_SIZE", "2")], &["RANK=\"\"", "a number"]),
+            (&[("RANK", "-1"), ("WORLD_SIZE", "2")], &["RANK=\"-1\"", "a number"]),
+            (&[("RANK", "0"), ("WORLD_SIZE", "0")], &["WORLD_SIZE=\"0\"", "at least one"]),
+            (&[("MASTER_PORT", "65536")], &["MASTER_PORT=\"65536\"", "a port"]),
+            (&[("TORCHELASTIC_RESTART_COUNT", "x")], &["TORCHELASTIC_RESTART_COUNT=\"x\""]),
+            (
+                &[("TORCHELASTIC_USE_AGENT_STORE", "maybe")],
+                &["TORCHELASTIC_USE_AGENT_STORE=\"maybe\"", "True or False"],
+            ),
+            (
+                &[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")],
+                &["LOCAL_RANK=\"2\"", "LOCAL_WORLD_SIZE=2"],
+            ),
+            (
+                &[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "3")],
+                &["LOCAL_WORLD_SIZE=\"3\"", "WORLD_SIZE=2"],
+            ),
+            (&[("SLURM_PROCID", "0")], &["SLURM_NTASKS is not set"]),
+            (&[("SLURM_PROCID", "2"), ("SLURM_NTASKS", "2")], &["SLURM_PROCID=\"2\"", "SLURM_NTASKS=2"]),
+            (
+                &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("WORLD_SIZE", "4")],
+                &["WORLD_SIZE=\"4\"", "SLURM_NTASKS=2"],
+            ),
+            (
+                &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_NODELIST", "node[")],
+                &["SLURM_NODELIST=\"node[\"", "list of nodes"],
+            ),
+            (&[("OMPI_COMM_WORLD_RANK", "1")], &["OMPI_COMM_WORLD_SIZE is not set"]),
+            (&[("PMI_RANK", "9"), ("PMI_SIZE", "2")], &["PMI_RANK=\"9\"", "PMI_SIZE=2"]),
+        ];
+        for (variables, expected) in cases {
+            let error = read(variables).unwrap_err().to_string();
+            for part in *expected {
+                assert!(error.contains(part), "{variables:?}: {error} lacks {part}");
+            }
+        }
+    }
+}

@@ -1,0 +1,362 @@
+use super::TcpStoreServer;
+use super::link::{ConnectError, Link, LinkError, connect};
+use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED};
+use crate::rendezvous::Store;
+use crate::{Error, Result};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// PyTorch puts this in front of users' keys, so that its own raw keys are out of their way.
+const USER_KEYS: char = '/';
+/// The raw key that every client adds 1 to: a PyTorch host that knows its world size waits for it.
+const CLIENTS: &[u8] = b"init/";
+/// Connections kept for the next call; calls of more threads at once open their own.
+const IDLE_LINKS: usize = 4;
+/// The most keys in a request of ours: 128 MiB, if all were as long as can be.
+const KEYS_PER_REQUEST: usize = 16_384;
+/// About how many bytes of values go into one request.
+const BYTES_PER_REQUEST: usize = 64 << 20;
+/// What a server is given, beyond a wait's own time, to say that it has stopped waiting.
+const CANCEL_GRACE: Duration = Duration::from_secs(2);
+
+/// A client of a [`TcpStoreServer`], or of PyTorch's `TCPStore`: both see the same keys.
+///
+/// Threads may share it: a call that waits does not hold up the others, which use connections of their own.
+/// A call has been carried out by the server when it returns.
+pub struct TcpStore {
+    host: String,
+    port: u16,
+    address: SocketAddr,
+    local: IpAddr,
+    timeout: Duration,
+    idle: Mutex<Vec<Link>>,
+    /// Dropped last, after our own connections.
+    server: Option<Arc<TcpStoreServer>>,
+}
+
+impl TcpStore {
+    /// Connects to the server at `host`:`port`, which may start later than this client, within `timeout`; it is also
+    /// the time-out of each later call.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        let operation = || "connect".to_string();
+        let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
+        let deadline = Instant::now() + timeout;
+        let mut link = connect(host, port, deadline).map_err(|error| match error {
+            ConnectError::Timeout(last) => Error::StoreTimeout {
+                operation: operation(),
+                store: name.clone(),
+                timeout,
+                reason: format!(
+                    "{last}. Rank 0 (or the launcher) hosts the store there: check that it runs, \
+                     that MASTER_ADDR and MASTER_PORT name it, and that no firewall is between"
+                ),
+            },
+            ConnectError::Protocol(reason) => Error::Store {
+                operation: operation(),
+                store: name.clone(),
+                reason: format!("{reason}: another program than a TCPStore has this port"),
+            },
+        })?;
+        let addresses = link.local_addr().and_then(|local| Ok((local, link.peer_addr()?)));
+        let (local, address) = addresses.map_err(|error| Error::io(format!("connect to the store {name}"), error))?;
+        let mut store = Self {
+            host: host.to_string(),
+            port,
+            address,
+            local: local.ip().to_canonical(),
+            timeout,
+            idle: Mutex::default(),
+            server: None,
+        };
+        let mut bytes = Vec::new();
+        Request::Add { key: CLIENTS.to_vec(), amount: 1 }.encode(&mut bytes);
+        let greeted = link.send(&bytes, deadline).and_then(|()| link.receive_i64(deadline));
+        greeted.map_err(|error| store.error(&operation, timeout, error))?;
+        store.idle.get_mut().unwrap_or_else(PoisonError::into_inner).push(link);
+        Ok(store)
+    }
+
+    /// Keeps `server` alive as long as this client.
+    pub(in crate::rendezvous) fn hosting(mut self, server: Arc<TcpStoreServer>) -> Self {
+        self.server = Some(server);
+        self
+    }
+
+    /// Calls the store by another host name in messages.
+    pub(in crate::rendezvous) fn named(mut self, host: &str) -> Self {
+        self.host = host.to_string();
+        self
+    }
+
+    /// The local address of the connection: where peers that reach the server can most likely reach this process.
+    pub fn local_addr(&self) -> IpAddr {
+        self.local
+    }
+
+    /// The address of the server.
+    pub fn server_addr(&self) -> SocketAddr {
+        SocketAddr::new(self.address.ip().to_canonical(), self.address.port())
+    }
+
+    fn name(&self) -> String {
+        match self.host.contains(':') {
+            true => format!("[{}]:{}", self.host, self.port),
+            false => format!("{}:{}", self.host, self.port),
+        }
+    }
+
+    fn error(&self, operation: &dyn Fn() -> String, timeout: Duration, error: LinkError) -> Error {
+        let (operation, store) = (operation(), self.name());
+        match error {
+            LinkError::Timeout => {
+                let reason = "the server does not answer".to_string();
+                Error::StoreTimeout { operation, store, timeout, reason }
+            }
+            LinkError::Protocol(reason) => Error::Store { operation, store, reason },
+            LinkError::Closed(error) => {
+                // A server that is still there closes only on those whose request it refuses.
+                let alive = Link::open(self.address, Instant::now() + CANCEL_GRACE.min(timeout)).is_ok();
+                let reason = match alive {
+                    true => format!(
+                        "the server refused the request and closed the connection ({error}): \
+                         a counter's key holds no number, or the store is full"
+                    ),
+                    false => format!(
+                        "the server is gone ({error}): the process that hosts it (rank 0, or the launcher) has ended. \
+                         Look for the first error in its output"
+                    ),
+                };
+                Error::Store { operation, store, reason }
+            }
+        }
+    }
+
+    /// Runs `body` on a connection of its own until then.
+    fn call<T>(
+        &self,
+        operation: &dyn Fn() -> String,
+        timeout: Duration,
+        body: impl FnOnce(&mut Link, Instant) -> Result<T, LinkError>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + timeout;
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
+        let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
+        // A connection that saw an error is not used again: an answer may still be under way on it.
+        let (result, link) = done.map_err(|error| self.error(operation, timeout, error))?;
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if idle.len() < IDLE_LINKS {
+            idle.push(link);
+        }
+        Ok(result)
+    }
+
+    /// One request, and its answer read by `receive`.
+    fn ask<T>(
+        &self,
+        operation: &dyn Fn() -> String,
+        request: &Request,
+        receive: impl FnOnce(&mut Link, Instant) -> Result<T, LinkError>,
+    ) -> Result<T> {
+        self.call(operation, self.timeout, |link, deadline| {
+            let mut bytes = Vec::new();
+            request.encode(&mut bytes);
+            link.send(&bytes, deadline)?;
+            receive(link, deadline)
+        })
+    }
+
+    /// One request that has no answer.
+    fn tell(&self, operation: &dyn Fn() -> String, request: &Request) -> Result<()> {
+        self.call(operation, self.timeout, |link, deadline| {
+            let mut bytes = Vec::new();
+            request.encode(&mut bytes);
+            link.ping(bytes, deadline)
+        })
+    }
+
+    fn key(&self, operation: &str, key: &str) -> Result<Vec<u8>> {
+        let raw = format!("{USER_KEYS}{key}").into_bytes();
+        self.within(operation, key, "key", raw.len(), MAX_KEY)?;
+        Ok(raw)
+    }
+
+    fn keys(&self, operation: &str, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        keys.iter().map(|key| self.key(operation, key)).collect()
+    }
+
+    fn value(&self, operation: &str, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        self.within(operation, key, "value", value.len(), MAX_VALUE)?;
+        Ok(value.to_vec())
+    }
+
+    fn within(&self, operation: &str, key: &str, what: &str, length: usize, limit: usize) -> Result<()> {
+        if length > limit {
+            let key: String = key.chars().take(64).collect();
+            let reason = format!("the {what} has {length} bytes, a store takes at most {limit}");
+            return Err(Error::Store { operation: format!("{operation}({key:?})"), store: self.name(), reason });
+        }
+        Ok(())
+    }
+
+    /// Which of `keys` nobody has set, a few of them.
+    fn missing<'a>(&self, keys: &[&'a str]) -> Vec<&'a str> {
+        keys.iter().copied().take(256).filter(|key| matches!(self.check(&[*key]), Ok(false))).take(8).collect()
+    }
+}
+
+fn named<'a>(operation: &'a str, keys: &'a [&str]) -> impl Fn() -> String + 'a {
+    move || match keys {
+        [key] => format!("{operation}({key:?})"),
+        keys if keys.len() <= 8 => format!("{operation}({keys:?})"),
+        keys => format!("{operation}({:?} and {} more)", keys.get(..8).unwrap_or_default(), keys.len() - 8),
+    }
+}
+
+/// How a wait ended.
+enum Waited {
+    Ready,
+    Expired,
+}
+
+/// Waits, and on expiry tells the server to stop waiting, so that the connection stays good.
+fn wait(link: &mut Link, request: &Request, deadline: Instant) -> Result<Waited, LinkError> {
+    let mut bytes = Vec::new();
+    request.encode(&mut bytes);
+    link.send(&bytes, deadline)?;
+    let answer = match link.receive(deadline) {
+        Ok([answer]) => answer,
+        Err(LinkError::Timeout) => {
+            let deadline = Instant::now() + CANCEL_GRACE;
+            let mut bytes = Vec::new();
+            Request::CancelWait.encode(&mut bytes);
+            link.send(&bytes, deadline)?;
+            match link.receive(deadline)? {
+                [WAIT_CANCELED] => return Ok(Waited::Expired),
+                // The keys came while we cancelled.
+                [answer] => match link.receive(deadline)? {
+                    [WAIT_CANCELED] => answer,
+                    [other] => return Err(unexpected("CANCEL_WAIT", other)),
+                },
+            }
+        }
+        Err(error) => return Err(error),
+    };
+    if answer == READY { Ok(Waited::Ready) } else { Err(unexpected("WAIT", answer)) }
+}
+
+fn unexpected(request: &str, answer: u8) -> LinkError {
+    LinkError::Protocol(format!("{request} was answered with {answer:#04x}"))
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let request = Request::Set { key: self.key("set", key)?, value: self.value("set", key, value)? };
+        self.tell(&named("set", &[key]), &request)
+    }
+
+    fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let request = Request::Get(self.key("get", key)?);
+        self.wait(&[key], None)?;
+        self.ask(&named("get", &[key]), &request, Link::receive_bytes)
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        let request = Request::Add { key: self.key("add", key)?, amount };
+        self.ask(&named("add", &[key]), &request, Link::receive_i64)
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let operation = "compare_set";
+        let request = Request::CompareSet {
+            key: self.key(operation, key)?,
+            expected: self.value(operation, key, expected)?,
+            desired: self.value(operation, key, desired)?,
+        };
+        self.ask(&named(operation, &[key]), &request, Link::receive_bytes)
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
+        let timeout = timeout.unwrap_or(self.timeout);
+        let start = Instant::now();
+        for keys in keys.chunks(KEYS_PER_REQUEST) {
+            let request = Request::Wait(self.keys("wait", keys)?);
+            let left = timeout.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
+            let operation = named("wait", keys);
+            if let Waited::Expired = self.call(&operation, left, |link, deadline| wait(link, &request, deadline))? {
+                let reason = format!("nobody set {:?}", self.missing(keys));
+                return Err(Error::StoreTimeout { operation: operation(), store: self.name(), timeout, reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, keys: &[&str]) -> Result<bool> {
+        for keys in keys.chunks(KEYS_PER_REQUEST) {
+            let request = Request::Check(self.keys("check", keys)?);
+            let ready =
+                self.ask(&named("check", keys), &request, |link, deadline| match link.receive(deadline)? {
+                    [READY] => Ok(true),
+                    [NOT_READY] => Ok(false),
+                    [answer] => Err(unexpected("CHECK", answer)),
+                })?;
+            if !ready {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        let request = Request::Delete(self.key("delete", key)?);
+        self.ask(&named("delete", &[key]), &request, Link::receive_i64).map(|count| count > 0)
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        let request = Request::Append { key: self.key("append", key)?, value: self.value("append", key, value)? };
+        self.tell(&named("append", &[key]), &request)
+    }
+
+    fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        self.wait(keys, None)?;
+        let mut values = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(KEYS_PER_REQUEST) {
+            let request = Request::MultiGet(self.keys("multi_get", keys)?);
+            self.ask(&named("multi_get", keys), &request, |link, deadline| {
+                for _ in keys {
+                    values.push(link.receive_bytes(deadline)?);
+                }
+                Ok(())
+            })?;
+        }
+        Ok(values)
+    }
+
+    /// Sets every key of `pairs`; many or large ones in several requests.
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
+        let operation = "multi_set";
+        let mut pairs = pairs.iter().copied().peekable();
+        while pairs.peek().is_some() {
+            let (mut batch, mut names, mut size) = (Vec::new(), Vec::new(), 0);
+            while let Some((key, value)) = pairs.next_if(|_| size < BYTES_PER_REQUEST && batch.len() < KEYS_PER_REQUEST)
+            {
+                size += value.len();
+                names.push(key);
+                batch.push((self.key(operation, key)?, self.value(operation, key, value)?));
+            }
+            self.tell(&named(operation, &names), &Request::MultiSet(batch))?;
+        }
+        Ok(())
+    }
+
+    /// Counts all keys of the server, with the one that clients count themselves on.
+    fn num_keys(&self) -> Result<usize> {
+        let count = self.ask(&|| "num_keys".to_string(), &Request::NumKeys, Link::receive_i64)?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+}

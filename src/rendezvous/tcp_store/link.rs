@@ -1,0 +1,197 @@
+//! One connection of a client, each step bounded by a deadline.
+use super::protocol::{MAGIC, MAX_MESSAGE, Request, bounded};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// What can go wrong on a connection.
+#[derive(Debug)]
+pub(super) enum LinkError {
+    /// The deadline passed.
+    Timeout,
+    /// The other side closed, or the connection broke.
+    Closed(io::Error),
+    /// An answer that the protocol does not know.
+    Protocol(String),
+}
+
+impl From<io::Error> for LinkError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Self::Timeout,
+            _ => Self::Closed(error),
+        }
+    }
+}
+
+type Result<T> = std::result::Result<T, LinkError>;
+
+/// A connection that has said VALIDATE and had its PING answered.
+pub(super) struct Link {
+    stream: TcpStream,
+}
+
+/// The time left until `deadline`, never zero, which sockets take for no time-out at all.
+fn left(deadline: Instant) -> Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(LinkError::Timeout) } else { Ok(left.max(Duration::from_millis(1))) }
+}
+
+impl Link {
+    /// Connects once.
+    pub(super) fn open(address: SocketAddr, deadline: Instant) -> Result<Self> {
+        let stream = TcpStream::connect_timeout(&address, left(deadline)?)?;
+        if stream.local_addr()? == stream.peer_addr()? {
+            // Knocking on a free port of this host, a socket may be given that very port and meet itself.
+            return Err(LinkError::Closed(ErrorKind::ConnectionRefused.into()));
+        }
+        stream.set_nodelay(true)?;
+        let mut link = Self { stream };
+        // PyTorch's server drops a VALIDATE that comes in pieces.
+        let mut greeting = Vec::new();
+        Request::Validate(MAGIC).encode(&mut greeting);
+        link.send(&greeting, deadline)?;
+        link.ping(Vec::new(), deadline)?;
+        Ok(link)
+    }
+
+    /// The local address of the connection.
+    pub(super) fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.stream.local_addr()
+    }
+
+    /// The server's address.
+    pub(super) fn peer_addr(&self) -> io::Result<SocketAddr> {
+        self.stream.peer_addr()
+    }
+
+    pub(super) fn send(&mut self, mut bytes: &[u8], deadline: Instant) -> Result<()> {
+        while !bytes.is_empty() {
+            self.stream.set_write_timeout(Some(left(deadline)?))?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(LinkError::Closed(ErrorKind::WriteZero.into())),
+                Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends `bytes`, which have no answer of their own, and a PING, whose answer shows that they have been carried out.
+    pub(super) fn ping(&mut self, mut bytes: Vec<u8>, deadline: Instant) -> Result<()> {
+        let nonce = std::process::id();
+        Request::Ping(nonce).encode(&mut bytes);
+        self.send(&bytes, deadline)?;
+        let answer = u32::from_le_bytes(self.receive(deadline)?);
+        if answer != nonce {
+            return Err(LinkError::Protocol(format!("PING {nonce:#x} was answered with {answer:#x}")));
+        }
+        Ok(())
+    }
+
+    pub(super) fn receive<const N: usize>(&mut self, deadline: Instant) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        let mut filled = 0;
+        while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+            filled += self.read(rest, deadline)?;
+        }
+        Ok(bytes)
+    }
+
+    pub(super) fn receive_i64(&mut self, deadline: Instant) -> Result<i64> {
+        self.receive(deadline).map(i64::from_le_bytes)
+    }
+
+    /// A length and its bytes; memory grows with what comes, not with what is announced.
+    pub(super) fn receive_bytes(&mut self, deadline: Instant) -> Result<Vec<u8>> {
+        let length = u64::from_le_bytes(self.receive(deadline)?);
+        let length =
+            bounded(length, MAX_MESSAGE, "bytes in an answer").map_err(|error| LinkError::Protocol(error.0))?;
+        let mut bytes = Vec::new();
+        let mut chunk = [0; 1 << 14];
+        while bytes.len() < length {
+            let wanted = chunk.len().min(length - bytes.len());
+            let Some(part) = chunk.get_mut(..wanted) else { break };
+            let count = self.read(part, deadline)?;
+            bytes.extend_from_slice(part.get(..count).unwrap_or_default());
+        }
+        Ok(bytes)
+    }
+
+    fn read(&mut self, bytes: &mut [u8], deadline: Instant) -> Result<usize> {
+        loop {
+            self.stream.set_read_timeout(Some(left(deadline)?))?;
+            match self.stream.read(bytes) {
+                Ok(0) => return Err(LinkError::Closed(ErrorKind::UnexpectedEof.into())),
+                Ok(count) => return Ok(count),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// The addresses of `host`, looked up on a thread of its own, since a dead name server takes its time.
+fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let (sender, receiver) = mpsc::channel();
+    let name = host.to_string();
+    let lookup = move || {
+        // Nobody listens any more after the deadline.
+        let _ = sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>));
+    };
+    std::thread::Builder::new().spawn(lookup).map_err(|error| error.to_string())?;
+    match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host} has no address")),
+        Ok(Ok(addresses)) => Ok(addresses),
+        Ok(Err(error)) => Err(format!("the name {host} cannot be resolved: {error}")),
+        Err(_) => Err(format!("the name {host} cannot be resolved: the name server does not answer")),
+    }
+}
+
+/// Why no connection came about.
+pub(super) enum ConnectError {
+    /// The deadline passed; what happened last.
+    Timeout(String),
+    /// Something answers there, and it is no store.
+    Protocol(String),
+}
+
+/// Connects to `host`, again and again until `deadline`: the server and its name may appear later.
+pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::Result<Link, ConnectError> {
+    let mut pause = Duration::from_millis(5);
+    let mut last;
+    loop {
+        match resolve(host, port, deadline) {
+            Err(error) => last = error,
+            Ok(addresses) => {
+                last = String::new();
+                let share = u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
+                for address in addresses {
+                    // An address that swallows packets must not cost the others their turn.
+                    let rest = deadline.saturating_duration_since(Instant::now());
+                    let turn = Instant::now() + rest.div_f64(share.into()).min(Duration::from_secs(20)).min(rest);
+                    match Link::open(address, turn) {
+                        Ok(link) => return Ok(link),
+                        Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),
+                        Err(LinkError::Timeout) => last = format!("{address} does not answer"),
+                        Err(LinkError::Closed(error)) => last = format!("{address}: {error}"),
+                    }
+                }
+            }
+        }
+        // Ranks start together; they should not all knock together.
+        let jitter = std::process::id() % 8;
+        let sleep = pause + pause * jitter / 8;
+        if Instant::now() + sleep >= deadline {
+            std::thread::sleep(deadline.saturating_duration_since(Instant::now()));
+            return Err(ConnectError::Timeout(last));
+        }
+        std::thread::sleep(sleep);
+        pause = (pause * 3 / 2).min(Duration::from_secs(1));
+    }
+}
