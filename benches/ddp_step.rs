@@ -9,7 +9,7 @@
 //! models, only to see that it works.
 use candle_core::Tensor;
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
-use candle_nn::{AdamW, ModuleT, Optimizer, SequentialT, VarBuilder, VarMap};
+use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
 use clap::Parser;
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
 use std::process::{Command, ExitCode};
@@ -120,7 +120,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 
 /// The model as candle trains it.
 struct Plain {
-    module: SequentialT,
+    module: Sequential,
     optimizer: AdamW,
 }
 
@@ -133,7 +133,7 @@ impl Plain {
 
     fn step(&mut self, input: &Tensor) -> Result<Times> {
         let mut clock = Clock::start();
-        let loss = loss(&self.module.forward_t(input, true)?)?;
+        let loss = loss(&self.module.forward(input)?)?;
         let forward = clock.lap();
         let grads = loss.backward()?;
         let backward = clock.lap();
@@ -144,7 +144,7 @@ impl Plain {
 
 /// The model as this crate trains it.
 struct Ddp {
-    module: DistributedDataParallel<SequentialT>,
+    module: DistributedDataParallel<Sequential>,
     optimizer: AdamW,
 }
 
@@ -157,7 +157,7 @@ impl Ddp {
 
     fn step(&mut self, input: &Tensor) -> Result<Times> {
         let mut clock = Clock::start();
-        let loss = loss(&self.module.forward_t(input, true)?)?;
+        let loss = loss(&self.module.forward(input)?)?;
         let forward = clock.lap();
         let grads = self.module.backward(&loss)?;
         let backward = clock.lap();
