@@ -95,6 +95,19 @@ pub enum Error {
     },
 
     // Collectives
+    /// A group whose ranks could not all be connected to each other.
+    #[error("rank {rank} has no connection to rank(s) {peers:?} (time-out {timeout:?}): {reason}")]
+    Connect {
+        /// This rank.
+        rank: usize,
+        /// The ranks that it could not connect to.
+        peers: Vec<usize>,
+        /// How long the construction of the group was given.
+        timeout: Duration,
+        /// Why.
+        reason: String,
+    },
+
     /// A tensor that a collective cannot take.
     #[error("rank {rank}: {operation} cannot take this tensor: {reason}")]
     InvalidTensor {

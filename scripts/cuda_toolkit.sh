@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Assembles a CUDA toolkit from PyPI wheels, so that the feature `nccl` can be built, linked and started on a machine
+# without a GPU. Nothing is installed outside of the folder; running it again finishes what is missing.
+#
+#     scripts/cuda_toolkit.sh FOLDER        # 1.4 GB
+#     source FOLDER/env.sh
+#     cargo build --release --features nccl
+#
+# The driver library, libcuda.so.1, comes with a GPU's driver and is in no wheel. A stand-in is made of which every
+# function answers CUDA_ERROR_NO_DEVICE, so that programs link and start. It is put on LD_LIBRARY_PATH by env.sh: on a
+# machine with a driver, leave that line out.
+set -euo pipefail
+project=$(cd "$(dirname "$0")/.." && pwd)
+home=$(mkdir -p "${1:?usage: cuda_toolkit.sh FOLDER}" && cd "$1" && pwd)
+pins=(
+  nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
+  nvidia-cuda-cccl==13.0.85 'nvidia-cublas==13.0.*' nvidia-curand==10.4.0.35 nvidia-cuda-nvrtc==13.0.88
+  nvidia-nccl-cu13==2.28.9
+)
+
+# The wheels, once per set of pins.
+if [ "$(cat "$home/pins" 2>/dev/null)" != "${pins[*]}" ]; then
+  rm -rf "$home/wheels" "$home/pins"
+  python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$home/wheels" "${pins[@]}"
+  echo "${pins[*]}" >"$home/pins"
+fi
+wheels=$home/wheels/nvidia
+
+# The layout that build scripts look for.
+rm -rf "$home/bin" "$home/include" "$home/nvvm" "$home/lib64"
+mkdir -p "$home/bin" "$home/lib64/stubs"
+ln -s "$wheels"/cu13/bin/* "$home/bin/"
+chmod -R u+x "$wheels"/cu13/bin "$wheels"/cu13/nvvm/bin
+ln -s "$wheels/cu13/include" "$home/include"
+ln -s "$wheels/cu13/nvvm" "$home/nvvm"
+for library in cublas.13 cublasLt.13 cudart.13 curand.10 nvrtc.13 nccl.2; do
+  name=lib${library%.*}.so version=${library##*.}
+  file=$(find "$wheels" -name "$name.$version" | head -n 1)
+  [ -n "$file" ] || { echo "error: no wheel holds $name.$version" >&2; exit 1; }
+  ln -s "$file" "$home/lib64/$name.$version"
+  ln -s "$file" "$home/lib64/$name"
+done
+find "$wheels" -name 'libnvrtc-builtins.so.*' -exec ln -sf {} "$home/lib64/" ';'
+for archive in libcudadevrt.a libcudart_static.a; do
+  ln -s "$(find "$wheels" -name "$archive" | head -n 1)" "$home/lib64/$archive"
+done
+
+# The stand-in for the driver: every function that cudarc names.
+cudarc=$(cd "$project" && cargo metadata --format-version 1 --locked --features nccl |
+  python3 -c 'import json, sys; print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
+stub=$home/lib64/stubs/libcuda.c
+grep -rhoE '\bfn cu[A-Za-z0-9_]+' "$(dirname "$cudarc")/src/driver/sys" | sort -u |
+  sed -E 's/fn (.*)/int \1(void) { return 100; }/' >"$stub"
+cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$home/lib64/stubs/libcuda.so" "$stub" 2>/dev/null
+ln -s libcuda.so "$home/lib64/stubs/libcuda.so.1"
+
+cat >"$home/env.sh" <<EOF
+export CUDA_HOME="$home" CUDA_PATH="$home" PATH="$home/bin:\$PATH"
+export CUDA_COMPUTE_CAP="\${CUDA_COMPUTE_CAP:-90}" CUDAFORGE_THREADS="\${CUDAFORGE_THREADS:-2}"
+export RUSTFLAGS="-L native=$home/lib64 -L native=$home/lib64/stubs \${RUSTFLAGS:-}"
+export LD_LIBRARY_PATH="$home/lib64:$home/lib64/stubs:\${LD_LIBRARY_PATH:-}"
+EOF
+
+# The check: a kernel compiles, the driver's stand-in answers, NCCL loads.
+(
+  # shellcheck source=/dev/null
+  source "$home/env.sh"
+  echo '__global__ void twice(float *x) { x[threadIdx.x] *= 2; }' >"$home/check.cu"
+  nvcc -arch=sm_90 -cubin -o "$home/check.cubin" "$home/check.cu"
+  python3 - <<'EOF'
+import ctypes
+assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 100, "the driver's stand-in should answer CUDA_ERROR_NO_DEVICE"
+version = ctypes.c_int()
+assert ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version)) == 0
+print("toolkit complete: NCCL", version.value)
+EOF
+)

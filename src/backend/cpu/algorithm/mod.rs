@@ -1,0 +1,114 @@
+//! How each collective is made of exchanges.
+//!
+//! All algorithms work on the bytes of the tensors and follow a schedule that depends on nothing but the call, the world
+//! size and the [`Tuning`], which are the same on all ranks. Reductions always take the ranks in order.
+mod all_reduce;
+mod broadcast;
+mod direct;
+
+pub(super) use all_reduce::all_reduce;
+pub(super) use broadcast::broadcast;
+pub(super) use direct::{all_gather, all_to_all, barrier, gather, receive, reduce, reduce_scatter, scatter, send};
+
+use std::ops::Range;
+
+/// Sizes that decide on algorithms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tuning {
+    /// Bytes that travel at a time where data is reduced or handed on.
+    pub(super) segment: usize,
+    /// Up to this many bytes, every rank sends its data to every other one.
+    pub(super) small: usize,
+}
+
+/// Memory for what comes from the peers: one slot for each, aligned for every element type.
+#[derive(Default)]
+pub(super) struct Scratch(Vec<u64>);
+
+impl Scratch {
+    /// `count` slots of `bytes` each.
+    fn slots(&mut self, count: usize, bytes: usize) -> Vec<&mut [u8]> {
+        let words = bytes.div_ceil(8);
+        if self.0.len() < count * words {
+            self.0.resize(count * words, 0);
+        }
+        let slots = self.0.chunks_mut(words.max(1)).take(count);
+        let mut slots: Vec<&mut [u8]> = slots.map(|slot| &mut bytemuck::cast_slice_mut(slot)[..bytes]).collect();
+        slots.resize_with(count, || &mut []);
+        slots
+    }
+}
+
+/// The bytes of chunk `index` of `count`, of `elements` elements of `size` bytes: as equal as can be.
+fn chunk(elements: usize, size: usize, index: usize, count: usize) -> Range<usize> {
+    let (each, more) = (elements / count, elements % count);
+    let start = |index: usize| (index * each + index.min(more)) * size;
+    start(index)..start(index + 1)
+}
+
+/// The part of `range` that travels in step `step`, of at most `length` bytes; empty beyond its end.
+fn segment(range: &Range<usize>, length: usize, step: usize) -> Range<usize> {
+    let start = range.start.saturating_add(length.saturating_mul(step)).min(range.end);
+    start..start.saturating_add(length).min(range.end)
+}
+
+/// The part of `range` that travelled in the step before `step`; empty at its start before the first.
+fn segment_before(range: &Range<usize>, length: usize, step: usize) -> Range<usize> {
+    match step {
+        0 => range.start..range.start,
+        step => segment(range, length, step - 1),
+    }
+}
+
+/// Segments must hold whole elements.
+fn whole_elements(segment: usize, size: usize) -> usize {
+    (segment / size).max(1) * size
+}
+
+/// Splits `data` into the given parts, which follow each other, and leaves out what lies between.
+fn split<'a>(mut data: &'a mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&'a mut [u8]> {
+    let mut position = 0;
+    let mut split = Vec::new();
+    for part in parts {
+        let (_, rest) = data.split_at_mut(part.start - position);
+        let (taken, rest) = rest.split_at_mut(part.len());
+        split.push(taken);
+        data = rest;
+        position = part.end;
+    }
+    split
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_and_segments_cover_everything_once() {
+        for (elements, count) in [(0, 3), (2, 3), (10, 3), (7, 7), (1000, 7)] {
+            let chunks: Vec<_> = (0..count).map(|index| chunk(elements, 4, index, count)).collect();
+            let mut position = 0;
+            for chunk in &chunks {
+                for step in 0..elements + 1 {
+                    let segment = segment(chunk, 12, step);
+                    assert!(segment.start == position || segment.is_empty());
+                    position = position.max(segment.end);
+                }
+                assert_eq!(position, chunk.end);
+            }
+            assert_eq!(position, elements * 4);
+            assert!(chunks.iter().all(|chunk| chunk.len().abs_diff(elements * 4 / count) < 8));
+        }
+        assert_eq!((whole_elements(10, 4), whole_elements(3, 8)), (8, 8));
+    }
+
+    #[test]
+    fn slots_do_not_overlap() {
+        let mut scratch = Scratch::default();
+        for (count, bytes) in [(3, 5), (2, 0), (0, 9), (4, 16)] {
+            let slots = scratch.slots(count, bytes);
+            assert_eq!(slots.len(), count);
+            assert!(slots.iter().all(|slot| slot.len() == bytes));
+        }
+    }
+}

@@ -1,0 +1,192 @@
+use super::algorithm::Tuning;
+use super::call::{Call, Operation};
+use super::check::check;
+use super::connect::{Connections, Connector};
+use super::control::Control;
+use super::failure::Failure;
+use super::group::{Channel, Group};
+use super::hello::Terms;
+use super::lane::Lane;
+use super::monitor;
+use super::transport::Transport;
+use crate::backend::{Collective, Communicator, Work};
+use crate::rendezvous::Store;
+use crate::{Error, Result};
+use std::net::{IpAddr, Ipv4Addr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How a [`CpuCommunicator`] is built and works. All but `address` must be the same on all ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuOptions {
+    /// How long the construction, and later each call, may take before the group fails. 30 minutes by default, as with
+    /// PyTorch's Gloo.
+    pub timeout: Duration,
+    /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
+    pub address: Option<IpAddr>,
+    /// Bytes that travel at a time where data is reduced or handed on; 256 KiB by default. For tests and measurements.
+    pub segment_bytes: usize,
+    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; 64 KiB by
+    /// default. For tests and measurements.
+    pub small_bytes: usize,
+}
+
+impl Default for CpuOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(30 * 60), address: None, segment_bytes: 256 * 1024, small_bytes: 64 * 1024 }
+    }
+}
+
+/// One rank of a group whose ranks are connected by TCP and whose tensors are on the CPU.
+///
+/// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
+/// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
+/// order of their own for each pair and direction, and do not wait for collectives. A tensor's storage is locked while
+/// its collective is carried out: candle operations on it, or on a view of the same storage, wait.
+///
+/// Reductions take the ranks in order, f16 and bf16 are accumulated in f32, and so results are bit-identical on all ranks
+/// and from run to run.
+///
+/// The group ends for all its ranks with the first failure: a rank that dies, leaves early or calls something else, or a
+/// call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.
+///
+/// Dropping it waits for what has been started and tells the peers goodbye, or, while panicking, that this rank failed.
+pub struct CpuCommunicator {
+    group: Arc<Group>,
+    collectives: Lane,
+    /// By peer. The lanes of this rank itself are never used.
+    sends: Vec<Lane>,
+    recvs: Vec<Lane>,
+    monitor: Option<JoinHandle<()>>,
+}
+
+impl CpuCommunicator {
+    /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are there.
+    ///
+    /// `store` is shared by all ranks and private to this group; it is not needed any more afterwards.
+    pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
+        if rank >= world_size {
+            return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        if u32::try_from(world_size).is_err() {
+            return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
+        }
+        let CpuOptions { timeout, address, segment_bytes, small_bytes } = options;
+        let tuning = Tuning { segment: segment_bytes, small: small_bytes };
+        let start = Instant::now();
+        // A time-out beyond what the clock can express means ten years.
+        let deadline =
+            start.checked_add(timeout).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60));
+        let connector = Connector {
+            store: &*store,
+            rank,
+            terms: Terms { world_size, segment: segment_bytes as u64, small: small_bytes as u64 },
+            address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+            timeout,
+            deadline,
+        };
+        let Connections { data, direct, control } = match world_size {
+            1 => Connections { data: vec![], direct: vec![], control: vec![] },
+            _ => connector.connect()?,
+        };
+        let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
+        let timeout = deadline - start;
+        let group = Group::new(rank, world_size, timeout, Transport::new(data), Transport::new(direct), control);
+        let group = Arc::new(group);
+        let lane = |channel| Lane::new(group.clone(), channel, tuning);
+        let mut communicator = Self {
+            collectives: lane(Channel::Collectives),
+            sends: (0..world_size).map(|peer| lane(Channel::SendTo(peer))).collect(),
+            recvs: (0..world_size).map(|peer| lane(Channel::RecvFrom(peer))).collect(),
+            monitor: None,
+            group,
+        };
+        if world_size > 1 {
+            communicator.monitor = Some(communicator.start_monitor()?);
+        }
+        // From here on a failure is one of the group, which all ranks hear of.
+        communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline)?;
+        Ok(communicator)
+    }
+
+    fn start_monitor(&self) -> Result<JoinHandle<()>> {
+        let group = self.group.clone();
+        let body = move || {
+            let reason = match catch_unwind(AssertUnwindSafe(|| monitor::run(&group))) {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => format!("its monitor cannot listen: {error}"),
+                Err(_) => "its monitor panicked".into(),
+            };
+            group.fail(Failure::PeerFailed { peer: group.rank, reason });
+        };
+        let name = format!("ddp-{}-monitor", self.group.rank);
+        std::thread::Builder::new()
+            .name(name)
+            .spawn(body)
+            .map_err(|error| Error::io("starting a monitor thread", error))
+    }
+
+    fn lane(&self, channel: Channel) -> &Lane {
+        match channel {
+            Channel::Collectives => &self.collectives,
+            Channel::SendTo(peer) => &self.sends[peer],
+            Channel::RecvFrom(peer) => &self.recvs[peer],
+        }
+    }
+
+    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        std::iter::once(&self.collectives).chain(&self.sends).chain(&self.recvs)
+    }
+}
+
+impl Communicator for CpuCommunicator {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size
+    }
+
+    fn start(&self, collective: Collective) -> Result<Work> {
+        if self.group.world_size == 1 {
+            self.run(collective)?;
+            return Ok(Work::done());
+        }
+        let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
+        self.lane(channel).start(call, collective)
+    }
+
+    fn run(&self, collective: Collective) -> Result<()> {
+        let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
+        self.lane(channel).run(call, collective)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+    }
+}
+
+impl Drop for CpuCommunicator {
+    fn drop(&mut self) {
+        let group = &self.group;
+        if std::thread::panicking() {
+            self.abort("its thread panicked");
+        }
+        // Each call has a deadline of its own; together they get no more than one time-out.
+        let deadline = Instant::now() + group.timeout;
+        if !self.lanes().all(|lane| lane.drain(deadline)) {
+            self.abort("it left while its calls were not over");
+        }
+        self.lanes().for_each(Lane::close);
+        if let Some(monitor) = self.monitor.take() {
+            group.leave();
+            group.end_monitor();
+            if monitor.join().is_err() {
+                log::error!("rank {}: the monitor thread panicked", group.rank);
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The control connections: small frames between the monitors of two ranks.
+use super::frame::Frame;
+use super::lock;
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+
+/// The control connections to all peers. Any thread may send; only the monitor reads.
+pub(super) struct Control {
+    /// By rank; `None` for this rank itself.
+    links: Vec<Option<Link>>,
+    /// Wakes the monitor from its poll: one end is written to, the other one polled.
+    wake: UnixStream,
+    woken: UnixStream,
+}
+
+pub(super) struct Link {
+    pub(super) socket: TcpStream,
+    /// What the socket would not take yet.
+    unsent: Mutex<Vec<u8>>,
+}
+
+impl Control {
+    /// Over non-blocking `sockets`, by rank.
+    pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> std::io::Result<Self> {
+        let (wake, woken) = UnixStream::pair()?;
+        wake.set_nonblocking(true)?;
+        woken.set_nonblocking(true)?;
+        let link = |socket| Link { socket, unsent: Mutex::default() };
+        Ok(Self { links: sockets.into_iter().map(|socket| socket.map(link)).collect(), wake, woken })
+    }
+
+    pub(super) fn link(&self, peer: usize) -> Option<&Link> {
+        self.links.get(peer)?.as_ref()
+    }
+
+    /// Sends `frame` without waiting: what the socket does not take at once is left to the monitor.
+    pub(super) fn send(&self, peer: usize, frame: &Frame) {
+        let Some(link) = self.link(peer) else { return };
+        let mut unsent = lock(&link.unsent);
+        unsent.extend_from_slice(&frame.encode());
+        link.write(&mut unsent);
+        if !unsent.is_empty() {
+            self.wake();
+        }
+    }
+
+    pub(super) fn wake(&self) {
+        // When the pipe is full, the monitor has been woken often enough.
+        let _ = (&self.wake).write(&[0]);
+    }
+
+    /// Readable after [`wake`](Self::wake), until [`settle`](Self::settle).
+    pub(super) fn woken(&self) -> &UnixStream {
+        &self.woken
+    }
+
+    pub(super) fn settle(&self) {
+        let mut buffer = [0; 64];
+        while matches!((&self.woken).read(&mut buffer), Ok(1..)) {}
+    }
+}
+
+impl Link {
+    pub(super) fn has_unsent(&self) -> bool {
+        !lock(&self.unsent).is_empty()
+    }
+
+    /// Sends what is left over.
+    pub(super) fn flush(&self) {
+        self.write(&mut lock(&self.unsent));
+    }
+
+    fn write(&self, unsent: &mut Vec<u8>) {
+        while !unsent.is_empty() {
+            match (&self.socket).write(unsent) {
+                Ok(sent) => drop(unsent.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                // The connection is broken. The monitor finds out when it reads.
+                Err(_) => unsent.clear(),
+            }
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! A lane carries out the calls of one channel, one after the other, in the order in which they were started.
+use super::algorithm::{self, Scratch, Tuning};
+use super::call::{Call, Header};
+use super::failure::Failure;
+use super::group::{Channel, Group};
+use super::session::Session;
+use super::{lock, storage};
+use crate::backend::{Collective, Completion, Work};
+use crate::{Error, Result};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// A queue of calls and, once one was started without waiting for it, a thread that works through them.
+pub(super) struct Lane {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    group: Arc<Group>,
+    channel: Channel,
+    tuning: Tuning,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    /// Locked by whoever has set `busy`.
+    scratch: Mutex<Scratch>,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    /// The sequence number of the last call that was started.
+    sequence: u64,
+    /// A thread, the lane's or a caller's, is carrying out a call.
+    busy: bool,
+    /// No more calls will come.
+    closing: bool,
+}
+
+struct Job {
+    header: Header,
+    collective: Collective,
+    outcome: Arc<Outcome>,
+}
+
+impl Lane {
+    pub(super) fn new(group: Arc<Group>, channel: Channel, tuning: Tuning) -> Self {
+        let shared = Shared {
+            group,
+            channel,
+            tuning,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            scratch: Mutex::default(),
+        };
+        Self { shared: Arc::new(shared), thread: Mutex::default() }
+    }
+
+    /// Puts the call into the queue.
+    pub(super) fn start(&self, call: Call, collective: Collective) -> Result<Work> {
+        self.ensure_thread()?;
+        let mut queue = lock(&self.shared.queue);
+        let header = self.shared.number(&mut queue, call)?;
+        let outcome = Arc::new(Outcome::default());
+        queue.jobs.push_back(Job { header, collective, outcome: outcome.clone() });
+        drop(queue);
+        self.shared.changed.notify_all();
+        Ok(Work::new(InFlight(outcome)))
+    }
+
+    /// Carries out the call and waits for it: on the calling thread when no other call is before it.
+    pub(super) fn run(&self, call: Call, collective: Collective) -> Result<()> {
+        let mut queue = lock(&self.shared.queue);
+        if queue.busy || !queue.jobs.is_empty() {
+            drop(queue);
+            return self.start(call, collective)?.wait();
+        }
+        let header = self.shared.number(&mut queue, call)?;
+        let turn = self.shared.take_turn(queue);
+        let deadline = Instant::now() + self.shared.group.timeout;
+        Ok(turn.execute(header, &collective, deadline)?)
+    }
+
+    /// The call of sequence number 0, on the calling thread: the end of the construction.
+    pub(super) fn run_first(&self, call: Call, collective: &Collective, deadline: Instant) -> Result<()> {
+        let header = Header { sequence: 0, call };
+        self.shared.group.start(self.shared.channel, header)?;
+        let turn = self.shared.take_turn(lock(&self.shared.queue));
+        Ok(turn.execute(header, collective, deadline)?)
+    }
+
+    fn ensure_thread(&self) -> Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let shared = self.shared.clone();
+            let name = match shared.channel {
+                Channel::Collectives => format!("ddp-{}-engine", shared.group.rank),
+                Channel::SendTo(peer) => format!("ddp-{}-to-{peer}", shared.group.rank),
+                Channel::RecvFrom(peer) => format!("ddp-{}-from-{peer}", shared.group.rank),
+            };
+            let builder = std::thread::Builder::new().name(name);
+            let spawned =
+                builder.spawn(move || shared.work()).map_err(|e| Error::io("starting an engine thread", e))?;
+            *thread = Some(spawned);
+        }
+        Ok(())
+    }
+
+    /// Waits until all calls are over, at most until `deadline`; whether they are.
+    pub(super) fn drain(&self, deadline: Instant) -> bool {
+        let mut queue = lock(&self.shared.queue);
+        while queue.busy || !queue.jobs.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Ends the thread, after the calls in the queue.
+    pub(super) fn close(&self) {
+        lock(&self.shared.queue).closing = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = lock(&self.thread).take() {
+            if thread.join().is_err() {
+                log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Gives the call the next number, unless the group has failed.
+    fn number(&self, queue: &mut Queue, call: Call) -> Result<Header, Failure> {
+        let header = Header { sequence: queue.sequence + 1, call };
+        self.group.start(self.channel, header)?;
+        queue.sequence += 1;
+        Ok(header)
+    }
+
+    fn take_turn<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> Turn<'a> {
+        queue.busy = true;
+        Turn(self)
+    }
+
+    /// The lane's thread.
+    fn work(&self) {
+        loop {
+            let mut queue = lock(&self.queue);
+            let job = loop {
+                if !queue.busy
+                    && let Some(job) = queue.jobs.pop_front()
+                {
+                    break job;
+                }
+                if queue.closing && !queue.busy {
+                    return;
+                }
+                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            };
+            let turn = self.take_turn(queue);
+            let deadline = Instant::now() + self.group.timeout;
+            let Job { header, collective, outcome } = job;
+            let result = turn.execute(header, &collective, deadline);
+            drop(turn);
+            // The tensors are the caller's alone before it hears of it.
+            drop(collective);
+            *lock(&outcome.result) = Some(result);
+            outcome.over.notify_all();
+        }
+    }
+}
+
+/// The right to carry out a call, until it is dropped.
+struct Turn<'a>(&'a Shared);
+
+impl Turn<'_> {
+    fn execute(&self, header: Header, collective: &Collective, deadline: Instant) -> Result<(), Failure> {
+        let Shared { group, channel, tuning, scratch, .. } = self.0;
+        group.begin(*channel, header.sequence)?;
+        // A panic, which would be a mistake in this engine, must not leave those waiting who queue behind it.
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            let mut session = Session::new(group, *channel, header, deadline);
+            execute(&mut session, &mut lock(scratch), *tuning, header.call, collective)
+        }));
+        group.finish(*channel);
+        let reason = match result {
+            Ok(Ok(result)) => return result,
+            // What was checked before: nothing can be assumed about the tensors any more.
+            Ok(Err(error)) => format!("{}: {error}", header.call),
+            Err(_) => format!("{}: its engine panicked", header.call),
+        };
+        Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.queue).busy = false;
+        self.0.changed.notify_all();
+    }
+}
+
+fn execute(
+    session: &mut Session,
+    scratch: &mut Scratch,
+    tuning: Tuning,
+    call: Call,
+    collective: &Collective,
+) -> candle_core::Result<Result<(), Failure>> {
+    let Some(element) = call.element else { return Ok(algorithm::barrier(session)) };
+    match collective {
+        Collective::AllReduce { tensor, op } => {
+            storage::with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+        }
+        Collective::Broadcast { tensor, root } => {
+            storage::with_mut(tensor, |data| algorithm::broadcast(session, tuning, data, element, *root))
+        }
+        Collective::Reduce { tensor, root, op } => {
+            storage::with_mut(tensor, |data| algorithm::reduce(session, scratch, tuning, data, element, *op, *root))
+        }
+        Collective::AllGather { output, input } => {
+            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
+        }
+        Collective::ReduceScatter { output, input, op } => storage::with_mut_and_ref(output, input, |output, input| {
+            algorithm::reduce_scatter(session, scratch, tuning, (output, input), element, *op)
+        }),
+        Collective::AllToAll { output, input } => {
+            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
+        }
+        Collective::Gather { output: Some(output), input, root } => {
+            storage::with_mut_and_ref(output, input, |output, input| algorithm::gather(session, output, input, *root))
+        }
+        Collective::Gather { output: None, input, root } => {
+            storage::with_ref(input, |input| algorithm::gather(session, &mut [], input, *root))
+        }
+        Collective::Scatter { output, input: Some(input), root } => {
+            storage::with_mut_and_ref(output, input, |output, input| algorithm::scatter(session, output, input, *root))
+        }
+        Collective::Scatter { output, input: None, root } => {
+            storage::with_mut(output, |output| algorithm::scatter(session, output, &[], *root))
+        }
+        Collective::Send { tensor, peer } => storage::with_ref(tensor, |data| algorithm::send(session, data, *peer)),
+        Collective::Recv { tensor, peer } => storage::with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
+        Collective::Barrier => Ok(algorithm::barrier(session)),
+    }
+}
+
+/// How a call in the queue ended, once it has.
+#[derive(Default)]
+struct Outcome {
+    result: Mutex<Option<Result<(), Failure>>>,
+    over: Condvar,
+}
+
+/// The caller's end.
+struct InFlight(Arc<Outcome>);
+
+impl Completion for InFlight {
+    fn wait(&self) -> Result<()> {
+        let mut result = lock(&self.0.result);
+        loop {
+            if let Some(result) = &*result {
+                return Ok(result.clone()?);
+            }
+            result = self.0.over.wait(result).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn is_completed(&self) -> bool {
+        lock(&self.0.result).is_some()
+    }
+}

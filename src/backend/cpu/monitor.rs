@@ -1,0 +1,65 @@
+//! The thread that listens to the control connections.
+use super::frame::FrameReader;
+use super::group::Group;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use std::io::{ErrorKind, Read};
+use std::net::TcpStream;
+
+/// Reads and answers the frames of all peers until the group says that it is over.
+pub(super) fn run(group: &Group) -> Result<(), Errno> {
+    let mut readers: Vec<Option<FrameReader>> =
+        (0..group.world_size).map(|peer| group.control.link(peer).map(|_| FrameReader::default())).collect();
+    while !group.is_over() {
+        // Whose connections are open, and for what they are polled.
+        let mut open = Vec::new();
+        let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
+        for (peer, _) in readers.iter().enumerate().filter(|(_, reader)| reader.is_some()) {
+            let Some(link) = group.control.link(peer) else { continue };
+            let flags = if link.has_unsent() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            fds.push(PollFd::new(&link.socket, flags));
+            open.push((peer, link));
+        }
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        group.control.settle();
+        for ((peer, link), fd) in open.into_iter().zip(&fds[1..]) {
+            if fd.revents().contains(PollFlags::OUT) {
+                link.flush();
+            }
+            if fd.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
+                && let Some(reader) = &mut readers[peer]
+                && read(group, peer, &link.socket, reader).is_err()
+            {
+                readers[peer] = None;
+                group.on_closed(peer);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The connection has ended.
+struct Ended;
+
+/// Handles all frames that have arrived.
+fn read(group: &Group, peer: usize, mut socket: &TcpStream, reader: &mut FrameReader) -> Result<(), Ended> {
+    let mut buffer = [0; 4096];
+    loop {
+        match socket.read(&mut buffer) {
+            Ok(0) => return Err(Ended),
+            Ok(count) => reader.push(&buffer[..count]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => {
+                log::debug!("rank {}: control connection to rank {peer}: {error}", group.rank);
+                return Err(Ended);
+            }
+        }
+        while let Some(frame) = reader.next().map_err(|_| Ended)? {
+            group.on_frame(peer, frame);
+        }
+    }
+}

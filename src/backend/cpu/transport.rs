@@ -1,0 +1,255 @@
+//! Moves bytes between ranks: the boundary behind which TCP may get company, such as shared memory.
+//!
+//! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
+//! progress wherever it can, so that no order of large messages can block another.
+use super::call::Header;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use std::io::{ErrorKind, IoSlice, IoSliceMut, Read};
+use std::net::{Shutdown, TcpStream};
+use std::time::Instant;
+
+/// Connections to all peers, each a byte stream in both directions.
+pub(super) struct Transport {
+    /// By rank; `None` for this rank itself.
+    sockets: Vec<Option<TcpStream>>,
+}
+
+/// Bytes on their way to a peer: the header, if this is the first exchange of a call, then the pieces in order.
+pub(super) struct Outflow<'a> {
+    pub(super) peer: usize,
+    head: Option<&'a [u8; Header::BYTES]>,
+    pieces: Vec<&'a [u8]>,
+    /// Bytes that are under way already, the header's included.
+    done: usize,
+    total: usize,
+}
+
+/// Bytes expected from a peer, in the same form.
+pub(super) struct Inflow<'a> {
+    pub(super) peer: usize,
+    head: Option<&'a [u8; Header::BYTES]>,
+    received_head: [u8; Header::BYTES],
+    pieces: Vec<&'a mut [u8]>,
+    done: usize,
+    total: usize,
+}
+
+/// Why an exchange did not come to its end.
+#[derive(Debug)]
+pub(super) enum Stall {
+    /// The deadline has passed; these peers are being waited for.
+    TimedOut { peers: Vec<usize> },
+    /// The connection to a peer is closed.
+    Closed { peer: usize, reason: String },
+    /// A peer sent another header than expected: it is in another call.
+    Header { peer: usize, received: [u8; Header::BYTES] },
+    /// The system refused to wait.
+    System(String),
+}
+
+/// What one attempt to move bytes came to.
+enum Progress {
+    Complete,
+    Blocked,
+}
+
+impl Transport {
+    /// Over non-blocking `sockets`, by rank.
+    pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> Self {
+        Self { sockets }
+    }
+
+    /// Ends every exchange, now and later, on this rank and (once it has read what came before) on its peers.
+    pub(super) fn close(&self) {
+        for socket in self.sockets.iter().flatten() {
+            // It fails when the peer has closed already, which is as good.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Sends all of `sends` and receives all of `recvs`, each with at most one flow for a peer, until `deadline`.
+    pub(super) fn exchange(&self, sends: &mut [Outflow], recvs: &mut [Inflow], deadline: Instant) -> Result<(), Stall> {
+        // Most often the sockets take all there is to send, and small messages are there already: no poll then.
+        let mut sending = Vec::with_capacity(sends.len());
+        let mut receiving = Vec::with_capacity(recvs.len());
+        for (index, flow) in sends.iter_mut().enumerate() {
+            if let Progress::Blocked = flow.advance(self.socket(flow.peer)?)? {
+                sending.push(index);
+            }
+        }
+        for (index, flow) in recvs.iter_mut().enumerate() {
+            if let Progress::Blocked = flow.advance(self.socket(flow.peer)?)? {
+                receiving.push(index);
+            }
+        }
+        while !(sending.is_empty() && receiving.is_empty()) {
+            let ready = self.wait(sends, &sending, recvs, &receiving, deadline)?;
+            let mut ready = ready.into_iter();
+            retain_blocked(&mut sending, &mut ready, |index| {
+                let flow = &mut sends[index];
+                flow.advance(self.socket(flow.peer)?)
+            })?;
+            retain_blocked(&mut receiving, &mut ready, |index| {
+                let flow = &mut recvs[index];
+                flow.advance(self.socket(flow.peer)?)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Waits until at least one of the flows can advance; says which, the sending ones first.
+    fn wait(
+        &self,
+        sends: &[Outflow],
+        sending: &[usize],
+        recvs: &[Inflow],
+        receiving: &[usize],
+        deadline: Instant,
+    ) -> Result<Vec<bool>, Stall> {
+        let mut fds = Vec::with_capacity(sending.len() + receiving.len());
+        for &index in sending {
+            fds.push(PollFd::new(self.socket(sends[index].peer)?, PollFlags::OUT));
+        }
+        for &index in receiving {
+            fds.push(PollFd::new(self.socket(recvs[index].peer)?, PollFlags::IN));
+        }
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // A time beyond what the system can express means to wait without an end.
+            let timeout = Timespec::try_from(left).ok();
+            match poll(&mut fds, timeout.as_ref()) {
+                Ok(0) if left.is_zero() => {
+                    let mut peers: Vec<usize> = sending.iter().map(|&index| sends[index].peer).collect();
+                    peers.extend(receiving.iter().map(|&index| recvs[index].peer));
+                    peers.sort_unstable();
+                    peers.dedup();
+                    return Err(Stall::TimedOut { peers });
+                }
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect()),
+                Err(error) => return Err(Stall::System(format!("poll: {error}"))),
+            }
+        }
+    }
+
+    fn socket(&self, peer: usize) -> Result<&TcpStream, Stall> {
+        let socket = self.sockets.get(peer).and_then(Option::as_ref);
+        socket.ok_or_else(|| Stall::System(format!("there is no connection to rank {peer}")))
+    }
+}
+
+/// Advances the flows that are ready and keeps those in `indices` that are not complete.
+fn retain_blocked(
+    indices: &mut Vec<usize>,
+    ready: &mut impl Iterator<Item = bool>,
+    mut advance: impl FnMut(usize) -> Result<Progress, Stall>,
+) -> Result<(), Stall> {
+    let mut result = Ok(());
+    indices.retain(|&index| {
+        if result.is_err() || !ready.next().unwrap_or(false) {
+            return true;
+        }
+        match advance(index) {
+            Ok(Progress::Complete) => false,
+            Ok(Progress::Blocked) => true,
+            Err(stall) => {
+                result = Err(stall);
+                true
+            }
+        }
+    });
+    result
+}
+
+impl<'a> Outflow<'a> {
+    pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
+        Self { peer, head, pieces: Vec::new(), done: 0, total: head.map_or(0, |head| head.len()) }
+    }
+
+    pub(super) fn push(&mut self, piece: &'a [u8]) {
+        self.total += piece.len();
+        self.pieces.push(piece);
+    }
+
+    fn advance(&mut self, socket: &TcpStream) -> Result<Progress, Stall> {
+        // Not `write_vectored`: a closed connection must be an error also in programs that do not ignore SIGPIPE.
+        #[cfg(not(target_vendor = "apple"))]
+        const FLAGS: SendFlags = SendFlags::NOSIGNAL;
+        #[cfg(target_vendor = "apple")]
+        const FLAGS: SendFlags = SendFlags::empty();
+
+        while self.done < self.total {
+            let mut skip = self.done;
+            let mut rest = Vec::with_capacity(1 + self.pieces.len());
+            let head = self.head.map(|head| head.as_slice());
+            for piece in head.into_iter().chain(self.pieces.iter().copied()) {
+                let skipped = skip.min(piece.len());
+                skip -= skipped;
+                if skipped < piece.len() {
+                    rest.push(IoSlice::new(&piece[skipped..]));
+                }
+            }
+            match sendmsg(socket, &rest, &mut SendAncillaryBuffer::default(), FLAGS) {
+                Ok(sent) => self.done += sent,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Progress::Blocked),
+                Err(error) => return Err(Stall::Closed { peer: self.peer, reason: error.to_string() }),
+            }
+        }
+        Ok(Progress::Complete)
+    }
+}
+
+impl<'a> Inflow<'a> {
+    pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
+        let total = head.map_or(0, |head| head.len());
+        Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, total }
+    }
+
+    pub(super) fn push(&mut self, piece: &'a mut [u8]) {
+        self.total += piece.len();
+        self.pieces.push(piece);
+    }
+
+    fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, Stall> {
+        while self.done < self.total {
+            let mut skip = self.done;
+            let mut rest = Vec::with_capacity(1 + self.pieces.len());
+            let head = self.head.map(|_| self.received_head.as_mut_slice());
+            for piece in head.into_iter().chain(self.pieces.iter_mut().map(|piece| &mut **piece)) {
+                let skipped = skip.min(piece.len());
+                skip -= skipped;
+                if skipped < piece.len() {
+                    rest.push(IoSliceMut::new(&mut piece[skipped..]));
+                }
+            }
+            // Data is read together with its header, before that is checked: when it is another call's, the group is
+            // over and the contents of its tensors undefined.
+            match socket.read_vectored(&mut rest) {
+                Ok(0) => return Err(Stall::Closed { peer: self.peer, reason: "end of stream".into() }),
+                Ok(received) => {
+                    let had_head = self.done >= Header::BYTES;
+                    self.done += received;
+                    if !had_head && self.done >= Header::BYTES {
+                        self.check_head()?;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Progress::Blocked),
+                Err(error) => return Err(Stall::Closed { peer: self.peer, reason: error.to_string() }),
+            }
+        }
+        Ok(Progress::Complete)
+    }
+
+    fn check_head(&self) -> Result<(), Stall> {
+        match self.head {
+            Some(expected) if *expected != self.received_head => {
+                Err(Stall::Header { peer: self.peer, received: self.received_head })
+            }
+            _ => Ok(()),
+        }
+    }
+}

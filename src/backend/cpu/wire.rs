@@ -1,0 +1,70 @@
+//! Little-endian fields, written to and read from bytes.
+
+/// Appends fields to a buffer.
+#[derive(Default)]
+pub(super) struct Writer(pub(super) Vec<u8>);
+
+impl Writer {
+    pub(super) fn u8(&mut self, value: u8) -> &mut Self {
+        self.bytes(&[value])
+    }
+
+    pub(super) fn u32(&mut self, value: u32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn u64(&mut self, value: u64) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn bytes(&mut self, value: &[u8]) -> &mut Self {
+        self.0.extend_from_slice(value);
+        self
+    }
+
+    /// Text with its length in front, cut at [`TEXT_LIMIT`].
+    pub(super) fn text(&mut self, value: &str) -> &mut Self {
+        let mut end = value.len().min(TEXT_LIMIT);
+        while !value.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.u32(end as u32).bytes(&value.as_bytes()[..end])
+    }
+}
+
+/// The longest text that travels, in bytes.
+const TEXT_LIMIT: usize = 16 * 1024;
+
+/// Takes fields from the front of a buffer; `None` when it is too short.
+pub(super) struct Reader<'a>(pub(super) &'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(super) fn u8(&mut self) -> Option<u8> {
+        self.array().map(u8::from_le_bytes)
+    }
+
+    pub(super) fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub(super) fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub(super) fn rank(&mut self) -> Option<usize> {
+        self.u32().map(|rank| rank as usize)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, tail) = self.0.split_first_chunk()?;
+        self.0 = tail;
+        Some(*head)
+    }
+
+    pub(super) fn text(&mut self) -> Option<String> {
+        let length = self.u32()? as usize;
+        let (head, tail) = self.0.split_at_checked(length)?;
+        self.0 = tail;
+        Some(String::from_utf8_lossy(head).into_owned())
+    }
+}

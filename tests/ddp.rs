@@ -1,0 +1,673 @@
+//! DistributedDataParallel with ranks as threads: each consequence of its design, one test each.
+mod common;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use common::{assert_close, fill, floats, ranks, tensor, values, var};
+use std::sync::Arc;
+
+/// Three layers, the last of which may be left out.
+struct Net {
+    first: Linear,
+    second: Linear,
+    third: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self {
+            first: linear(4, 8, vb.pp("first"))?,
+            second: linear(8, 8, vb.pp("second"))?,
+            third: linear(8, 2, vb.pp("third"))?,
+        })
+    }
+
+    fn trunk(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.second.forward(&self.first.forward(x)?.tanh()?)?.tanh()
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.third.forward(&self.trunk(x)?)
+    }
+}
+
+const NET_NAMES: [&str; 6] =
+    ["first.weight", "first.bias", "second.weight", "second.bias", "third.weight", "third.bias"];
+
+fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    fill(&varmap, 7);
+    Ok((ddp, varmap))
+}
+
+/// One bucket for each parameter, so that `buckets` shows the order of single gradients.
+fn tiny() -> DdpOptions {
+    DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
+}
+
+fn loss(output: &Tensor) -> Result<Tensor> {
+    Ok(output.sqr()?.mean_all()?)
+}
+
+fn gradient(grads: &GradStore, var: &Var) -> Vec<f32> {
+    floats(grads.get(var).expect("a gradient"))
+}
+
+/// The gradients of the plain model on `x`, by name.
+fn reference(x: &Tensor, names: &[&str], run: impl Fn(&Net, &Tensor) -> candle_core::Result<Tensor>) -> Vec<Vec<f32>> {
+    let varmap = VarMap::new();
+    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 7);
+    let grads = loss(&run(&net, x).unwrap()).unwrap().backward().unwrap();
+    names.iter().map(|name| gradient(&grads, &var(&varmap, name))).collect()
+}
+
+/// The mean over the ranks of `reference`.
+fn mean(gradients: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
+    let scale = 1.0 / gradients.len() as f32;
+    (0..gradients[0].len())
+        .map(|index| {
+            let rank_sum = |k: usize| gradients.iter().map(|rank| rank[index][k]).sum::<f32>();
+            (0..gradients[0][index].len()).map(|k| rank_sum(k) * scale).collect()
+        })
+        .collect()
+}
+
+fn batch(rank: usize) -> Tensor {
+    tensor(&[5, 4], 100 + rank as u64)
+}
+
+/// Trains 20 steps; returns the losses and the final parameters.
+fn train_plain(x: &Tensor, y: &Tensor) -> (Vec<f32>, Vec<Vec<f32>>) {
+    let varmap = VarMap::new();
+    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 7);
+    let vars = NET_NAMES.iter().map(|name| var(&varmap, name)).collect();
+    let mut optimizer = SGD::new(vars, 0.3).unwrap();
+    let mut losses = Vec::new();
+    for _ in 0..20 {
+        let loss = (net.forward(x).unwrap() - y).unwrap().sqr().unwrap().mean_all().unwrap();
+        losses.push(loss.to_scalar().unwrap());
+        optimizer.backward_step(&loss).unwrap();
+    }
+    (losses, NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect())
+}
+
+#[test]
+fn ranks_train_like_one_process_with_the_whole_batch() {
+    for (world, options) in [(1, DdpOptions::default()), (2, DdpOptions::default()), (3, tiny())] {
+        let (x, y) = (tensor(&[world * 5, 4], 1), tensor(&[world * 5, 2], 2));
+        let (expected_losses, expected) = train_plain(&x, &y);
+        let trained = ranks(world, |pg| {
+            let (ddp, varmap) = wrap(&pg, options.clone())?;
+            let mine = |t: &Tensor| t.i(pg.rank() * 5..(pg.rank() + 1) * 5);
+            let (x, y) = (mine(&x)?, mine(&y)?);
+            let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
+            let mut losses = Vec::new();
+            for _ in 0..20 {
+                let loss = (ddp.forward(&x)? - &y)?.sqr()?.mean_all()?;
+                losses.push(loss.to_scalar::<f32>()?);
+                let grads = ddp.backward(&loss)?;
+                optimizer.step(&grads)?;
+            }
+            Ok((losses, NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect::<Vec<_>>()))
+        })
+        .unwrap();
+        for step in 0..20 {
+            let mean = trained.iter().map(|(losses, _)| losses[step]).sum::<f32>() / world as f32;
+            assert_close(&[mean], &[expected_losses[step]], 1e-5, &format!("loss {step}, {world} ranks"));
+        }
+        for (_, parameters) in &trained {
+            for ((actual, expected), name) in parameters.iter().zip(&expected).zip(NET_NAMES) {
+                assert_close(actual, expected, 1e-5, &format!("{name}, {world} ranks"));
+            }
+            assert_eq!(parameters, &trained[0].1, "ranks must agree bit for bit");
+        }
+    }
+}
+
+#[test]
+fn construction_takes_over_the_values_of_rank_0() {
+    let found = ranks(3, |pg| {
+        let varmap = VarMap::new();
+        Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+        fill(&varmap, 50 + pg.rank() as u64);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+        Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
+    })
+    .unwrap();
+    let varmap = VarMap::new();
+    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 50);
+    let expected: Vec<_> = NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect();
+    assert_eq!(found, vec![expected; 3]);
+}
+
+#[test]
+fn parameters_are_numbered_in_the_order_in_which_the_model_asks() {
+    ranks(1, |pg| {
+        let (ddp, _) = wrap(&pg, DdpOptions::default())?;
+        let names: Vec<String> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, NET_NAMES);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn buckets_are_rebuilt_once_in_the_order_in_which_gradients_came() {
+    ranks(2, |pg| {
+        let (ddp, _) = wrap(&pg, tiny())?;
+        let reverse: Vec<Vec<String>> = NET_NAMES.iter().rev().map(|name| vec![name.to_string()]).collect();
+        assert_eq!(ddp.buckets(), reverse);
+        for _ in 0..3 {
+            ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        }
+        // The last layer comes first, and of each layer the bias, which is added after the product.
+        let came = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"];
+        assert_eq!(ddp.buckets(), came.map(|name| vec![name.to_string()]));
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A model that multiplies with its weights on the left, so that candle meets their gradients late.
+struct Left {
+    a: Tensor,
+    b: Tensor,
+}
+
+impl Left {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self { a: vb.get((4, 4), "a")?, b: vb.get((3, 4), "b")? })
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.b.matmul(&self.a.matmul(&x.t()?.contiguous()?)?.tanh()?)
+    }
+}
+
+#[test]
+fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
+    let out = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Left::new(vb), tiny())?;
+        fill(&varmap, 3);
+        let run = || ddp.backward(&loss(&ddp.call(|net| net.forward(&batch(pg.rank())))?)?);
+        let grads = run()?;
+        let result = ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name)));
+        run()?;
+        Ok((result, ddp.buckets()))
+    })
+    .unwrap();
+    let reference: Vec<Vec<Vec<f32>>> = (0..2)
+        .map(|rank| {
+            let varmap = VarMap::new();
+            let net = Left::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+            fill(&varmap, 3);
+            let grads = loss(&net.forward(&batch(rank)).unwrap()).unwrap().backward().unwrap();
+            ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name))).to_vec()
+        })
+        .collect();
+    for (gradients, buckets) in &out {
+        for (actual, expected) in gradients.iter().zip(mean(&reference)) {
+            assert_close(actual, &expected, 1e-6, "gradient");
+        }
+        // `b` is used last, but on the left: its hook fires after that of `a`.
+        assert_eq!(*buckets, [["a"], ["b"]]);
+    }
+}
+
+#[test]
+fn shared_weights_fire_once_with_the_sum_of_their_uses() {
+    /// The same name asked for twice, as with tied embeddings.
+    struct Tied(Tensor, Tensor);
+    let forward = |net: &Tied, x: &Tensor| x.matmul(&net.0)?.tanh()?.matmul(&net.1);
+    let build = |vb: VarBuilder| Ok::<_, candle_core::Error>(Tied(vb.get((4, 4), "w")?, vb.get((4, 4), "w")?));
+    let out = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        fill(&varmap, 3);
+        assert_eq!(ddp.parameters().len(), 1);
+        assert!(ddp.call(|net| Ok::<_, Error>(net.0.id() == net.1.id()))?);
+        let grads = ddp.backward(&loss(&ddp.call(|net| forward(net, &batch(pg.rank())))?)?)?;
+        Ok(gradient(&grads, &var(&varmap, "w")))
+    })
+    .unwrap();
+    let reference: Vec<Vec<Vec<f32>>> = (0..2)
+        .map(|rank| {
+            let varmap = VarMap::new();
+            let net = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+            fill(&varmap, 3);
+            let grads = loss(&forward(&net, &batch(rank)).unwrap()).unwrap().backward().unwrap();
+            vec![gradient(&grads, &var(&varmap, "w"))]
+        })
+        .collect();
+    out.iter().for_each(|actual| assert_close(actual, &mean(&reference)[0], 1e-6, "w"));
+}
+
+#[test]
+fn ranks_may_use_different_parameters() {
+    // Rank 0 leaves the third layer out, rank 1 the second and third (in the first step, which is also the one that
+    // decides about the rebuild), rank 2 nothing.
+    let forward = |rank: usize, net: &Net, x: &Tensor| match rank {
+        0 => net.trunk(x),
+        1 => net.first.forward(x),
+        _ => net.forward(x),
+    };
+    for options in [DdpOptions::default(), tiny()] {
+        let out = ranks(3, |pg| {
+            let (ddp, varmap) = wrap(&pg, options.clone())?;
+            let x = batch(pg.rank());
+            for _ in 0..2 {
+                ddp.backward(&loss(&ddp.call(|net| forward(pg.rank(), net, &x))?)?)?;
+            }
+            let grads = ddp.backward(&loss(&ddp.call(|net| forward(pg.rank(), net, &x))?)?)?;
+            Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
+        })
+        .unwrap();
+        let used = [&NET_NAMES[..4], &NET_NAMES[..2], &NET_NAMES[..]];
+        let mut gradients = Vec::new();
+        for (rank, used) in used.iter().enumerate() {
+            let mut rank_gradients = reference(&batch(rank), used, |net, x| forward(rank, net, x));
+            let sizes = [32, 8, 64, 8, 16, 2];
+            rank_gradients.extend(sizes[used.len()..].iter().map(|size| vec![0.0; *size]));
+            gradients.push(rank_gradients);
+        }
+        for actual in &out {
+            for ((actual, expected), name) in actual.iter().zip(mean(&gradients)).zip(NET_NAMES) {
+                assert_close(actual, &expected, 1e-6, name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_parameter_that_no_rank_used_has_no_gradient() {
+    for options in [DdpOptions::default(), tiny()] {
+        ranks(2, |pg| {
+            let (ddp, varmap) = wrap(&pg, options.clone())?;
+            for _ in 0..3 {
+                // Something in the slices first, which must not be mistaken for a gradient.
+                ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+                let grads = ddp.backward(&loss(&ddp.call(|net| net.trunk(&batch(pg.rank())))?)?)?;
+                for name in &NET_NAMES[..4] {
+                    assert!(grads.get(&var(&varmap, name)).is_some(), "{name}");
+                }
+                for name in &NET_NAMES[4..] {
+                    assert!(grads.get(&var(&varmap, name)).is_none(), "{name}");
+                }
+            }
+            // A loss that reaches no parameter at all is no reason to hang either.
+            let grads = ddp.backward(&Tensor::new(1f32, &Device::Cpu)?)?;
+            assert!(NET_NAMES.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn no_sync_accumulates_until_the_next_synchronised_backward() {
+    let world = 2;
+    let out = ranks(world, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let step = |batch: Tensor| ddp.backward(&loss(&ddp.forward(&batch)?)?);
+        step(batch(90 + pg.rank()))?; // whose gradients must not leak into the next
+        let local = {
+            let _guard = ddp.no_sync();
+            step(batch(pg.rank()))?;
+            let grads = step(batch(10 + pg.rank()))?;
+            NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))
+        };
+        // The last pass does not use the third layer: its accumulated gradient counts all the same.
+        let grads = ddp.backward(&loss(&ddp.call(|net| net.trunk(&batch(20 + pg.rank())))?)?)?;
+        Ok((local, NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))))
+    })
+    .unwrap();
+    let mut sums = Vec::new();
+    for rank in 0..world {
+        let full = |offset: usize| reference(&batch(offset + rank), &NET_NAMES, |net, x| net.forward(x));
+        let add = |a: Vec<Vec<f32>>, b: Vec<Vec<f32>>| -> Vec<Vec<f32>> {
+            a.iter().zip(&b).map(|(a, b)| a.iter().zip(b).map(|(a, b)| a + b).collect()).collect()
+        };
+        let local = add(full(0), full(10));
+        for ((actual, expected), name) in out[rank].0.iter().zip(&local).zip(NET_NAMES) {
+            assert_close(actual, expected, 1e-6, &format!("local {name}"));
+        }
+        let mut trunk = reference(&batch(20 + rank), &NET_NAMES[..4], |net, x| net.trunk(x));
+        trunk.extend([vec![0.0; 16], vec![0.0; 2]]);
+        sums.push(add(local, trunk));
+    }
+    for (_, actual) in &out {
+        for ((actual, expected), name) in actual.iter().zip(mean(&sums)).zip(NET_NAMES) {
+            assert_close(actual, &expected, 1e-6, name);
+        }
+    }
+}
+
+#[test]
+fn gradient_accumulation_equals_the_big_batch() {
+    let x = tensor(&[8, 4], 5);
+    let expected = reference(&x, &NET_NAMES, |net, x| net.forward(x));
+    let out = ranks(2, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let part = |k: usize| x.i((pg.rank() * 2 + k) * 2..(pg.rank() * 2 + k) * 2 + 2);
+        let micro_loss = |k: usize| -> Result<Tensor> { Ok((loss(&ddp.forward(&part(k)?)?)? / 2.0)?) };
+        let guard = ddp.no_sync();
+        ddp.backward(&micro_loss(0)?)?;
+        drop(guard);
+        let grads = ddp.backward(&micro_loss(1)?)?;
+        Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
+    })
+    .unwrap();
+    for actual in &out {
+        for ((actual, expected), name) in actual.iter().zip(&expected).zip(NET_NAMES) {
+            assert_close(actual, expected, 1e-5, name);
+        }
+    }
+}
+
+#[test]
+fn a_backward_that_ddp_did_not_start_is_refused() {
+    ranks(1, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let loss = loss(&ddp.forward(&batch(0))?)?;
+        let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
+        let before = floats(&var(&varmap, "first.weight"));
+        for error in [loss.backward().unwrap_err(), optimizer.backward_step(&loss).unwrap_err()] {
+            let text = error.to_string();
+            assert!(text.contains("ddp.backward(&loss)") && text.contains("third.bias"), "{text}");
+        }
+        assert_eq!(before, floats(&var(&varmap, "first.weight")));
+        ddp.backward(&loss)?;
+        assert!(loss.backward().is_err(), "also after one that DDP started");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn replicas_are_never_stale() {
+    ranks(1, |pg| {
+        let (ddp, mut varmap) = wrap(&pg, DdpOptions::default())?;
+        let x = batch(0);
+        let check = |what: &str| {
+            let plain = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+            let expected = floats(&plain.forward(&x).unwrap());
+            assert_eq!(floats(&ddp.forward(&x).unwrap()), expected, "{what}");
+            expected
+        };
+        let first = check("at first");
+        var(&varmap, "second.weight").set(&tensor(&[8, 8], 77))?;
+        let second = check("after Var::set");
+        assert_ne!(first, second);
+        let mut optimizer = SGD::new(ddp.parameters(), 0.5)?;
+        optimizer.step(&ddp.backward(&loss(&ddp.forward(&x)?)?)?)?;
+        assert_ne!(second, check("after an optimizer's step"));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        varmap.save(file.path())?;
+        fill(&varmap, 99);
+        let filled = check("after filling");
+        varmap.load(file.path())?;
+        let plain = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+        let loaded = floats(&ddp.forward(&x)?);
+        assert_eq!(loaded, floats(&plain.forward(&x)?), "after VarMap::load");
+        assert_ne!(loaded, filled);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_are_views_of_the_buckets_until_the_next_backward() {
+    ranks(1, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let step = |seed: usize| ddp.backward(&loss(&ddp.forward(&batch(seed))?)?);
+        let weight = var(&varmap, "first.weight");
+        step(0)?;
+        let second = step(1)?;
+        let before = gradient(&second, &weight);
+        let third = step(2)?;
+        assert_ne!(before, gradient(&third, &weight));
+        assert_eq!(gradient(&second, &weight), gradient(&third, &weight), "the same memory");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn buffers_are_handed_out_raw_and_follow_rank_0() {
+    use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, batch_norm};
+    struct Normed(Linear, BatchNorm);
+    impl ModuleT for Normed {
+        fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+            self.1.forward_t(&self.0.forward(x)?, train)
+        }
+    }
+    for broadcast_buffers in [true, false] {
+        let out = ranks(2, |pg| {
+            let varmap = VarMap::new();
+            let build = |vb: VarBuilder| {
+                Ok::<_, candle_core::Error>(Normed(
+                    linear(4, 3, vb.pp("linear"))?,
+                    batch_norm(3, BatchNormConfig::default(), vb.pp("norm"))?,
+                ))
+            };
+            let options = DdpOptions { broadcast_buffers, ..Default::default() };
+            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+            let names: Vec<_> = ddp.named_buffers().into_iter().map(|(name, _)| name).collect();
+            assert_eq!(names, ["norm.running_mean", "norm.running_var"]);
+            let before = floats(&var(&varmap, "norm.running_mean"));
+            ddp.backward(&loss(&ddp.forward_t(&batch(pg.rank()), true)?)?)?;
+            let after = floats(&var(&varmap, "norm.running_mean"));
+            assert_ne!(before, after, "the running mean in the VarMap is the one that BatchNorm updates");
+            Ok(after)
+        })
+        .unwrap();
+        assert_eq!(out[0] == out[1], broadcast_buffers);
+    }
+}
+
+#[test]
+fn ignored_parameters_stay_each_ranks_own() {
+    let out = ranks(2, |pg| {
+        let options = DdpOptions { is_ignored: Arc::new(|name| name.starts_with("second")), ..Default::default() };
+        let varmap = VarMap::new();
+        Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+        fill(&varmap, 7);
+        var(&varmap, "second.bias").set(&Tensor::full(pg.rank() as f32, 8, &Device::Cpu)?)?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+        let names: Vec<_> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names[4..], ["second.weight", "second.bias"]);
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        let bias = floats(&var(&varmap, "second.bias"));
+        let of = |name: &str| gradient(&grads, &var(&varmap, name));
+        Ok((bias, of("second.bias"), of("first.bias")))
+    })
+    .unwrap();
+    assert_eq!(out[1].0, [1.0; 8], "not broadcast");
+    assert_ne!(out[0].1, out[1].1, "not averaged");
+    assert_eq!(out[0].2, out[1].2);
+}
+
+#[test]
+fn vars_without_a_builder_are_averaged_too() {
+    struct Raw(Var, Var);
+    let forward = |net: &Raw, x: &Tensor| x.matmul(&net.0)?.tanh()?.matmul(&net.1);
+    let vars = || (Var::from_tensor(&tensor(&[4, 4], 1)).unwrap(), Var::from_tensor(&tensor(&[4, 2], 2)).unwrap());
+    let out = ranks(2, |pg| {
+        let (a, b) = vars();
+        let named = vec![("a".to_string(), a.clone()), ("b".to_string(), b.clone())];
+        let net = Raw(a.clone(), b.clone());
+        let ddp = DistributedDataParallel::from_vars(&pg, net, named, tiny())?;
+        let step = || ddp.backward(&loss(&ddp.call(|net| forward(net, &batch(pg.rank())))?)?);
+        step()?;
+        let grads = step()?;
+        let both = [gradient(&grads, &a), gradient(&grads, &b)];
+        // A parameter that only rank 1 uses.
+        let partly = ddp.call(|net| if pg.rank() == 0 { batch(0).matmul(&net.0) } else { forward(net, &batch(1)) })?;
+        let grads = ddp.backward(&loss(&partly)?)?;
+        assert!(grads.get(&b).is_some());
+        Ok(both)
+    })
+    .unwrap();
+    let reference: Vec<Vec<Vec<f32>>> = (0..2)
+        .map(|rank| {
+            let (a, b) = vars();
+            let grads = loss(&forward(&Raw(a.clone(), b.clone()), &batch(rank)).unwrap()).unwrap().backward().unwrap();
+            vec![gradient(&grads, &a), gradient(&grads, &b)]
+        })
+        .collect();
+    for rank in &out {
+        for (actual, expected) in rank.iter().zip(mean(&reference)) {
+            assert_close(actual, &expected, 1e-6, "gradient");
+        }
+    }
+    let error = ranks(1, |pg| {
+        let (a, _) = vars();
+        let twice = vec![("a".to_string(), a.clone()), ("a".to_string(), a)];
+        DistributedDataParallel::from_vars(&pg, (), twice, tiny()).map(|_| ())
+    });
+    assert!(matches!(error, Err(Error::Parameter { .. })));
+}
+
+/// The errors of all ranks of a construction that should fail.
+fn construction_errors<E>(
+    build: impl Fn(usize, VarBuilder<'static>) -> std::result::Result<Linear, E> + Sync,
+    options: impl Fn(usize) -> DdpOptions + Sync,
+) -> Vec<Error>
+where
+    Error: From<E>,
+{
+    ranks(3, |pg| {
+        let (rank, varmap) = (pg.rank(), VarMap::new());
+        let build = |vb| build(rank, vb);
+        let error = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options(rank)).err();
+        pg.barrier()?; // the group has survived
+        Ok(error.expect("an error"))
+    })
+    .unwrap()
+}
+
+#[test]
+fn every_rank_hears_of_a_different_model() {
+    let errors = construction_errors(|rank, vb| linear(4, if rank == 2 { 5 } else { 6 }, vb), |_| Default::default());
+    for error in errors {
+        assert!(matches!(error, Error::ModelMismatch { rank: 2, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("parameter 0: weight f32[5, 4] on rank 2") && text.contains("f32[6, 4]"), "{text}");
+    }
+    let options = |rank: usize| DdpOptions { bucket_cap_mb: 1.0 + (rank == 1) as u8 as f64, ..Default::default() };
+    for error in construction_errors(|_, vb| linear(4, 6, vb), options) {
+        assert!(error.to_string().contains("bucket_cap_mb 2"), "{error}");
+    }
+}
+
+#[test]
+fn every_rank_hears_of_a_model_that_could_not_be_built() {
+    let errors = construction_errors(
+        |rank, vb| if rank == 1 { candle_core::bail!("no such file") } else { linear(4, 6, vb) },
+        |_| Default::default(),
+    );
+    assert!(errors[1].to_string().contains("no such file"));
+    for rank in [0, 2] {
+        assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+        assert!(errors[rank].to_string().contains("no such file"), "{}", errors[rank]);
+    }
+    for error in construction_errors(
+        |_, vb| linear(4, 6, vb.pp("ignored")),
+        |_| DdpOptions { is_ignored: Arc::new(|_| true), ..Default::default() },
+    ) {
+        assert!(error.to_string().contains("no trainable parameter"), "{error}");
+    }
+}
+
+#[test]
+fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
+    /// An operation without a gradient.
+    struct NoGradient;
+    impl candle_core::CustomOp1 for NoGradient {
+        fn name(&self) -> &'static str {
+            "no-gradient"
+        }
+        fn cpu_fwd(
+            &self,
+            storage: &candle_core::CpuStorage,
+            layout: &candle_core::Layout,
+        ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+            Ok((storage.clone(), layout.shape().clone()))
+        }
+    }
+    let errors = ranks(3, |pg| {
+        let (ddp, _) = wrap(&pg, tiny())?;
+        // Rank 1 may be so far ahead that the end of the group reaches the others in their first step.
+        let two_steps = || -> Result<()> {
+            ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+            let output = ddp.forward(&batch(pg.rank()))?;
+            let output = if pg.rank() == 1 { output.apply_op1(NoGradient)? } else { output };
+            ddp.backward(&loss(&output)?)?;
+            Ok(())
+        };
+        Ok(two_steps().expect_err("an error"))
+    })
+    .unwrap();
+    assert!(errors[1].to_string().contains("no-gradient"), "{}", errors[1]);
+    for rank in [0, 2] {
+        assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+        assert!(errors[rank].to_string().contains("no-gradient"), "{}", errors[rank]);
+    }
+}
+
+#[test]
+fn alone_in_the_world_a_failed_backward_can_be_repeated() {
+    ranks(1, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        // Integers have no backward pass.
+        let bad = Tensor::new(&[1u32], &Device::Cpu)?;
+        let _ = ddp.backward(&bad);
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
+        let expected = reference(&batch(0), &NET_NAMES, |net, x| net.forward(x));
+        assert_close(&gradient(&grads, &var(&varmap, NET_NAMES[0])), &expected[0], 1e-6, "after a failure");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn half_precision_models_reduce_in_their_own_dtype() {
+    for dtype in [DType::BF16, DType::F16, DType::F64] {
+        let out = ranks(2, |pg| {
+            let varmap = VarMap::new();
+            let build = |vb: VarBuilder| vb.get(16, "w");
+            let ddp = DistributedDataParallel::new(&pg, &varmap, dtype, build, DdpOptions::default())?;
+            let x = Tensor::from_vec(values(16, pg.rank() as u64), 16, &Device::Cpu)?.to_dtype(dtype)?;
+            let grads = ddp.backward(&ddp.call(|w| (w * &x)?.sum_all())?)?;
+            let gradient = grads.get(&var(&varmap, "w")).expect("a gradient").clone();
+            assert_eq!(gradient.dtype(), dtype);
+            Ok(floats(&gradient))
+        })
+        .unwrap();
+        let expected: Vec<f32> = values(16, 0).iter().zip(values(16, 1)).map(|(a, b)| (a + b) / 2.0).collect();
+        out.iter().for_each(|actual| assert_close(actual, &expected, 1e-2, dtype.as_str()));
+    }
+}
+
+#[test]
+fn variables_asked_for_after_construction_are_refused() {
+    ranks(1, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder<'static>| Ok::<_, Error>((linear(4, 2, vb.pp("known"))?, vb));
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        let late = ddp.call(|(_, vb)| vb.get(3, "late")).unwrap_err().to_string();
+        assert!(late.contains("late was asked for after"), "{late}");
+        ddp.call(|(_, vb)| vb.get((2, 4), "known.weight"))?;
+        Ok(())
+    })
+    .unwrap();
+}
