@@ -3,6 +3,8 @@
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example digits
 //! ```
+//!
+//! ci: --require-accuracy 0.97
 mod dataset;
 mod net;
 mod progress;
@@ -44,6 +46,9 @@ struct Options {
     /// Write one JSON object per epoch to this file, one a line (rank 0 does).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
+    /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
+    #[arg(long, value_name = "ACCURACY")]
+    require_accuracy: Option<f64>,
 }
 
 fn main() -> ExitCode {
@@ -128,8 +133,14 @@ fn train(options: &Options) -> Result<()> {
             });
             writeln!(file, "{line}").map_err(|source| io(path, source))?;
         }
-        if rank == 0 && epoch == options.epochs {
-            println!("parameters {hash}, the same on all ranks ({world_size})");
+        if epoch == options.epochs {
+            if rank == 0 {
+                println!("parameters {hash}, the same on all ranks ({world_size})");
+            }
+            if let Some(required) = options.require_accuracy.filter(|required| test_accuracy < *required) {
+                let reason = format!("the test accuracy {test_accuracy:.4} does not reach {required}");
+                return Err(Error::InvalidArgument { argument: "require-accuracy", reason });
+            }
         }
     }
     Ok(())
