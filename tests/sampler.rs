@@ -1,5 +1,6 @@
 //! `DistributedSampler` and `randperm` against PyTorch (tests/golden/sampler.json, written by
 //! scripts/golden_sampler.py), and the properties that training relies on.
+#![allow(clippy::unwrap_used)]
 use candle_ddp::Error;
 use candle_ddp::data::{DistributedSampler, SamplerOptions, randperm};
 use proptest::prelude::*;

@@ -12,7 +12,7 @@ use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOpt
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
-use candle_nn::{AdamW, ModuleT, Optimizer, ParamsAdamW, VarMap};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use clap::Parser;
 use dataset::Dataset;
 use net::Net;
