@@ -16,6 +16,9 @@ use std::time::{Duration, Instant, SystemTime};
 /// How long killed processes may take to disappear: one that hangs in the kernel may take for ever.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
+/// Workers that take longer than this to end are named, so that the user knows what ddprun waits for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// The last lines of every stream.
 pub(super) type Tails = Vec<(usize, super::console::Target, Tail)>;
 
@@ -108,6 +111,8 @@ pub(super) struct Supervisor {
     started: Instant,
     grace: Duration,
     phase: Phase,
+    /// When to say who is being waited for.
+    announce: Option<Instant>,
     outcome: Outcome,
 }
 
@@ -120,6 +125,7 @@ impl Supervisor {
             started: Instant::now(),
             grace,
             phase: Phase::Running,
+            announce: None,
             outcome: Outcome::Success,
         }
     }
@@ -142,7 +148,7 @@ impl Supervisor {
             }
             let deadline = match self.phase {
                 Phase::Running => None,
-                Phase::Ending(deadline) => deadline,
+                Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
                 Phase::Killed(deadline) => Some(deadline),
             };
             match events.next(deadline) {
@@ -152,6 +158,7 @@ impl Supervisor {
                     super::message("some processes hang in the kernel and could not be killed");
                     break;
                 }
+                None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
                 None => self.kill(),
             }
         }
@@ -207,7 +214,18 @@ impl Supervisor {
         self.signal_all(signal);
         // One that is stopped does not hear anything else.
         self.signal_all(Signal::CONT);
-        self.phase = Phase::Ending(Instant::now().checked_add(self.grace));
+        let now = Instant::now();
+        self.phase = Phase::Ending(now.checked_add(self.grace));
+        self.announce = Some(now + PATIENCE);
+    }
+
+    /// Says who is being waited for.
+    fn announce(&mut self) {
+        self.announce = None;
+        let waiting = self.workers.iter().filter(|worker| worker.group);
+        let names: Vec<String> = waiting.map(|worker| format!("{} (pid {})", worker.rank, worker.pid)).collect();
+        let grace = self.grace.as_secs_f64();
+        super::message(format_args!("waiting for rank {} to end: SIGKILL after {grace} s", names.join(", ")));
     }
 
     fn kill(&mut self) {
