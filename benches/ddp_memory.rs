@@ -8,8 +8,9 @@
 //!
 //! - between steps: a replica of every parameter and the buckets of the gradients, with an element per parameter at
 //!   their ends: `2·P + 2·4·n` bytes;
-//! - at the peak of a step: the same less `P`, because plain candle then holds its gradients in memory of their own,
-//!   while those of DDP are views of the buckets.
+//! - at the peak of a step: the same less `P` at most, because plain candle then holds its gradients in memory of their
+//!   own, while those of DDP are views of the buckets; where the peak falls into the backward pass, before the optimizer,
+//!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
 //!
 //! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
 use candle_core::{Device, Tensor};
