@@ -1,4 +1,4 @@
-use super::join::Join;
+use super::join::{Join, host};
 use super::plan::{Place, Plan};
 use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 use crate::Result;
@@ -92,6 +92,7 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
         name,
         rank,
         world_size,
+        host: host(),
         addresses,
         deadline,
         timeout: options.timeout,
