@@ -78,6 +78,24 @@ fn our_client_on_torchs_server() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn torch_process_group_on_our_server() -> Result<()> {
+    let Some(python) = python("torch_process_group_on_our_server") else { return Ok(()) };
+    let server = TcpStoreServer::bind(0)?;
+    let rank = |rank: usize| {
+        let mut command = python(&["group"]);
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", server.port().to_string());
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("TORCHELASTIC_RESTART_COUNT", "0");
+        command.stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for rank in [rank(0), rank(1)] {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
+
 fn every_operation(store: &Arc<TcpStore>) -> Result<()> {
     let room = PrefixStore::new("room", store.clone());
     assert_eq!(store.get("from_torch")?, as_torch_sends());
