@@ -178,7 +178,7 @@ fn waiting(stores: &Stores) -> Result<()> {
 }
 
 fn threads(stores: &Stores) {
-    const ROUNDS: i64 = 50;
+    const ROUNDS: i64 = 400;
     let barrier = Barrier::new(stores.clients.len());
     let mut seen: Vec<i64> = std::thread::scope(|scope| {
         let barrier = &barrier;

@@ -130,7 +130,7 @@ fn coming_and_going() {
         for thread in 0..4 {
             let path = &path;
             scope.spawn(move || {
-                for round in 0..50 {
+                for round in 0..300 {
                     let store = open(path);
                     let key = format!("{thread} {round}");
                     store.set(&key, key.as_bytes()).unwrap();
