@@ -1,6 +1,7 @@
 //! Our store and PyTorch's, each as client and as server of the other.
 //!
 //! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (python3 when unset); skipped, with a message, without.
+#![allow(clippy::unwrap_used)]
 use candle_ddp::rendezvous::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use candle_ddp::{Error, Result};
 use std::io::{BufRead, BufReader, Write};
@@ -65,9 +66,38 @@ fn our_client_on_torchs_server() -> Result<()> {
     let mut process = python(&["server"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(|line| line.unwrap());
     let port = lines.find_map(|line| line.strip_prefix("port ").map(|port| port.parse().unwrap())).unwrap();
-    let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
-    let room = PrefixStore::new("room", store.clone());
+    let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap());
+    let result = every_operation(&store);
+    // Its end is said as such.
+    drop(process.stdin.take());
+    let status = process.wait().unwrap();
+    result?;
+    assert!(status.success());
+    let error = store.set("a", b"").unwrap_err();
+    assert!(error.to_string().contains("the server is gone"), "{error}");
+    Ok(())
+}
 
+#[test]
+fn torch_process_group_on_our_server() -> Result<()> {
+    let Some(python) = python("torch_process_group_on_our_server") else { return Ok(()) };
+    let server = TcpStoreServer::bind(0)?;
+    let rank = |rank: usize| {
+        let mut command = python(&["group"]);
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", server.port().to_string());
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("TORCHELASTIC_RESTART_COUNT", "0");
+        command.stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for rank in [rank(0), rank(1)] {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
+
+fn every_operation(store: &Arc<TcpStore>) -> Result<()> {
+    let room = PrefixStore::new("room", store.clone());
     assert_eq!(store.get("from_torch")?, as_torch_sends());
     assert_eq!(room.get("from_torch")?, b"in the room");
     store.set("from_rust", &bytes())?;
@@ -110,11 +140,5 @@ fn our_client_on_torchs_server() -> Result<()> {
     let error = store.add("word", 1).unwrap_err();
     assert!(error.to_string().contains("refused the request"), "{error}");
     assert_eq!(store.get("word")?, b"word");
-
-    // Its end is said as such.
-    drop(process.stdin.take());
-    assert!(process.wait().unwrap().success());
-    let error = store.set("a", b"").unwrap_err();
-    assert!(error.to_string().contains("the server is gone"), "{error}");
     Ok(())
 }

@@ -1,4 +1,5 @@
 //! One body for every kind of store.
+#![allow(clippy::unwrap_used)]
 use candle_ddp::rendezvous::{FileStore, HashStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 use candle_ddp::{Error, Result};
 use std::sync::{Arc, Barrier};
@@ -177,7 +178,7 @@ fn waiting(stores: &Stores) -> Result<()> {
 }
 
 fn threads(stores: &Stores) {
-    const ROUNDS: i64 = 50;
+    const ROUNDS: i64 = 400;
     let barrier = Barrier::new(stores.clients.len());
     let mut seen: Vec<i64> = std::thread::scope(|scope| {
         let barrier = &barrier;
@@ -199,6 +200,21 @@ fn threads(stores: &Stores) {
     let all = ROUNDS * stores.clients.len() as i64;
     assert_eq!(seen, (1..=all).collect::<Vec<_>>(), "every count is seen once");
     assert_eq!(stores.clients[0].get("letters").unwrap().len() as i64, all);
+}
+
+/// When a call returns, it has been carried out, for all to see.
+fn visible(stores: &Stores) -> Result<()> {
+    let [one, two, ..] = &stores.clients[..] else { unreachable!() };
+    for round in 0..300 {
+        let key = format!("{round}");
+        one.set(&key, b"1")?;
+        assert!(two.check(&[&key])?);
+        one.append(&key, b"2")?;
+        assert_eq!(two.compare_set(&key, b"12", b"3")?, b"3");
+        one.multi_set(&[(&key, b"4")])?;
+        assert_eq!(two.compare_set(&key, b"4", b"5")?, b"5");
+    }
+    Ok(())
 }
 
 /// Only one of several wins, and all see the winner.
@@ -232,6 +248,8 @@ macro_rules! every_store {
             fn waiting() -> Result<()> { super::waiting(&super::$kind()) }
             #[test]
             fn threads() { super::threads(&super::$kind()) }
+            #[test]
+            fn visible() -> Result<()> { super::visible(&super::$kind()) }
             #[test]
             fn election() { super::election(&super::$kind()) }
         }

@@ -2,6 +2,7 @@
 
 client HOST PORT  a TCPStore client against a server of candle-ddp
 server            a TCPStore server for clients of candle-ddp: prints its port, ends with its standard input
+group             a rank of a process group, by the environment of a launcher
 check             only whether PyTorch is there
 """
 import sys
@@ -124,10 +125,25 @@ def server():
     expect(store.get("from_rust"), bytes(range(256)))
 
 
+def group():
+    """A rank of a PyTorch process group whose store candle-ddp hosts, as a launcher does."""
+    dist.init_process_group("gloo", timeout=LONG)
+    ones = torch.ones(3) * (dist.get_rank() + 1)
+    dist.all_reduce(ones)
+    expect(ones.tolist(), [3.0] * 3)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, f"rank {dist.get_rank()}")
+    expect(everyone, ["rank 0", "rank 1"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     mode, *arguments = sys.argv[1:]
     if mode == "client":
         client(arguments[0], int(arguments[1]))
     elif mode == "server":
         server()
+    elif mode == "group":
+        group()
     print(f"torch {torch.__version__}: {mode} is done", flush=True)
