@@ -107,12 +107,17 @@ fn execute(config: &Config) -> Result<u8> {
     say_threads(config);
     let (closing, keep_open) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(sources, closing.into(), console)?;
-    let (outcome, tails) = supervisor.watch(&events, terminals, keep_open);
+    let (outcome, remains) = supervisor.watch(&events, terminals, keep_open);
     Ok(match outcome {
         Outcome::Success => 0,
         Outcome::Signalled(signal) => Exit::Signal(signal).code(),
         Outcome::Failure(first) => {
-            if let Some(summary) = summary::of_failure(&supervisor.workers, first, tails, &folder) {
+            let open = remains.open;
+            if let Some(summary) = summary::of_failure(&supervisor.workers, first, remains, &folder) {
+                if open {
+                    // Nobody may be there to read it.
+                    let _ = std::io::stderr().write_all(b"\n");
+                }
                 message(summary);
             }
             supervisor.workers.get(first).and_then(|worker| worker.ended).map_or(1, |ended| ended.how.code())

@@ -32,8 +32,7 @@ fn an_example_is_built_and_run() {
     let place = Place::new();
     package(place.folder.path(), "alone", "examples/hello.rs");
     let mut command = place.ddprun(&["--nproc-per-node", "2", "--example", "hello", "--", "--epochs", "3", "--", "x"]);
-    let ran =
-        Ran::new(cargo_environment(&mut command).env("CARGO_TARGET_DIR", place.path("elsewhere")).output().unwrap());
+    let ran = Ran::new(cargo_environment(&mut command).env("CARGO_TARGET_DIR", place.path("elsewhere")));
     assert_eq!(ran.code, Some(0), "{ran:?}");
     let line = |rank: usize| format!(r#"alone {rank} ["--epochs", "3", "--", "x"] false"#);
     assert_eq!(ran.sorted(), [line(0), line(1)]);
@@ -50,7 +49,7 @@ fn a_binary_of_a_workspace_is_built_and_run() {
     }
     let args = ["--bin", "train", "-p", "b", "--features", "extra", "--debug", "--", "--lr=1"];
     let mut command = place.ddprun(&args);
-    let ran = Ran::new(cargo_environment(&mut command).current_dir(place.path("a")).output().unwrap());
+    let ran = Ran::new(cargo_environment(&mut command).current_dir(place.path("a")));
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "b 0 [\"--lr=1\"] true\n"), "{ran:?}");
     assert!(place.path("target/debug/train").is_file());
 }
@@ -62,7 +61,7 @@ fn a_build_that_fails_shows_why_and_ends_with_cargos_code() {
     std::fs::write(place.path("examples/broken.rs"), "fn main() { no_such_function() }\n").unwrap();
     for (example, hint) in [("broken", "no_such_function"), ("missing", "missing")] {
         let mut command = place.ddprun(&["--example", example, "--debug"]);
-        let ran = Ran::new(cargo_environment(&mut command).output().unwrap());
+        let ran = Ran::new(cargo_environment(&mut command));
         assert_eq!(ran.code, Some(101), "{ran:?}");
         ran.says(hint);
         assert_eq!(ran.stdout, "");
@@ -72,7 +71,7 @@ fn a_build_that_fails_shows_why_and_ends_with_cargos_code() {
 #[test]
 fn cargo_itself_may_be_missing() {
     let place = Place::new();
-    let ran = Ran::new(place.ddprun(&["--example", "x"]).env("CARGO", "/no/such/cargo").output().unwrap());
+    let ran = Ran::new(place.ddprun(&["--example", "x"]).env("CARGO", "/no/such/cargo"));
     assert_eq!(ran.code, Some(127));
     ran.says("CARGO");
 }

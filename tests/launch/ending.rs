@@ -1,5 +1,5 @@
 //! How runs end: exit codes, failures, signals, and that nothing is left behind.
-use crate::{Place, Ran, is_alive, send, wait_until};
+use crate::{Place, Ran, Running, is_alive, wait_until};
 use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Read};
 
@@ -84,10 +84,10 @@ fn signals_are_passed_on_and_ddprun_ends_after_the_workers() {
         let script = format!(
             "trap 'sleep 0.3; echo {name} >got$RANK; exit 0' {name}; echo >armed$RANK; while :; do sleep 0.01; done"
         );
-        let child = place.start(&["--nproc-per-node", "2"], &script);
+        let mut child = place.start(&["--nproc-per-node", "2"], &script);
         place.wait_for("armed0");
         place.wait_for("armed1");
-        send(&child, signal);
+        child.send(signal);
         let ran = Ran::of(child);
         assert_eq!(ran.code, Some(code), "{ran:?}");
         for rank in [0, 1] {
@@ -103,12 +103,12 @@ fn a_second_interrupt_kills_at_once() {
     let script = "trap '' INT; echo >armed; while :; do sleep 0.01; done";
     let mut child = place.start(&["--shutdown-timeout", "100000"], script);
     place.wait_for("armed");
-    let mut stderr = BufReader::new(child.stderr.take().unwrap());
-    send(&child, Signal::INT);
+    let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
+    child.send(Signal::INT);
     let mut line = String::new();
     stderr.read_line(&mut line).unwrap();
     assert!(line.contains("SIGINT passed on"), "{line}");
-    send(&child, Signal::INT);
+    child.send(Signal::INT);
     assert_eq!(Ran::of(child).code, Some(130));
 }
 
@@ -119,10 +119,10 @@ fn a_signal_that_ddprun_was_told_to_ignore_stays_ignored() {
     let ddprun = place.ddprun(&["sh", "-c", script]);
     let mut command = std::process::Command::new("sh");
     command.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(ddprun.get_program()).args(ddprun.get_args());
-    let child = command.current_dir(place.folder.path()).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let mut child = Running::new(command.current_dir(place.folder.path()).stderr(std::process::Stdio::null()));
     place.wait_for("armed");
-    send(&child, Signal::HUP);
-    send(&child, Signal::TERM);
+    child.send(Signal::HUP);
+    child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
     assert!(!place.path("hung_up").exists());
 }
@@ -134,8 +134,8 @@ fn workers_die_when_ddprun_is_killed() {
     let mut child = place.start(&["--nproc-per-node", "2"], script);
     let pids = [place.pid("pid0"), place.pid("pid1")];
     assert!(pids.iter().all(|&pid| is_alive(pid)));
-    child.kill().unwrap();
-    child.wait().unwrap();
+    child.child().kill().unwrap();
+    child.child().wait().unwrap();
     wait_until("the workers to die", || !pids.iter().any(|&pid| is_alive(pid)));
 }
 
@@ -154,9 +154,9 @@ fn what_workers_have_started_ends_with_the_run() {
 fn the_grace_period_also_holds_for_what_workers_have_started() {
     let place = Place::new();
     let inner = "trap \"sleep 0.5; echo >saved; exit 0\" TERM; echo >armed; while :; do sleep 0.01; done";
-    let child = place.start(&[], &format!("sh -c '{inner}'; true"));
+    let mut child = place.start(&[], &format!("sh -c '{inner}'; true"));
     place.wait_for("armed");
-    send(&child, Signal::TERM);
+    child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
     assert!(place.path("saved").exists());
 }
@@ -179,13 +179,42 @@ fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
     let mut child = place.start(&[], "echo $$ >pid; while [ ! -e go ]; do sleep 0.01; done; echo end");
     let worker = place.pid("pid");
     let state = |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") T ");
-    send(&child, Signal::TSTP);
-    wait_until("both to stop", || state(worker) && state(rustix::process::Pid::from_child(&child)));
-    send(&child, Signal::CONT);
+    let ddprun = rustix::process::Pid::from_child(child.child());
+    child.send(Signal::TSTP);
+    wait_until("both to stop", || state(worker) && state(ddprun));
+    child.send(Signal::CONT);
     wait_until("the worker to go on", || !state(worker));
     std::fs::write(place.path("go"), "").unwrap();
     let mut stdout = String::new();
-    child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    child.child().stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
     assert_eq!(stdout, "end\n");
-    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(child.child().wait().unwrap().code(), Some(0));
+}
+
+/// Both are zombies by the time ddprun looks: one is first, the other is listed.
+#[test]
+fn workers_that_fail_in_the_same_moment_are_all_named() {
+    let place = Place::new();
+    let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done; exit 7";
+    let mut child = place.start(&["--nproc-per-node", "2"], script);
+    let pids = [place.pid("pid0"), place.pid("pid1")];
+    child.send(Signal::STOP);
+    std::fs::write(place.path("go"), "").unwrap();
+    wait_until("both to fail", || !pids.iter().any(|&pid| is_alive(pid)));
+    child.send(Signal::CONT);
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(7));
+    ran.says("failed first: it ended with exit code 7");
+    ran.says("ended with exit code 7 in the same moment");
+}
+
+#[test]
+fn orphans_of_workers_do_not_become_zombies() {
+    let place = Place::new();
+    let script = "(sh -c 'echo $$ >pid; exit 1' &); while [ ! -e go ]; do sleep 0.01; done";
+    let child = place.start(&[], script);
+    let orphan = place.pid("pid");
+    wait_until("the orphan to be gone", || rustix::process::test_kill_process(orphan).is_err());
+    std::fs::write(place.path("go"), "").unwrap();
+    assert_eq!(Ran::of(child).code, Some(0));
 }

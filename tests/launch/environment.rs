@@ -1,5 +1,5 @@
 //! What workers find when they start.
-use crate::{Place, Ran};
+use crate::{Place, Ran, Running};
 use candle_ddp::rendezvous::{Store, TcpStore};
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -99,7 +99,7 @@ fn cores_are_shared_out_where_the_user_has_not_said_otherwise() {
     ran.says(&format!("RAYON_NUM_THREADS={each} and OMP_NUM_THREADS={each}"));
 
     let mut command = place.ddprun(&["--nproc-per-node", "2", "sh", "-c", script]);
-    let ran = Ran::new(command.env("OMP_NUM_THREADS", "7").output().unwrap());
+    let ran = Ran::new(command.env("OMP_NUM_THREADS", "7"));
     assert_eq!(ran.sorted(), [format!("{each},7"), format!("{each},7")]);
     assert!(!ran.stderr.contains("OMP_NUM_THREADS"), "{}", ran.stderr);
 
@@ -118,9 +118,10 @@ fn one_worker_per_core() {
 fn standard_input_is_empty() {
     let place = Place::new();
     let mut command = place.ddprun(&["sh", "-c", "cat; echo end"]);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut stdin = child.stdin.take().unwrap();
+    let mut child = Running::new(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    let mut stdin = child.child().stdin.take().unwrap();
     // The worker may be gone before all is written.
     let _ = stdin.write_all(b"text\n");
+    drop(stdin);
     assert_eq!(Ran::of(child).stdout, "end\n");
 }

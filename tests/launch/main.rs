@@ -1,5 +1,6 @@
 //! `ddprun` as its users meet it: the real binary, with shell scripts as workers.
 #![cfg(feature = "launcher")]
+#![allow(clippy::unwrap_used)]
 mod building;
 mod ending;
 mod environment;
@@ -45,13 +46,13 @@ impl Place {
 
     /// Runs ddprun with `script` as the workers' program, to its end.
     fn run(&self, args: &[&str], script: &str) -> Ran {
-        Ran::new(self.ddprun(&[args, &["sh", "-c", script]].concat()).output().unwrap())
+        Ran::of(self.start(args, script))
     }
 
     /// Starts ddprun with `script` as the workers' program, its output captured.
-    fn start(&self, args: &[&str], script: &str) -> Child {
+    fn start(&self, args: &[&str], script: &str) -> Running {
         let mut command = self.ddprun(&[args, &["sh", "-c", script]].concat());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     }
 
     /// The content of a file, as soon as it has a whole line.
@@ -69,6 +70,32 @@ impl Place {
     }
 }
 
+/// A ddprun that is killed, and its workers with it, when its test fails.
+struct Running(Option<Child>);
+
+impl Running {
+    fn new(command: &mut Command) -> Self {
+        Self(Some(command.spawn().unwrap()))
+    }
+
+    fn child(&mut self) -> &mut Child {
+        self.0.as_mut().unwrap()
+    }
+
+    fn send(&mut self, signal: Signal) {
+        kill_process(Pid::from_child(self.child()), signal).unwrap();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
 /// What came of a run.
 #[derive(Debug)]
 struct Ran {
@@ -78,13 +105,29 @@ struct Ran {
 }
 
 impl Ran {
-    fn new(output: Output) -> Self {
-        let text = |bytes| String::from_utf8(bytes).unwrap();
-        Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+    /// Runs a command to its end.
+    fn new(command: &mut Command) -> Self {
+        Self::of(Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped())))
     }
 
-    fn of(child: Child) -> Self {
-        Self::new(child.wait_with_output().unwrap())
+    /// Waits for the end of a ddprun. One that hangs is killed, and its workers with it.
+    fn of(mut running: Running) -> Self {
+        let child = running.0.take().unwrap();
+        let pid = Pid::from_child(&child);
+        let (ended, watch) = std::sync::mpsc::channel::<()>();
+        let watchdog = std::thread::spawn(move || {
+            let hangs = watch.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
+            if hangs {
+                kill_process(pid, Signal::KILL).unwrap();
+            }
+            hangs
+        });
+        let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+        drop(ended);
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        let ran = Self { code: status.code(), stdout: text(stdout), stderr: text(stderr) };
+        assert!(!watchdog.join().unwrap(), "ddprun hung: {ran:?}");
+        ran
     }
 
     /// The lines of stdout, sorted: ranks run side by side.
@@ -107,10 +150,6 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
         assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).unwrap();
 }
 
 /// Whether a process is there and not a zombie.

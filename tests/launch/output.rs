@@ -1,5 +1,5 @@
 //! Where the workers' output goes, and in what shape.
-use crate::{Place, Ran};
+use crate::{Place, Ran, Running};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
 
@@ -40,11 +40,11 @@ fn stdout_and_stderr_in_one_place_keep_their_order() {
     let script = "i=0; while [ $i -lt 1000 ]; do echo $i; echo $i >&2; i=$((i + 1)); done";
     let (mut reader, writer) = std::io::pipe().unwrap();
     let mut command = place.ddprun(&["sh", "-c", script]);
-    let mut child = command.stdout(writer.try_clone().unwrap()).stderr(writer).spawn().unwrap();
+    let mut child = Running::new(command.stdout(writer.try_clone().unwrap()).stderr(writer));
     drop(command);
     let mut text = String::new();
     reader.read_to_string(&mut text).unwrap();
-    child.wait().unwrap();
+    child.child().wait().unwrap();
     let expected: String = (0..1000).map(|n| format!("{n}\n{n}\n")).collect();
     assert_eq!(text, expected);
 }
@@ -115,7 +115,7 @@ fn a_reader_that_leaves_ends_the_run() {
     let place = Place::new();
     let mut child = place.start(&["--nproc-per-node", "2"], "exec yes");
     let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    BufReader::new(child.child().stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "y\n");
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(128 + 13));

@@ -29,7 +29,7 @@ fn a_pytorch_ddp_program_runs_under_ddprun() {
     }
     let place = Place::new();
     std::fs::write(place.path("train.py"), SCRIPT).unwrap();
-    let ran = Ran::new(place.ddprun(&["--nproc-per-node", "2", &python, "train.py"]).output().unwrap());
+    let ran = Ran::new(&mut place.ddprun(&["--nproc-per-node", "2", &python, "train.py"]));
     assert_eq!(ran.code, Some(0), "{}", ran.stderr);
     // Gradients of the sum over two rows of ones and of twos: 2 and 4; their mean is 3.
     let line = |rank| format!("rank {rank} of 2 [3.0, 3.0, 3.0, 3.0]");

@@ -1,15 +1,15 @@
 //! ddprun on a terminal: a pseudo-terminal that the test holds the other end of.
-use crate::Place;
+use crate::{Place, Running};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use std::os::fd::OwnedFd;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 /// A terminal with a ddprun on it.
 struct Terminal {
     ours: OwnedFd,
-    child: Child,
+    child: Running,
     shown: String,
 }
 
@@ -23,7 +23,7 @@ impl Terminal {
         let theirs = ioctl_tiocgptpeer(&ours, flags).unwrap();
         let mut command = place.ddprun(&[args, &["sh", "-c", script]].concat());
         command.stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap()).stderr(Stdio::from(theirs));
-        let child = command.spawn().unwrap();
+        let child = Running::new(&mut command);
         Self { ours, child, shown: String::new() }
     }
 
@@ -45,7 +45,7 @@ impl Terminal {
 
     fn end(mut self) -> (Option<i32>, String) {
         self.read(|_| false);
-        (self.child.wait().unwrap().code(), self.shown)
+        (self.child.child().wait().unwrap().code(), self.shown)
     }
 }
 
@@ -84,4 +84,23 @@ fn a_progress_bar_is_shown_while_it_is_drawn_and_makes_room_for_lines() {
     assert_eq!(code, Some(0));
     let (_, shown) = shown.split_once("\r\n").unwrap();
     assert_eq!(shown, "\r\x1b[2Khalf\r\x1b[2Ka line\r\n\r\x1b[2Kfull\r\n");
+}
+
+#[test]
+fn the_summary_starts_on_a_line_of_its_own() {
+    let place = Place::new();
+    let terminal = Terminal::start(&place, &[], r"printf '\r50%%'; exit 1");
+    let (code, shown) = terminal.end();
+    assert_eq!(code, Some(1));
+    assert!(shown.starts_with("\r50%\r\nddprun: rank 0 failed"), "{shown:?}");
+}
+
+/// What is written just before the end is not lost, however the system buffers it.
+#[test]
+fn the_last_output_is_not_lost() {
+    let place = Place::new();
+    for _ in 0..20 {
+        let (code, shown) = Terminal::start(&place, &[], "seq 1000").end();
+        assert_eq!((code, shown.lines().count(), shown.ends_with("\r\n1000\r\n")), (Some(0), 1000, true));
+    }
 }

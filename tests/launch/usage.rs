@@ -2,7 +2,7 @@
 use crate::{Place, Ran};
 
 fn run(place: &Place, args: &[&str]) -> Ran {
-    Ran::new(place.ddprun(args).output().unwrap())
+    Ran::new(&mut place.ddprun(args))
 }
 
 #[test]
@@ -29,11 +29,11 @@ fn nonsense_is_refused_with_code_2() {
 fn gpus_are_needed_for_one_worker_per_gpu() {
     let place = Place::new();
     let mut command = place.ddprun(&["--nproc-per-node", "gpu", "true"]);
-    let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", "").output().unwrap());
+    let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", ""));
     assert_eq!(ran.code, Some(2));
     ran.says("no GPU is visible");
     let mut command = place.ddprun(&["--nproc-per-node", "gpu", "sh", "-c", "echo x"]);
-    let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", "0,1,2").output().unwrap());
+    let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", "0,1,2"));
     assert_eq!(ran.stdout, "x\nx\nx\n");
 }
 
