@@ -9,9 +9,9 @@ use std::time::Duration;
 type Make = dyn Fn(Arc<dyn Store>, usize, usize) -> Box<dyn Communicator> + Sync;
 
 /// An engine under test.
-pub struct Engine {
-    pub name: &'static str,
-    pub device: Device,
+pub(crate) struct Engine {
+    pub(crate) name: &'static str,
+    pub(crate) device: Device,
     /// From the store, the rank and the world size.
     make: Box<Make>,
 }
@@ -19,7 +19,7 @@ pub struct Engine {
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The CPU engine as it is, and with sizes that lead through the other algorithms with little data.
-pub fn cpu() -> Vec<Engine> {
+pub(crate) fn cpu() -> Vec<Engine> {
     let usual = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
     let tiny = CpuOptions { segment_bytes: 100, small_bytes: 0, ..usual.clone() };
     let at_once = CpuOptions { small_bytes: usize::MAX, ..usual.clone() };
@@ -37,7 +37,7 @@ pub fn cpu() -> Vec<Engine> {
 
 impl Engine {
     /// Runs `body` on every rank of a world, each on a thread of its own; what they return, by rank.
-    pub fn on_ranks<T: Send>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T + Sync) -> Vec<T> {
+    pub(crate) fn on_ranks<T: Send>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T + Sync) -> Vec<T> {
         let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
         std::thread::scope(|scope| {
             let rank = |rank| {

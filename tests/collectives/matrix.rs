@@ -66,7 +66,7 @@ fn name(engine: &Engine, communicator: &dyn Communicator, rest: std::fmt::Argume
     format!("{}, rank {} of {}, {rest}", engine.name, communicator.rank(), communicator.world_size())
 }
 
-pub fn all_reduce(engine: &Engine) {
+pub(crate) fn all_reduce(engine: &Engine) {
     in_all_worlds(engine, |communicator| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         for (dtype, op) in reductions() {
@@ -80,7 +80,7 @@ pub fn all_reduce(engine: &Engine) {
     });
 }
 
-pub fn reduce(engine: &Engine) {
+pub(crate) fn reduce(engine: &Engine) {
     in_all_worlds(engine, |communicator| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         for (number, (dtype, op)) in reductions().enumerate() {
@@ -97,7 +97,7 @@ pub fn reduce(engine: &Engine) {
     });
 }
 
-pub fn reduce_scatter(engine: &Engine) {
+pub(crate) fn reduce_scatter(engine: &Engine) {
     in_all_worlds(engine, |communicator| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         for (dtype, op) in reductions() {
@@ -129,7 +129,7 @@ fn moves(engine: &Engine, body: impl Fn(&dyn Communicator, DType, usize, String)
     });
 }
 
-pub fn broadcast(engine: &Engine) {
+pub(crate) fn broadcast(engine: &Engine) {
     moves(engine, |communicator, dtype, count, what| {
         for root in 0..communicator.world_size().min(3) {
             let tensor = tensor(engine, dtype, (0..count).map(|index| mark(communicator.rank(), index)));
@@ -139,7 +139,7 @@ pub fn broadcast(engine: &Engine) {
     });
 }
 
-pub fn all_gather(engine: &Engine) {
+pub(crate) fn all_gather(engine: &Engine) {
     moves(engine, |communicator, dtype, count, what| {
         let world_size = communicator.world_size();
         let input = tensor(engine, dtype, (0..count).map(|index| mark(communicator.rank(), index)));
@@ -150,7 +150,7 @@ pub fn all_gather(engine: &Engine) {
     });
 }
 
-pub fn all_to_all(engine: &Engine) {
+pub(crate) fn all_to_all(engine: &Engine) {
     moves(engine, |communicator, dtype, count, what| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         let input = tensor(engine, dtype, (0..count * world_size).map(|index| mark(rank, index)));
@@ -161,7 +161,7 @@ pub fn all_to_all(engine: &Engine) {
     });
 }
 
-pub fn gather_and_scatter(engine: &Engine) {
+pub(crate) fn gather_and_scatter(engine: &Engine) {
     moves(engine, |communicator, dtype, count, what| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         let root = count % world_size;
@@ -180,7 +180,7 @@ pub fn gather_and_scatter(engine: &Engine) {
 }
 
 /// Round the ring: to the next rank, from the one before.
-pub fn send_and_recv(engine: &Engine) {
+pub(crate) fn send_and_recv(engine: &Engine) {
     moves(engine, |communicator, dtype, count, what| {
         let (rank, world_size) = (communicator.rank(), communicator.world_size());
         if world_size == 1 {
@@ -196,11 +196,11 @@ pub fn send_and_recv(engine: &Engine) {
     });
 }
 
-pub fn barrier(engine: &Engine) {
+pub(crate) fn barrier(engine: &Engine) {
     in_all_worlds(engine, |communicator| (0..20).for_each(|_| communicator.run(Collective::Barrier).unwrap()));
 }
 
-pub fn views_keep_their_surroundings(engine: &Engine) {
+pub(crate) fn views_keep_their_surroundings(engine: &Engine) {
     in_all_worlds(engine, |communicator| {
         let world_size = communicator.world_size();
         let whole = Tensor::ones((10, 7), DType::F32, &engine.device).unwrap();

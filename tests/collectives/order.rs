@@ -19,7 +19,7 @@ fn assert_all(tensor: &Tensor, expected: f64) {
     assert!(values.iter().all(|value| f64::from(*value) == expected), "{expected} expected: {:?}", &values[..3]);
 }
 
-pub fn works_are_carried_out_in_order_and_waited_for_out_of_order(engine: &Engine) {
+pub(crate) fn works_are_carried_out_in_order_and_waited_for_out_of_order(engine: &Engine) {
     engine.on_ranks(3, |communicator| {
         for round in 0..5 {
             let tensors: Vec<Tensor> =
@@ -38,7 +38,7 @@ pub fn works_are_carried_out_in_order_and_waited_for_out_of_order(engine: &Engin
     });
 }
 
-pub fn dropped_works_are_carried_out(engine: &Engine) {
+pub(crate) fn dropped_works_are_carried_out(engine: &Engine) {
     let results = engine.on_ranks(3, |communicator| {
         let tensor = filled(engine, 1.0, 5000);
         for _ in 0..4 {
@@ -50,7 +50,7 @@ pub fn dropped_works_are_carried_out(engine: &Engine) {
     results.iter().for_each(|tensor| assert_all(tensor, 81.0));
 }
 
-pub fn run_comes_after_what_was_started(engine: &Engine) {
+pub(crate) fn run_comes_after_what_was_started(engine: &Engine) {
     engine.on_ranks(2, |communicator| {
         let tensor = filled(engine, 1.0, 10_000);
         for _ in 0..10 {
@@ -62,7 +62,7 @@ pub fn run_comes_after_what_was_started(engine: &Engine) {
     });
 }
 
-pub fn messages_do_not_wait_for_collectives(engine: &Engine) {
+pub(crate) fn messages_do_not_wait_for_collectives(engine: &Engine) {
     engine.on_ranks(2, |communicator| {
         let (tensor, message) = (filled(engine, 1.0, 100), filled(engine, 7.0 * communicator.rank() as f64, 100));
         if communicator.rank() == 0 {
@@ -82,7 +82,7 @@ pub fn messages_do_not_wait_for_collectives(engine: &Engine) {
 }
 
 /// More than any socket's buffers hold, in both directions at once, started before anything is received.
-pub fn large_messages_cross(engine: &Engine) {
+pub(crate) fn large_messages_cross(engine: &Engine) {
     const COUNT: usize = 8 << 20;
     engine.on_ranks(2, |communicator| {
         let (rank, peer) = (communicator.rank(), 1 - communicator.rank());
@@ -95,7 +95,7 @@ pub fn large_messages_cross(engine: &Engine) {
     });
 }
 
-pub fn a_barrier_holds_everybody_back(engine: &Engine) {
+pub(crate) fn a_barrier_holds_everybody_back(engine: &Engine) {
     let come = AtomicUsize::new(0);
     engine.on_ranks(4, |communicator: &dyn Communicator| {
         for round in 1..=5 {

@@ -32,7 +32,7 @@ fn all_reduce(engine: &Engine, world_size: usize, dtype: DType, count: usize) ->
     })
 }
 
-pub fn bits_are_equal_on_all_ranks_and_from_run_to_run(engine: &Engine) {
+pub(crate) fn bits_are_equal_on_all_ranks_and_from_run_to_run(engine: &Engine) {
     for (world_size, dtype) in [(3, DType::F32), (4, DType::BF16), (7, DType::F32)] {
         let first = all_reduce(engine, world_size, dtype, COUNT);
         for rank in &first {
@@ -47,7 +47,7 @@ pub fn bits_are_equal_on_all_ranks_and_from_run_to_run(engine: &Engine) {
 
 /// An element's result depends on its values alone: neither on the size of the message nor on the chunk it is in. Here
 /// that is the sum in rank order, rounded once.
-pub fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
+pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
     let world_size = 4;
     for dtype in [DType::F32, DType::BF16] {
         let parts: Vec<Vec<f32>> = (0..world_size)
