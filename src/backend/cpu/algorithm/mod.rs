@@ -7,8 +7,10 @@ mod broadcast;
 mod direct;
 
 pub(super) use all_reduce::all_reduce;
-pub(super) use broadcast::broadcast;
-pub(super) use direct::{all_gather, all_to_all, barrier, gather, receive, reduce, reduce_scatter, scatter, send};
+pub(super) use broadcast::{broadcast_from_here, broadcast_to_here};
+pub(super) use direct::{
+    all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
+};
 
 use std::ops::Range;
 
