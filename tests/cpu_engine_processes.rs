@@ -31,7 +31,7 @@ impl Files {
 impl Store for Files {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let path = self.path(key);
-        let unfinished = path.with_extension("unfinished");
+        let unfinished = self.path(&format!("{key}.unfinished"));
         std::fs::write(&unfinished, value).unwrap();
         std::fs::rename(unfinished, path).unwrap();
         Ok(())
