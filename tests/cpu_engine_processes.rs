@@ -1,6 +1,7 @@
 //! The CPU engine with a process for each rank, some of which are killed or stopped.
 //!
 //! The test binary runs itself again as its ranks; they meet through files in a temporary folder.
+#![allow(clippy::unwrap_used)]
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};

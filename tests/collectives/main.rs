@@ -1,4 +1,5 @@
 //! What every engine must do, as one body of tests that is run for each engine.
+#![allow(clippy::unwrap_used)]
 mod engine;
 mod matrix;
 mod order;

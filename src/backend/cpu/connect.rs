@@ -1,6 +1,6 @@
 //! Builds the connections between all ranks.
 //!
-//! Every rank listens and publishes its address in the store; of two ranks, the higher one connects to the lower one.
+//! Every rank listens and publishes its address and its terms in the store; of two ranks, the higher one connects to the lower one.
 //! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::hello::{Hello, Kind, Stranger, Terms};
@@ -41,14 +41,19 @@ impl Connector<'_> {
         listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
         let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
         let drawn = RandomState::new().build_hasher().finish();
-        self.store.set(&key(self.rank), format!("{own} {drawn:016x}").as_bytes())?;
+        self.store.set(&key(self.rank), &publish(own, &self.hello(drawn, Kind::Control)))?;
 
         let mut nonce = drawn;
         let mut conversations = Vec::new();
         for peer in 0..self.rank {
-            let (address, drawn) = self.look_up(peer)?;
+            let (address, published) = self.look_up(peer)?;
             if peer == 0 {
-                nonce = drawn;
+                nonce = published.nonce;
+            }
+            if let Some(difference) = published.terms.difference(&self.terms) {
+                // It should learn of it, too.
+                let _ = self.call(peer, address, self.hello(nonce, Kind::Control));
+                return Err(self.failed(&[peer], difference));
             }
             for kind in Kind::ALL {
                 let hello = self.hello(nonce, kind);
@@ -89,24 +94,25 @@ impl Connector<'_> {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 
-    /// The address of `peer`, and the number it has drawn.
-    fn look_up(&self, peer: usize) -> Result<(SocketAddr, u64)> {
+    /// The address of `peer`, and what it says to everybody.
+    fn look_up(&self, peer: usize) -> Result<(SocketAddr, Hello)> {
         let key = key(peer);
         if let Err(error) = self.store.wait(&[&key], Some(self.left())) {
             if !matches!(error, Error::StoreTimeout { .. }) {
                 return Err(error);
             }
-            let missing: Vec<usize> =
-                (0..self.rank).filter(|peer| !self.store.check(&[&self::key(*peer)]).unwrap_or(false)).collect();
+            let is_missing = |peer: &usize| !self.store.check(&[&self::key(*peer)]).unwrap_or(false);
+            let missing: Vec<usize> = (0..self.rank).filter(is_missing).collect();
             return Err(self.failed(&missing, format!("they have not come to the rendezvous ({error})")));
         }
         let value = self.store.get(&key)?;
-        let parse = || {
-            let (address, drawn) = std::str::from_utf8(&value).ok()?.split_once(' ')?;
-            Some((address.parse().ok()?, u64::from_str_radix(drawn, 16).ok()?))
-        };
         let text = String::from_utf8_lossy(&value);
-        parse().ok_or_else(|| self.failed(&[peer], format!("the store holds {text:?} as its address")))
+        let no_address = || self.failed(&[peer], format!("the store holds {text:?} as its address"));
+        let (address, hello) = parse(&text).ok_or_else(no_address)?;
+        match Hello::decode(&hello) {
+            Ok(hello) => Ok((address, hello)),
+            Err(stranger) => Err(self.failed(&[peer], stranger.describe())),
+        }
     }
 
     /// Connects to `peer` and says hello.
@@ -255,6 +261,21 @@ impl Connector<'_> {
 
 fn key(rank: usize) -> String {
     format!("addr/{rank}")
+}
+
+/// What a rank puts into the store: its address, and its hello in hexadecimal digits.
+fn publish(address: SocketAddr, hello: &Hello) -> Vec<u8> {
+    let digits: String = hello.encode().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{address} {digits}").into_bytes()
+}
+
+fn parse(value: &str) -> Option<(SocketAddr, [u8; Hello::BYTES])> {
+    let (address, digits) = value.split_once(' ')?;
+    let mut hello = [0; Hello::BYTES];
+    for (index, byte) in hello.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
+    }
+    Some((address.parse().ok()?, hello))
 }
 
 /// Finds out, within half a minute, that a host is gone without having closed its connections.

@@ -126,10 +126,9 @@ impl Lane {
     pub(super) fn close(&self) {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_all();
-        if let Some(thread) = lock(&self.thread).take() {
-            if thread.join().is_err() {
-                log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
-            }
+        let thread = lock(&self.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
         }
     }
 }

@@ -68,7 +68,7 @@ fn whole_elements(segment: usize, size: usize) -> usize {
 }
 
 /// Splits `data` into the given parts, which follow each other, and leaves out what lies between.
-fn split<'a>(mut data: &'a mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&'a mut [u8]> {
+fn split(mut data: &mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&mut [u8]> {
     let mut position = 0;
     let mut split = Vec::new();
     for part in parts {
