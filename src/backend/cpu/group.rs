@@ -131,10 +131,6 @@ impl Group {
         (0..self.world_size).filter(move |peer| *peer != rank)
     }
 
-    pub(super) fn failure(&self) -> Option<Failure> {
-        lock(&self.state).failure.clone()
-    }
-
     /// Notes that `call` was started, unless the group has failed.
     pub(super) fn start(&self, channel: Channel, header: Header) -> Result<(), Failure> {
         let mut state = lock(&self.state);

@@ -126,10 +126,9 @@ impl Lane {
     pub(super) fn close(&self) {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_all();
-        if let Some(thread) = lock(&self.thread).take() {
-            if thread.join().is_err() {
-                log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
-            }
+        let thread = lock(&self.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
         }
     }
 }
@@ -213,40 +212,46 @@ fn execute(
     call: Call,
     collective: &Collective,
 ) -> candle_core::Result<Result<(), Failure>> {
+    use storage::{with_mut, with_mut_and_ref, with_ref};
     let Some(element) = call.element else { return Ok(algorithm::barrier(session)) };
+    let is_root = call.root == Some(session.rank());
+    // A tensor that is not changed is borrowed as such: others may read it meanwhile.
     match collective {
         Collective::AllReduce { tensor, op } => {
-            storage::with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+            with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+        }
+        Collective::Broadcast { tensor, .. } if is_root => {
+            with_ref(tensor, |data| algorithm::broadcast_from_here(session, tuning, data, element))
         }
         Collective::Broadcast { tensor, root } => {
-            storage::with_mut(tensor, |data| algorithm::broadcast(session, tuning, data, element, *root))
+            with_mut(tensor, |data| algorithm::broadcast_to_here(session, tuning, data, element, *root))
         }
-        Collective::Reduce { tensor, root, op } => {
-            storage::with_mut(tensor, |data| algorithm::reduce(session, scratch, tuning, data, element, *op, *root))
+        Collective::Reduce { tensor, op, .. } if is_root => {
+            with_mut(tensor, |data| algorithm::reduce_to_here(session, scratch, tuning, data, element, *op))
+        }
+        Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
+            with_ref(input, |data| algorithm::send(session, data, *root))
+        }
+        Collective::Gather { output: Some(output), input, .. } => {
+            with_mut_and_ref(output, input, |output, input| algorithm::gather_to_here(session, output, input))
+        }
+        Collective::Scatter { output, input: Some(input), .. } => {
+            with_mut_and_ref(output, input, |output, input| algorithm::scatter_from_here(session, output, input))
+        }
+        Collective::Scatter { output, input: None, root } => {
+            with_mut(output, |output| algorithm::receive(session, output, *root))
         }
         Collective::AllGather { output, input } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
+            with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
         }
-        Collective::ReduceScatter { output, input, op } => storage::with_mut_and_ref(output, input, |output, input| {
+        Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
             algorithm::reduce_scatter(session, scratch, tuning, (output, input), element, *op)
         }),
         Collective::AllToAll { output, input } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
+            with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
         }
-        Collective::Gather { output: Some(output), input, root } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::gather(session, output, input, *root))
-        }
-        Collective::Gather { output: None, input, root } => {
-            storage::with_ref(input, |input| algorithm::gather(session, &mut [], input, *root))
-        }
-        Collective::Scatter { output, input: Some(input), root } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::scatter(session, output, input, *root))
-        }
-        Collective::Scatter { output, input: None, root } => {
-            storage::with_mut(output, |output| algorithm::scatter(session, output, &[], *root))
-        }
-        Collective::Send { tensor, peer } => storage::with_ref(tensor, |data| algorithm::send(session, data, *peer)),
-        Collective::Recv { tensor, peer } => storage::with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
+        Collective::Send { tensor, peer } => with_ref(tensor, |data| algorithm::send(session, data, *peer)),
+        Collective::Recv { tensor, peer } => with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
         Collective::Barrier => Ok(algorithm::barrier(session)),
     }
 }
