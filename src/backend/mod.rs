@@ -1,6 +1,11 @@
 //! The engines that move tensors between ranks, behind one trait.
+mod call;
+mod check;
 mod collective;
 pub mod cpu;
+mod failure;
+mod progress;
+mod wire;
 mod work;
 
 pub use collective::{Collective, ReduceOp};

@@ -132,7 +132,7 @@ impl FrameReader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::call::Operation;
+    use crate::backend::call::Operation;
     use proptest::prelude::*;
 
     #[test]

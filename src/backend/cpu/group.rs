@@ -1,4 +1,5 @@
 //! What all threads of one rank know about their group: how far it is, who has left, and why it failed.
+pub(super) use super::call::Channel;
 use super::call::{Call, Header};
 use super::control::Control;
 use super::failure::Failure;
@@ -47,14 +48,6 @@ struct Peer {
     acknowledged: bool,
     /// Its control connection is closed.
     closed: bool,
-}
-
-/// Calls are numbered and paired within a channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Channel {
-    Collectives,
-    SendTo(usize),
-    RecvFrom(usize),
 }
 
 impl State {

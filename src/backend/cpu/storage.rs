@@ -39,13 +39,6 @@ pub(super) fn with_ref<R>(tensor: &Tensor, work: impl FnOnce(&[u8]) -> R) -> Res
     }
 }
 
-/// Whether two tensors lie in the same storage. Waits while either is being changed.
-pub(super) fn share(a: &Tensor, b: &Tensor) -> bool {
-    // Only compared, never followed. Not held together: a writer waiting in between would block the second lock.
-    let address = |tensor: &Tensor| std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0) as usize;
-    address(a) == address(b)
-}
-
 /// An in-place op that runs `work` once and keeps what it returns.
 struct Op<F, R> {
     work: RefCell<Option<F>>,
@@ -133,7 +126,6 @@ mod tests {
         with_mut(&row, |bytes| bytemuck::cast_slice_mut::<u8, i64>(bytes)[0] = 20).unwrap();
         with_ref(&row, |bytes| assert_eq!(bytemuck::cast_slice::<u8, i64>(bytes), [20, 3])).unwrap();
         assert_eq!(tensor.to_vec2::<i64>().unwrap(), [[0, 1], [20, 3], [4, 5]]);
-        assert!(share(&tensor, &row) && !share(&tensor, &tensor.copy().unwrap()));
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::call::Operation;
+    use crate::backend::call::Operation;
 
     #[test]
     fn the_last_thousand_calls_are_remembered() {

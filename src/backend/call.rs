@@ -177,6 +177,14 @@ impl fmt::Display for Call {
     }
 }
 
+/// Calls are numbered and paired within a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::backend) enum Channel {
+    Collectives,
+    SendTo(usize),
+    RecvFrom(usize),
+}
+
 /// What stands in front of the data of one call, once for each pair of ranks and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {

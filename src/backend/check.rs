@@ -1,0 +1,243 @@
+//! What every engine checks on the calling thread, before anything moves.
+use super::call::{Call, Channel, Element, Operation};
+use super::{Collective, ReduceOp};
+use crate::{Error, Result};
+use candle_core::{Storage, Tensor};
+
+/// Whether an engine can reach a tensor; if not, where the tensor is and what to do, to follow its description.
+pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
+
+/// Checks the tensors and arguments of `collective` on one rank of a group.
+pub(super) fn check(
+    rank: usize,
+    world_size: usize,
+    place: Place,
+    collective: &Collective,
+) -> Result<(Call, Channel)> {
+    let checker = Checker { rank, world_size, place, name: collective.name() };
+    let call = |operation, tensor, reduction, root| checker.call(operation, tensor, reduction, root);
+    let call = match collective {
+        Collective::AllReduce { tensor, op } => call(Operation::AllReduce, tensor, Some(*op), None)?,
+        Collective::Broadcast { tensor, root } => call(Operation::Broadcast, tensor, None, Some(*root))?,
+        Collective::Reduce { tensor, root, op } => call(Operation::Reduce, tensor, Some(*op), Some(*root))?,
+        Collective::AllGather { output, input } => {
+            let call = call(Operation::AllGather, input, None, None)?;
+            checker.pair(("output", output), ("input", input), world_size)?;
+            call
+        }
+        Collective::ReduceScatter { output, input, op } => {
+            let call = call(Operation::ReduceScatter, output, Some(*op), None)?;
+            checker.pair(("input", input), ("output", output), world_size)?;
+            call
+        }
+        Collective::AllToAll { output, input } => {
+            let call = call(Operation::AllToAll, input, None, None)?;
+            checker.pair(("output", output), ("input", input), 1)?;
+            if !input.elem_count().is_multiple_of(world_size) {
+                let count = input.elem_count();
+                return Err(checker.refuse(format!(
+                    "input has {count} elements, which cannot be split into {world_size} equal parts, one for each rank"
+                )));
+            }
+            call
+        }
+        Collective::Gather { output, input, root } => {
+            let call = call(Operation::Gather, input, None, Some(*root))?;
+            if let Some(output) = checker.on_root("output", output.as_ref(), *root)? {
+                checker.pair(("output", output), ("input", input), world_size)?;
+            }
+            call
+        }
+        Collective::Scatter { output, input, root } => {
+            let call = call(Operation::Scatter, output, None, Some(*root))?;
+            if let Some(input) = checker.on_root("input", input.as_ref(), *root)? {
+                checker.pair(("input", input), ("output", output), world_size)?;
+            }
+            call
+        }
+        Collective::Send { tensor, peer } => {
+            checker.other(*peer)?;
+            return Ok((call(Operation::Send, tensor, None, None)?, Channel::SendTo(*peer)));
+        }
+        Collective::Recv { tensor, peer } => {
+            checker.other(*peer)?;
+            return Ok((call(Operation::Recv, tensor, None, None)?, Channel::RecvFrom(*peer)));
+        }
+        Collective::Barrier => Call::bare(Operation::Barrier),
+    };
+    Ok((call, Channel::Collectives))
+}
+
+struct Checker<'a> {
+    rank: usize,
+    world_size: usize,
+    place: Place<'a>,
+    name: &'static str,
+}
+
+impl Checker<'_> {
+    fn call(
+        &self,
+        operation: Operation,
+        tensor: &Tensor,
+        reduction: Option<ReduceOp>,
+        root: Option<usize>,
+    ) -> Result<Call> {
+        let element = self.tensor(tensor)?;
+        if reduction == Some(ReduceOp::Avg) && !element.is_float() {
+            return Err(self.refuse(format!(
+                "ReduceOp::Avg is for floating point, and this is {}: use ReduceOp::Sum and divide",
+                tensor.dtype().as_str()
+            )));
+        }
+        if let Some(root) = root {
+            self.in_world(root)?;
+        }
+        Ok(Call { operation, element: Some(element), reduction, root, count: tensor.elem_count() as u64 })
+    }
+
+    fn tensor(&self, tensor: &Tensor) -> Result<Element> {
+        let described = crate::error::describe(tensor.dtype(), tensor.shape());
+        if let Err(reason) = (self.place)(tensor) {
+            return Err(self.refuse(format!("{described} {reason}")));
+        }
+        if !tensor.is_contiguous() {
+            return Err(self.refuse(format!(
+                "{described} with strides {:?} is not contiguous: pass a contiguous() copy",
+                tensor.stride()
+            )));
+        }
+        Element::of(tensor.dtype()).ok_or_else(|| Error::UnsupportedDType {
+            operation: self.name.to_string(),
+            dtype: tensor.dtype(),
+            supported: Element::SUPPORTED,
+        })
+    }
+
+    /// Both tensors can be used, and `whole` has `times` the elements of `part`.
+    fn pair(&self, whole: (&str, &Tensor), part: (&str, &Tensor), times: usize) -> Result<()> {
+        self.tensor(whole.1)?;
+        self.tensor(part.1)?;
+        let describe = |(name, tensor): (&str, &Tensor)| {
+            format!("{name} is {}", crate::error::describe(tensor.dtype(), tensor.shape()))
+        };
+        let both = || format!("{}, {}", describe(whole), describe(part));
+        if whole.1.dtype() != part.1.dtype() {
+            return Err(self.refuse(format!("{}: they must have the same dtype", both())));
+        }
+        if Some(whole.1.elem_count()) != part.1.elem_count().checked_mul(times) {
+            let times = if times == 1 { String::new() } else { format!("{times} (world_size) times ") };
+            return Err(self.refuse(format!(
+                "{}: {} must have {times}as many elements as {}",
+                both(),
+                whole.0,
+                part.0
+            )));
+        }
+        if share(whole.1, part.1) {
+            return Err(self.refuse(format!("{} and {} share their storage: pass a copy() of one", whole.0, part.0)));
+        }
+        Ok(())
+    }
+
+    /// The tensor that only the root has.
+    fn on_root<'a>(
+        &self,
+        argument: &'static str,
+        tensor: Option<&'a Tensor>,
+        root: usize,
+    ) -> Result<Option<&'a Tensor>> {
+        let (name, rank) = (self.name, self.rank);
+        match tensor {
+            None if rank == root => {
+                Err(Error::invalid(argument, format!("{name}: rank {rank} is the root and must give it")))
+            }
+            Some(_) if rank != root => {
+                let reason = format!("{name}: rank {rank} must pass None, for only the root (rank {root}) has it");
+                Err(Error::invalid(argument, reason))
+            }
+            tensor => Ok(tensor),
+        }
+    }
+
+    fn in_world(&self, rank: usize) -> Result<()> {
+        if rank < self.world_size { Ok(()) } else { Err(Error::RankOutOfRange { rank, world_size: self.world_size }) }
+    }
+
+    fn other(&self, peer: usize) -> Result<()> {
+        self.in_world(peer)?;
+        if peer == self.rank {
+            let reason = format!("{}: rank {peer} is this rank itself, which needs no message", self.name);
+            return Err(Error::invalid("peer", reason));
+        }
+        Ok(())
+    }
+
+    fn refuse(&self, reason: String) -> Error {
+        Error::InvalidTensor { rank: self.rank, operation: self.name.to_string(), reason }
+    }
+}
+
+/// Whether two tensors lie in the same storage. Waits while either is being changed.
+fn share(a: &Tensor, b: &Tensor) -> bool {
+    // Only compared, never followed. Not held together: a writer waiting in between would block the second lock.
+    let address = |tensor: &Tensor| std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0) as usize;
+    address(a) == address(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+
+    fn zeros(shape: &[usize], dtype: DType) -> Tensor {
+        Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()
+    }
+
+    fn refusal(collective: Collective) -> String {
+        check(1, 2, &|_| Ok(()), &collective).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_with_advice() {
+        let (a, b) = (zeros(&[2, 3], DType::F32), zeros(&[4, 3], DType::F32));
+        let sum = ReduceOp::Sum;
+        let cases = [
+            (Collective::AllReduce { tensor: a.t().unwrap(), op: sum }, "not contiguous: pass a contiguous() copy"),
+            (Collective::AllReduce { tensor: zeros(&[1], DType::I32), op: sum }, "does not support dtype I32"),
+            (
+                Collective::AllReduce { tensor: zeros(&[1], DType::I64), op: ReduceOp::Avg },
+                "use ReduceOp::Sum and divide",
+            ),
+            (Collective::Broadcast { tensor: a.clone(), root: 2 }, "rank 2 is outside of a world of 2"),
+            (Collective::AllGather { output: a.clone(), input: b.clone() }, "output is f32[2, 3], input is f32[4, 3]"),
+            (Collective::AllGather { output: zeros(&[12], DType::F64), input: a.clone() }, "must have the same dtype"),
+            (Collective::AllGather { output: b.clone(), input: b.narrow(0, 0, 2).unwrap() }, "share their storage"),
+            (Collective::ReduceScatter { output: b.clone(), input: a.clone(), op: sum }, "2 (world_size) times"),
+            (
+                Collective::AllToAll { output: zeros(&[3], DType::U8), input: zeros(&[3], DType::U8) },
+                "cannot be split into 2 equal parts",
+            ),
+            (Collective::Gather { output: None, input: a.clone(), root: 1 }, "rank 1 is the root and must give it"),
+            (
+                Collective::Scatter { output: a.clone(), input: Some(b.clone()), root: 0 },
+                "only the root (rank 0) has it",
+            ),
+            (Collective::Send { tensor: a.clone(), peer: 1 }, "is this rank itself"),
+            (Collective::Recv { tensor: a.clone(), peer: 7 }, "rank 7 is outside"),
+        ];
+        for (collective, expected) in cases {
+            let refusal = refusal(collective.clone());
+            assert!(refusal.contains(expected), "{collective:?}: {refusal}");
+        }
+        for rows in [b.narrow(0, 1, 2).unwrap(), zeros(&[2, 0], DType::F32)] {
+            check(1, 2, &|_| Ok(()), &Collective::AllReduce { tensor: rows, op: sum }).unwrap();
+        }
+    }
+
+    #[test]
+    fn views_share_their_storage_and_copies_do_not() {
+        let tensor = zeros(&[3, 2], DType::I64);
+        assert!(share(&tensor, &tensor.narrow(0, 1, 1).unwrap()) && !share(&tensor, &tensor.copy().unwrap()));
+    }
+}
