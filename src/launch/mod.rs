@@ -43,6 +43,7 @@ use folder::RunFolder;
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::ExitCode;
 use supervisor::{Events, Outcome, Supervisor};
 use worker::{Exit, Starter};
@@ -68,7 +69,10 @@ pub fn parse() -> Result<Cli, ExitCode> {
 /// It takes over the signals and the child processes of this process, and must be called from a thread that lives as
 /// long as the process, as the main thread does: workers die with it.
 pub fn run(cli: Cli) -> ExitCode {
-    let code = Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config));
+    let code = match &cli.merge_traces {
+        Some(folder) => merge_traces(folder),
+        None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    };
     ExitCode::from(code.unwrap_or_else(|error| {
         message(&error);
         match &error {
@@ -78,6 +82,12 @@ pub fn run(cli: Cli) -> ExitCode {
             _ => 1,
         }
     }))
+}
+
+fn merge_traces(folder: &Path) -> Result<u8> {
+    let (path, ranks) = crate::trace::merge(folder)?;
+    message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
+    Ok(0)
 }
 
 fn execute(config: &Config) -> Result<u8> {
