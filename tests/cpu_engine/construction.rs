@@ -70,7 +70,8 @@ fn strangers_do_not_disturb() {
     std::thread::scope(|scope| {
         let rank_0 = scope.spawn(|| new(&store, 0, 2).unwrap().run(all_reduce(5)));
         let address = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
-        let connect = || TcpStream::connect(address.split_once(' ').unwrap().0).unwrap();
+        let (address, hello) = address.split_once(' ').unwrap();
+        let connect = || TcpStream::connect(address).unwrap();
         let silent = connect();
         let mut talker = connect();
         talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
@@ -81,6 +82,14 @@ fn strangers_do_not_disturb() {
         newer.read_to_end(&mut reply).unwrap();
         assert_eq!(reply[..8], *b"cDDP\x01\0\0\0");
         drop(connect());
+        // Rank 1 of another group: all is right but the nonce.
+        let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
+        let mut other: Vec<u8> = (0..hello.len() / 2).map(byte).collect();
+        other[8] ^= 1;
+        other[16] = 1;
+        let mut namesake = connect();
+        namesake.write_all(&other).unwrap();
+        assert_eq!(namesake.read_to_end(&mut reply).unwrap(), 0);
         let rank_1 = scope.spawn(|| new(&store, 1, 2).unwrap().run(all_reduce(5)));
         rank_0.join().unwrap().unwrap();
         rank_1.join().unwrap().unwrap();

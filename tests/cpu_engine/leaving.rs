@@ -82,16 +82,13 @@ fn abort_ends_a_call_in_flight_on_all_ranks() {
                 });
             }
             let start = Instant::now();
-            let error = match communicator.rank() {
-                // Is not in the collective, so that it cannot end by itself.
-                2 => {
-                    std::thread::sleep(Duration::from_millis(500));
-                    until_failure(&communicator, Collective::Barrier)
-                }
-                _ => until_failure(&communicator, all_reduce(1 << 20)),
-            };
+            if communicator.rank() == 2 {
+                // Is not in the collective, so that it cannot end by itself, and stays, so that no connection closes.
+                std::thread::sleep(TIMEOUT);
+            }
+            let error = until_failure(&communicator, all_reduce(1 << 20));
             assert_eq!(error.to_string(), "rank 0 ended the group: loss is NaN");
-            assert!(start.elapsed() < TIMEOUT, "only the time-out ended it");
+            assert!(communicator.rank() == 2 || start.elapsed() < TIMEOUT, "only the time-out ended it");
         });
     });
 }
@@ -103,4 +100,27 @@ fn abort_in_a_world_of_one() {
         communicator.abort("enough");
         assert_eq!(until_failure(&communicator, all_reduce(5)).to_string(), "rank 0 ended the group: enough");
     });
+}
+
+#[test]
+fn a_rank_that_left_after_another_call_is_no_dead_rank() {
+    let errors = on_ranks(3, |communicator| {
+        if communicator.rank() == 0 {
+            // Sends nothing to rank 1.
+            communicator.run(Collective::Gather { output: None, input: zeros(5), root: 2 }).unwrap();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        match communicator.rank() {
+            1 => Some(until_failure(&communicator, broadcast(5, 0))),
+            _ => {
+                let output = Some(zeros(15));
+                Some(until_failure(&communicator, Collective::Gather { output, input: zeros(5), root: 2 }))
+            }
+        }
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Error::Desync { sequence: 1, .. } | Error::CollectiveTimeout { .. }), "{error:?}");
+        assert!(error.to_string().contains("broadcast(f32[5])") || error.to_string().contains("gather"), "{error}");
+    }
 }
