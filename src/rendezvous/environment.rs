@@ -60,13 +60,20 @@ impl Environment {
         Ok(environment)
     }
 
-    /// As [`Environment::from_process`], without rank and world size, which the caller knows better.
-    pub(super) fn without_place() -> Result<Self> {
-        Variables(&process_variable).run()
+    /// As [`Environment::read`], but without rank and world size, which the caller knows better, and with the local
+    /// ones only if they belong to these.
+    pub(super) fn read_for(lookup: impl Fn(&str) -> Option<String>, rank: usize, world_size: usize) -> Result<Self> {
+        let variables = Variables(&lookup);
+        let mut environment = variables.run()?;
+        let mut place = environment.clone();
+        if variables.place(&mut place).is_ok() && (place.rank, place.world_size) == (Some(rank), Some(world_size)) {
+            environment = place;
+        }
+        Ok(environment)
     }
 }
 
-fn process_variable(name: &str) -> Option<String> {
+pub(super) fn process_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
@@ -326,7 +333,8 @@ mod tests {
 
     #[test]
     fn names_the_variable_and_the_value() {
-        let cases: &[(&[(&str, &str)], &[&str])] = &[
+        type Texts = &'static [&'static str];
+        let cases: &[(&[(&str, &str)], Texts)] = &[
             (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK=\"4\"", "WORLD_SIZE=4", "0 to 3"]),
             (&[("RANK", "1")], &["WORLD_SIZE is not set", "RANK is set"]),
             (&[("WORLD_SIZE", "2")], &["variable RANK is not set", "WORLD_SIZE is set"]),

@@ -1,15 +1,24 @@
 //! How ranks find each other: the environment a launcher sets, init methods, and key-value stores.
+//!
+//! [`rendezvous`] is the way in; its answer holds a store of the run's own, this rank's place, and its address.
 mod environment;
+mod file_log;
+mod file_store;
 mod hash_store;
 mod init_method;
+mod join;
+mod meeting;
+mod plan;
 mod prefix_store;
 mod slurm;
 mod store;
 mod tcp_store;
 
 pub use environment::{Environment, Launcher};
+pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use init_method::{InitMethod, Location};
+pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;
 pub use tcp_store::{TcpStore, TcpStoreServer};

@@ -99,7 +99,8 @@ impl TcpStore {
         SocketAddr::new(self.address.ip().to_canonical(), self.address.port())
     }
 
-    fn name(&self) -> String {
+    /// `host:port`, for messages.
+    pub(in crate::rendezvous) fn name(&self) -> String {
         match self.host.contains(':') {
             true => format!("[{}]:{}", self.host, self.port),
             false => format!("{}:{}", self.host, self.port),

@@ -174,7 +174,7 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
                 for address in addresses {
                     // An address that swallows packets must not cost the others their turn.
                     let rest = deadline.saturating_duration_since(Instant::now());
-                    let turn = Instant::now() + rest.div_f64(share.into()).min(Duration::from_secs(20)).min(rest);
+                    let turn = Instant::now() + (rest / share).min(Duration::from_secs(20));
                     match Link::open(address, turn) {
                         Ok(link) => return Ok(link),
                         Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),

@@ -1,0 +1,208 @@
+//! The file behind a [`FileStore`](super::FileStore): a log of changes, and the locks around it.
+use crate::{Error, Result};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The first bytes of every log: what protects other files from being taken for one.
+const MAGIC: &[u8] = b"candle-ddp store 1\n";
+/// Length and checksum in front of each record.
+const HEADER: usize = 8;
+/// The longest record; a longer one means that the file is damaged.
+const MAX_RECORD: usize = 9 << 20;
+
+/// A log of records that several processes append to.
+///
+/// Two locks, both freed by the system when a process dies: `PATH.lock` is shared by all who use the log, so whoever
+/// gets it for itself alone knows that what the log holds is left over; `PATH` itself is locked for each access.
+pub(super) struct FileLog {
+    path: PathBuf,
+    lock_path: PathBuf,
+    data: File,
+    users: File,
+    /// Everything before this has been read.
+    offset: u64,
+}
+
+/// The right to read or append, until dropped.
+pub(super) struct Access<'a> {
+    log: &'a mut FileLog,
+}
+
+impl Drop for Access<'_> {
+    fn drop(&mut self) {
+        // The next lock call on this file would fail in the same way, and be reported.
+        let _ = self.log.data.unlock();
+    }
+}
+
+fn retry(deadline: Instant, pause: &mut Duration) -> io::Result<()> {
+    if Instant::now() >= deadline {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    std::thread::sleep((*pause).min(deadline.saturating_duration_since(Instant::now())));
+    *pause = (*pause * 2).min(Duration::from_millis(10));
+    Ok(())
+}
+
+const FIRST_PAUSE: Duration = Duration::from_micros(20);
+
+/// Locks within the deadline: a process that was stopped while it held the lock must not stop us too.
+fn lock(deadline: Instant, attempt: impl Fn() -> Result<(), TryLockError>) -> io::Result<()> {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match attempt() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) => retry(deadline, &mut pause)?,
+        }
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+}
+
+/// Whether `path` still leads to `file`, which a leaving user may have removed.
+fn leads_to(path: &Path, file: &File) -> io::Result<bool> {
+    match path.metadata() {
+        Ok(there) => file.metadata().map(|here| (here.dev(), here.ino()) == (there.dev(), there.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+impl FileLog {
+    /// Opens the log at `path`, and empties it if nobody else uses it.
+    pub(super) fn open(path: &Path, deadline: Instant) -> Result<Self> {
+        let mut lock_path = path.as_os_str().to_owned();
+        lock_path.push(".lock");
+        let lock_path = PathBuf::from(lock_path);
+        let context = |error| Error::io(format!("open the file store {}", path.display()), error);
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let users = open(&lock_path).map_err(context)?;
+            match users.try_lock() {
+                Ok(()) if leads_to(&lock_path, &users).map_err(context)? => Self::clear(path)?,
+                Ok(()) | Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => return Err(context(error)),
+            }
+            // Not in one step with the exclusive lock: another newcomer may come between and clear the log as well,
+            // which does no harm, since nothing is written before the shared lock is held.
+            lock(deadline, || users.try_lock_shared()).map_err(context)?;
+            if leads_to(&lock_path, &users).map_err(context)? {
+                let data = OpenOptions::new().read(true).write(true).open(path).map_err(context)?;
+                let path = path.to_path_buf();
+                return Ok(Self { path, lock_path, data, users, offset: MAGIC.len() as u64 });
+            }
+            retry(deadline, &mut pause).map_err(context)?;
+        }
+    }
+
+    /// Makes an empty log of `path`, unless it is somebody's file.
+    fn clear(path: &Path) -> Result<()> {
+        let context = |error| Error::io(format!("create the file store {}", path.display()), error);
+        let mut data = open(path).map_err(context)?;
+        let mut start = Vec::new();
+        (&mut data).take(MAGIC.len() as u64).read_to_end(&mut start).map_err(context)?;
+        if !MAGIC.starts_with(&start) {
+            return Err(Error::InvalidArgument {
+                argument: "init_method",
+                reason: format!("the file {} exists and is no store: name another one", path.display()),
+            });
+        }
+        data.set_len(0).and_then(|()| data.rewind()).and_then(|()| data.write_all(MAGIC)).map_err(context)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How far it has been read.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Whether there may be something to read: cheap, for polling.
+    pub(super) fn has_grown(&self) -> io::Result<bool> {
+        self.data.metadata().map(|metadata| metadata.len() != self.offset)
+    }
+
+    /// Waits for the right to read and append.
+    pub(super) fn access(&mut self, deadline: Instant) -> io::Result<Access<'_>> {
+        lock(deadline, || self.data.try_lock())?;
+        Ok(Access { log: self })
+    }
+}
+
+impl Access<'_> {
+    /// Gives `apply` each record that was appended since the last call. A torn one at the end, of a writer that died,
+    /// is left out: nobody has seen it, and the next writer overwrites it.
+    pub(super) fn read(&mut self, mut apply: impl FnMut(&[u8])) -> io::Result<()> {
+        let log = &mut *self.log;
+        if log.data.metadata()?.len() <= log.offset {
+            return Ok(());
+        }
+        log.data.seek(SeekFrom::Start(log.offset))?;
+        let mut reader = io::BufReader::with_capacity(1 << 16, &log.data);
+        let mut record = Vec::new();
+        loop {
+            let mut header = [0; HEADER];
+            record.clear();
+            match reader.read_exact(&mut header) {
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+                result => result?,
+            }
+            let [a, b, c, d, sum @ ..] = header;
+            let length = u32::from_le_bytes([a, b, c, d]) as usize;
+            if length > MAX_RECORD {
+                return Ok(());
+            }
+            (&mut reader).take(length as u64).read_to_end(&mut record)?;
+            if record.len() < length || u32::from_le_bytes(sum) != checksum(&record) {
+                return Ok(());
+            }
+            apply(&record);
+            log.offset += (HEADER + length) as u64;
+        }
+    }
+
+    /// Appends a record; everything before it must have been read.
+    pub(super) fn append(&mut self, record: &[u8]) -> io::Result<()> {
+        let log = &mut *self.log;
+        let length = u32::try_from(record.len()).ok().filter(|length| *length as usize <= MAX_RECORD);
+        let length = length.ok_or(io::ErrorKind::FileTooLarge)?;
+        let mut bytes = Vec::with_capacity(HEADER + record.len());
+        bytes.extend_from_slice(&length.to_le_bytes());
+        bytes.extend_from_slice(&checksum(record).to_le_bytes());
+        bytes.extend_from_slice(record);
+        // What stands behind the offset is torn.
+        log.data.set_len(log.offset)?;
+        log.data.seek(SeekFrom::Start(log.offset))?;
+        if let Err(error) = log.data.write_all(&bytes) {
+            // Best effort, on a disk that is full: readers do not take the torn record anyway.
+            let _ = log.data.set_len(log.offset);
+            return Err(error);
+        }
+        log.offset += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+impl Drop for FileLog {
+    /// The last one out removes the files.
+    fn drop(&mut self) {
+        if self.users.try_lock().is_ok() && leads_to(&self.lock_path, &self.users).unwrap_or(false) {
+            // If either cannot be removed, the next run clears it.
+            let _ = std::fs::remove_file(&self.path);
+            let _ = std::fs::remove_file(&self.lock_path);
+        }
+    }
+}
+
+/// FNV-1a: tells a whole record from one that a crash of the host left half written.
+fn checksum(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(0x811C_9DC5, |sum, byte| (sum ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
+}

@@ -1,0 +1,144 @@
+use super::join::{Join, host};
+use super::plan::{Place, Plan};
+use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// Keeps our keys apart from those of other users of the same store.
+const PREFIX: &str = "candle_ddp";
+
+/// How to find the other ranks.
+#[derive(Clone, Debug)]
+pub struct RendezvousOptions {
+    /// Where, see [`InitMethod`].
+    pub init_method: String,
+    /// This process's rank; `None`: as the init method or the environment says.
+    pub rank: Option<usize>,
+    /// The number of ranks; `None`: as the init method or the environment says.
+    pub world_size: Option<usize>,
+    /// How long all of it may take, and afterwards each call of the store.
+    pub timeout: Duration,
+}
+
+impl Default for RendezvousOptions {
+    /// `env://` and 300 s, as PyTorch's stores.
+    fn default() -> Self {
+        Self { init_method: "env://".to_string(), rank: None, world_size: None, timeout: Duration::from_secs(300) }
+    }
+}
+
+/// What a rank knows when all have found each other.
+#[derive(Clone)]
+pub struct Rendezvous {
+    /// A store that belongs to this run alone. On rank 0 it keeps the server alive, unless the launcher hosts it: rank
+    /// 0 must hold it until the others need it no more.
+    pub store: Arc<dyn Store>,
+    /// This process's place among all.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world_size: usize,
+    /// This process's place among those of its host.
+    pub local_rank: usize,
+    /// The number of ranks on this host.
+    pub local_world_size: usize,
+    /// Where peers can reach this process, judged by its connection to the store; `None` with a [`FileStore`].
+    pub address: Option<IpAddr>,
+}
+
+impl std::fmt::Debug for Rendezvous {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rendezvous")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .field("local_rank", &self.local_rank)
+            .field("local_world_size", &self.local_world_size)
+            .field("address", &self.address)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Meets the other ranks: PyTorch's `init_process_group` up to the point where the store is there and all have come.
+///
+/// Options win over the init method's query, and that over the environment. Rank 0 hosts the [`TcpStoreServer`] unless
+/// the launcher does (TORCHELASTIC_USE_AGENT_STORE). May be called again later, by all ranks in the same order: each
+/// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
+/// (a rank given twice, another world size) is an error on all; who has not come in time is named.
+pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
+    let deadline = Instant::now() + options.timeout;
+    let plan = Plan::new(options)?;
+    let Plan { rank, world_size, .. } = plan;
+    let mut addresses = None;
+    let (name, base): (String, Arc<dyn Store>) = match &plan.place {
+        Place::File(path) => (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?)),
+        Place::Tcp { host, port, launcher_hosts } => {
+            let store = if rank == 0 && !launcher_hosts {
+                let server = shared_server(*port)?;
+                // Not by the host's name, which need not lead to this host from inside of it.
+                let own = Ipv4Addr::LOCALHOST.to_string();
+                TcpStore::connect(&own, server.port(), options.timeout)?.named(host).hosting(server)
+            } else {
+                TcpStore::connect(host, *port, options.timeout)?
+            };
+            addresses = Some((store.local_addr(), store.server_addr().ip()));
+            (store.name(), Arc::new(store))
+        }
+    };
+    let prefix = format!("{PREFIX}/{}/{}", plan.restart_count, count_call(&name, rank));
+    let join = Join {
+        store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
+        name,
+        rank,
+        world_size,
+        host: host(),
+        addresses,
+        deadline,
+        timeout: options.timeout,
+    };
+    join.run()?;
+    let (local_rank, local_world_size) = match plan.local {
+        Some(local) => local,
+        None => join.local_place()?,
+    };
+    let address = join.address()?;
+    let store = Arc::new(PrefixStore::new(prefix, base));
+    Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
+}
+
+/// The servers that this process hosts: groups that meet at the same port, one after the other or at once, share one.
+static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
+
+/// How long a port may still be in the hands of an earlier attempt's process, or of a child that is just being started.
+const RELEASE: Duration = Duration::from_secs(1);
+
+fn shared_server(port: u16) -> Result<Arc<TcpStoreServer>> {
+    let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+    servers.retain(|server| server.strong_count() > 0);
+    if let Some(server) = servers.iter().filter_map(Weak::upgrade).find(|server| server.port() == port) {
+        return Ok(server);
+    }
+    let deadline = Instant::now() + RELEASE;
+    let server = loop {
+        match TcpStoreServer::bind(port) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            result => break Arc::new(result?),
+        }
+    };
+    servers.push(Arc::downgrade(&server));
+    Ok(server)
+}
+
+/// How often this process has met others as this rank in this store: a part of the keys, since the store may remember
+/// the last time. Threads of one process may be several ranks.
+fn count_call(store: &str, rank: usize) -> u64 {
+    static CALLS: Mutex<BTreeMap<(String, usize), u64>> = Mutex::new(BTreeMap::new());
+    let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let count = calls.entry((store.to_string(), rank)).or_default();
+    *count += 1;
+    *count - 1
+}

@@ -1,0 +1,158 @@
+//! Options, init method and environment, put together.
+use super::environment::process_variable;
+use super::{Environment, InitMethod, Location, RendezvousOptions};
+use crate::{Error, Result};
+use std::path::PathBuf;
+
+/// What one rank is about to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    pub(super) place: Place,
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    /// Local rank and local world size, where known beforehand.
+    pub(super) local: Option<(usize, usize)>,
+    pub(super) restart_count: u64,
+}
+
+/// Where the store is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Served at this address, by the launcher or by rank 0.
+    Tcp { host: String, port: u16, launcher_hosts: bool },
+    /// In a file.
+    File(PathBuf),
+}
+
+const HOW_TO_START: &str = "start the program with a launcher (ddprun --nproc-per-node N PROGRAM, \
+     torchrun --no-python PROGRAM, srun or mpirun), or give rank, world_size and an init method such as \
+     tcp://host:port in the options";
+
+impl Plan {
+    pub(super) fn new(options: &RendezvousOptions) -> Result<Self> {
+        Self::read(options, process_variable)
+    }
+
+    fn read(options: &RendezvousOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let method: InitMethod = options.init_method.parse()?;
+        let rank = options.rank.or(method.rank);
+        let world_size = options.world_size.or(method.world_size);
+        let environment = match (rank, world_size) {
+            (Some(rank), Some(world_size)) => Environment::read_for(lookup, rank, world_size)?,
+            _ => Environment::read(lookup)?,
+        };
+        let missing = |variable| Error::MissingEnvironment { variable, hint: HOW_TO_START.to_string() };
+        let rank = rank.or(environment.rank).ok_or_else(|| missing("RANK"))?;
+        let world_size = world_size.or(environment.world_size).ok_or_else(|| missing("WORLD_SIZE"))?;
+        if rank >= world_size {
+            return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        let Environment { master_addr, master_port, use_agent_store, .. } = environment;
+        let place = match method.location {
+            Location::File(path) => Place::File(path),
+            Location::Environment => {
+                let hint = |what: &str| {
+                    format!(
+                        "it is {what} of rank 0. A launcher sets it (mpirun passes it on with -x or -genv), \
+                         or give an init method such as tcp://host:port in the options"
+                    )
+                };
+                let variable = "MASTER_ADDR";
+                let host = master_addr.ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("the host") })?;
+                let variable = "MASTER_PORT";
+                let port = master_port
+                    .ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("a free port on the host") })?;
+                Place::Tcp { host, port, launcher_hosts: use_agent_store }
+            }
+            Location::Tcp { host, port } => {
+                // A launcher's store is at its own address only.
+                let launcher_hosts =
+                    use_agent_store && master_addr.as_ref() == Some(&host) && master_port == Some(port);
+                Place::Tcp { host, port, launcher_hosts }
+            }
+        };
+        if let Place::Tcp { port: 0, .. } = place
+            && world_size > 1
+        {
+            return Err(Error::invalid("init_method", "port 0 is any free port, which the other ranks cannot know"));
+        }
+        // Those of the environment belong to its own rank.
+        let own = environment.rank == Some(rank) && environment.world_size == Some(world_size);
+        let local = environment.local_rank.zip(environment.local_world_size).filter(|_| own);
+        let local = if world_size == 1 { local.or(Some((0, 1))) } else { local };
+        Ok(Self { place, rank, world_size, local, restart_count: environment.restart_count })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(options: RendezvousOptions, variables: &[(&str, &str)]) -> Result<Plan> {
+        let find = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        Plan::read(&options, find)
+    }
+
+    fn options(init_method: &str, rank: Option<usize>, world_size: Option<usize>) -> RendezvousOptions {
+        RendezvousOptions { init_method: init_method.to_string(), rank, world_size, ..RendezvousOptions::default() }
+    }
+
+    fn tcp(host: &str, port: u16, launcher_hosts: bool) -> Place {
+        Place::Tcp { host: host.to_string(), port, launcher_hosts }
+    }
+
+    const LAUNCHED: &[(&str, &str)] = &[
+        ("RANK", "1"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "node0"),
+        ("MASTER_PORT", "29500"),
+        ("TORCHELASTIC_RESTART_COUNT", "3"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ];
+
+    #[test]
+    fn from_the_environment() {
+        let expected =
+            Plan { place: tcp("node0", 29500, true), rank: 1, world_size: 4, local: Some((1, 2)), restart_count: 3 };
+        assert_eq!(plan(RendezvousOptions::default(), LAUNCHED).unwrap(), expected);
+        assert_eq!(plan(options("tcp://node0:29500", None, None), LAUNCHED).unwrap(), expected);
+        // Another port is not the launcher's.
+        let other = plan(options("tcp://node0:29501", None, None), LAUNCHED).unwrap();
+        assert_eq!(other.place, tcp("node0", 29501, false));
+    }
+
+    #[test]
+    fn options_win_over_the_query_and_that_over_the_environment() {
+        let explicit = plan(options("tcp://h:1?rank=2&world_size=8", Some(5), None), LAUNCHED).unwrap();
+        assert_eq!((explicit.rank, explicit.world_size, explicit.local), (5, 8, None));
+        let explicit = plan(options("env://", Some(0), Some(2)), LAUNCHED).unwrap();
+        assert_eq!((explicit.rank, explicit.world_size, explicit.local), (0, 2, None));
+        let other_rank = plan(options("env://", Some(0), None), LAUNCHED).unwrap();
+        assert_eq!((other_rank.rank, other_rank.world_size, other_rank.local), (0, 4, None));
+        // Where they agree, the local place is known.
+        assert_eq!(plan(options("env://", Some(1), Some(4)), LAUNCHED).unwrap().local, Some((1, 2)));
+        // A broken environment is no obstacle to who does not need it.
+        let broken = [("RANK", "x"), ("WORLD_SIZE", "2")];
+        assert_eq!(plan(options("tcp://h:1", Some(0), Some(2)), &broken).unwrap().place, tcp("h", 1, false));
+        assert!(plan(options("tcp://h:1", Some(0), None), &broken).is_err());
+        assert_eq!(plan(options("file:///f", Some(0), Some(1)), &[]).unwrap().local, Some((0, 1)));
+    }
+
+    #[test]
+    fn says_what_is_missing() {
+        for (init_method, rank, world_size, variables, expected) in [
+            ("env://", None, None, &[][..], "ddprun --nproc-per-node"),
+            ("tcp://h:1", Some(0), None, &[], "WORLD_SIZE is not set: start the program"),
+            ("env://", Some(0), Some(2), &[], "MASTER_ADDR is not set"),
+            ("env://", Some(0), Some(2), &[("MASTER_ADDR", "h")], "MASTER_PORT is not set"),
+            ("env://", Some(4), None, LAUNCHED, "rank 4 is outside of a world of 4"),
+            ("tcp://h:0", Some(0), Some(2), &[], "port 0"),
+            ("tcp://h", Some(0), Some(2), &[], "port is missing"),
+        ] {
+            let error = plan(options(init_method, rank, world_size), variables).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error} lacks {expected}");
+        }
+    }
+}
