@@ -72,7 +72,7 @@ fn exchange(pg: &ProcessGroup, folder: &str) -> Result<()> {
     let large = Tensor::ones(4 << 20, DType::F32, &Device::Cpu)?;
     pg.all_reduce(&large, candle_ddp::ReduceOp::Sum)?;
     let sign = format!("{folder}/running-rank{}", pg.rank());
-    std::fs::write(&sign, "").map_err(|error| candle_core::Error::msg(error))?;
+    std::fs::write(&sign, "").map_err(candle_core::Error::msg)?;
     Ok(())
 }
 

@@ -149,7 +149,7 @@ pub struct Cli {
     pub no_python: bool,
 
     /// Makes one time line of those that all ranks left in this folder when CANDLE_DDP_TRACE named it: DIR/trace.json,
-    /// for https://ui.perfetto.dev. Starts nothing.
+    /// for <https://ui.perfetto.dev>. Starts nothing.
     #[arg(long, alias = "merge_traces", value_name = "DIR", exclusive = true, help_heading = OUTPUT)]
     pub merge_traces: Option<PathBuf>,
 

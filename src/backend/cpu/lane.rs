@@ -163,13 +163,14 @@ impl Shared {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
             };
             let turn = self.take_turn(queue);
-            let deadline = Instant::now() + self.group.timeout;
+            let begin = Instant::now();
             let Job { header, collective, outcome } = job;
-            let result = turn.execute(header, &collective, deadline);
+            let result = turn.execute(header, &collective, begin + self.group.timeout);
+            let span = (begin, Instant::now());
             drop(turn);
             // The tensors are the caller's alone before it hears of it.
             drop(collective);
-            *lock(&outcome.result) = Some(result);
+            *lock(&outcome.result) = Some((result, span));
             outcome.over.notify_all();
         }
     }
@@ -256,12 +257,15 @@ fn execute(
     }
 }
 
-/// How a call in the queue ended, once it has.
+/// How a call in the queue ended, once it has, and when it was carried out.
 #[derive(Default)]
 struct Outcome {
-    result: Mutex<Option<Result<(), Failure>>>,
+    result: Mutex<Option<(Result<(), Failure>, Span)>>,
     over: Condvar,
 }
+
+/// From when to when.
+type Span = (Instant, Instant);
 
 /// The caller's end.
 struct InFlight(Arc<Outcome>);
@@ -270,7 +274,7 @@ impl Completion for InFlight {
     fn wait(&self) -> Result<()> {
         let mut result = lock(&self.0.result);
         loop {
-            if let Some(result) = &*result {
+            if let Some((result, _)) = &*result {
                 return Ok(result.clone()?);
             }
             result = self.0.over.wait(result).unwrap_or_else(PoisonError::into_inner);
@@ -279,5 +283,9 @@ impl Completion for InFlight {
 
     fn is_completed(&self) -> bool {
         lock(&self.0.result).is_some()
+    }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        lock(&self.0.result).as_ref().map(|(_, span)| *span)
     }
 }
