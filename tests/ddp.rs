@@ -697,3 +697,35 @@ fn variables_asked_for_after_construction_are_refused() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_trace_shows_the_phases_and_each_bucket() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let options = DdpOptions { trace: Some(folder.path().to_path_buf()), ..tiny() };
+        let (ddp, _) = wrap(&pg, options)?;
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        ddp.phase("optimizer \"step\"", || SGD::new(ddp.parameters(), 0.1)?.step(&grads))?;
+        Ok(())
+    })
+    .unwrap();
+    let (path, ranks) = candle_ddp::trace::merge(folder.path()).unwrap();
+    assert_eq!(ranks, 2);
+    let events: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let of = |rank: usize, name: &str| {
+        let is = |event: &&serde_json::Value| event["pid"] == rank && event["name"].as_str().unwrap().starts_with(name);
+        events.as_array().unwrap().iter().filter(is).cloned().collect::<Vec<_>>()
+    };
+    for rank in 0..2 {
+        for phase in ["refresh", "forward", "backward", "wait for buckets", "optimizer step"] {
+            assert_eq!(of(rank, phase).len(), 1, "{phase} of rank {rank}");
+        }
+        let backward = &of(rank, "backward")[0];
+        for bucket in 0..6 {
+            let ready = &of(rank, &format!("bucket {bucket} ready"))[0];
+            let reduced = &of(rank, &format!("all-reduce of bucket {bucket},"))[0];
+            assert!(ready["ts"].as_f64() >= backward["ts"].as_f64(), "{ready} {backward}");
+            assert!(reduced["ts"].as_f64() >= ready["ts"].as_f64(), "{reduced} {ready}");
+        }
+    }
+}

@@ -94,7 +94,7 @@ fn train(options: &Options) -> Result<()> {
             let (images, labels) = batch?;
             let loss = candle_nn::loss::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
             let gradients = ddp.backward(&loss)?;
-            optimizer.step(&gradients)?;
+            ddp.phase("optimizer", || optimizer.step(&gradients))?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?) * labels.elem_count() as f64;
             trained += labels.elem_count();
             bar.inc(1);
