@@ -14,7 +14,7 @@ const PREFIX: &str = "candle_ddp";
 /// How to find the other ranks.
 #[derive(Clone, Debug)]
 pub struct RendezvousOptions {
-    /// Where, see [`InitMethod`].
+    /// Where, see [`InitMethod`](super::InitMethod).
     pub init_method: String,
     /// This process's rank; `None`: as the init method or the environment says.
     pub rank: Option<usize>,
