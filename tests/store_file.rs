@@ -127,10 +127,10 @@ fn coming_and_going() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     std::thread::scope(|scope| {
-        for thread in 0..4 {
+        for thread in 0..2 {
             let path = &path;
             scope.spawn(move || {
-                for round in 0..300 {
+                for round in 0..2000 {
                     let store = open(path);
                     let key = format!("{thread} {round}");
                     store.set(&key, key.as_bytes()).unwrap();
