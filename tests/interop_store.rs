@@ -2,9 +2,12 @@
 //!
 //! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (python3 when unset); skipped, with a message, without.
 #![allow(clippy::unwrap_used)]
+#[path = "common/pytorch.rs"]
+mod pytorch;
+
 use candle_ddp::rendezvous::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use candle_ddp::{Error, Result};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,22 +15,14 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(100);
 
-/// The helper script's command, or `None` and a message that cannot be overlooked.
+/// The helper script's command, or `None` without PyTorch.
 fn python(test: &str) -> Option<impl Fn(&[&str]) -> Command> {
-    let interpreter = std::env::var("CANDLE_DDP_PYTHON").unwrap_or_else(|_| "python3".to_string());
-    let command = move |arguments: &[&str]| {
+    let interpreter = pytorch::python(test)?;
+    Some(move |arguments: &[&str]| {
         let mut command = Command::new(&interpreter);
         command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/interop/store.py")).args(arguments);
         command
-    };
-    let there = command(&["check"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    if there.is_ok_and(|status| status.success()) {
-        return Some(command);
-    }
-    // Past the test harness, which shows the output of failing tests only.
-    let message = format!("test {test} SKIPPED: CANDLE_DDP_PYTHON (default python3) names no Python with PyTorch\n");
-    std::io::stderr().write_all(message.as_bytes()).unwrap();
-    None
+    })
 }
 
 fn bytes() -> Vec<u8> {

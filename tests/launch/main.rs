@@ -5,7 +5,6 @@ mod building;
 mod ending;
 mod environment;
 mod output;
-mod pytorch;
 mod terminal;
 mod usage;
 
