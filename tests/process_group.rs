@@ -1,0 +1,187 @@
+//! Process groups as users meet them: every collective by its name, sub-groups, ranks as threads, and what is refused.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::rendezvous::Store;
+use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, init_process_group};
+use common::{floats, ranks};
+
+/// Rank r's `count` values: r·100, r·100 + 1, …
+fn mine(pg: &ProcessGroup, count: usize) -> Tensor {
+    let start = pg.rank() as f32 * 100.0;
+    Tensor::arange(start, start + count as f32, &Device::Cpu).unwrap()
+}
+
+fn zeros(count: usize) -> Tensor {
+    Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn every_collective_does_what_its_name_says() {
+    ranks(3, |pg| {
+        let rank = pg.rank();
+        let tensor = mine(&pg, 2);
+        pg.all_reduce(&tensor, ReduceOp::Sum)?;
+        assert_eq!(floats(&tensor), [300.0, 303.0]);
+
+        let tensor = mine(&pg, 2);
+        pg.broadcast(&tensor, 1)?;
+        assert_eq!(floats(&tensor), [100.0, 101.0]);
+
+        let tensor = mine(&pg, 2);
+        pg.reduce(&tensor, 2, ReduceOp::Max)?;
+        let own = rank as f32 * 100.0;
+        assert_eq!(floats(&tensor), if rank == 2 { [200.0, 201.0] } else { [own, own + 1.0] });
+
+        let output = zeros(6);
+        pg.all_gather(&output, &mine(&pg, 2))?;
+        assert_eq!(floats(&output), [0.0, 1.0, 100.0, 101.0, 200.0, 201.0]);
+
+        let output = zeros(2);
+        pg.reduce_scatter(&output, &mine(&pg, 6), ReduceOp::Sum)?;
+        let part = 300.0 + 6.0 * rank as f32;
+        assert_eq!(floats(&output), [part, part + 3.0]);
+
+        let output = zeros(6);
+        pg.all_to_all(&output, &mine(&pg, 6))?;
+        let parts = [0.0, 100.0, 200.0].map(|from| from + 2.0 * rank as f32);
+        assert_eq!(floats(&output), parts.map(|first| [first, first + 1.0]).concat());
+
+        let output = zeros(6);
+        pg.gather((rank == 1).then_some(&output), &mine(&pg, 2), 1)?;
+        let gathered = [0.0, 1.0, 100.0, 101.0, 200.0, 201.0];
+        assert_eq!(floats(&output), if rank == 1 { gathered } else { [0.0; 6] });
+
+        let output = zeros(2);
+        pg.scatter(&output, (rank == 2).then(|| mine(&pg, 6)).as_ref(), 2)?;
+        assert_eq!(floats(&output), [200.0 + 2.0 * rank as f32, 201.0 + 2.0 * rank as f32]);
+
+        // Around the ring: everybody receives while it sends.
+        let received = zeros(2);
+        let sending = pg.isend(&mine(&pg, 2), (rank + 1) % 3)?;
+        pg.recv(&received, (rank + 2) % 3)?;
+        sending.wait()?;
+        let from = ((rank + 2) % 3) as f32 * 100.0;
+        assert_eq!(floats(&received), [from, from + 1.0]);
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn works_may_be_waited_for_in_any_order() {
+    ranks(2, |pg| {
+        let (a, b) = (mine(&pg, 1000), mine(&pg, 10));
+        let (first, second) = (pg.all_reduce_async(&a, ReduceOp::Sum)?, pg.broadcast_async(&b, 1)?);
+        second.wait()?;
+        assert!(first.is_completed(), "the calls of a group are carried out in order");
+        first.synchronize()?;
+        assert_eq!(floats(&a)[999], 2.0 * 999.0 + 100.0);
+        assert_eq!(floats(&b)[9], 109.0);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn sub_groups_have_ranks_and_collectives_of_their_own() {
+    ranks(4, |pg| {
+        let odd = pg.new_group(&[3, 1])?;
+        let low = pg.new_group(&[0, 1, 2])?;
+        assert_eq!(odd.is_some(), pg.rank() % 2 == 1);
+        assert_eq!(low.is_some(), pg.rank() < 3);
+        if let Some(odd) = &odd {
+            assert_eq!(odd.global_ranks(), [3, 1]);
+            assert_eq!(odd.rank(), if pg.rank() == 3 { 0 } else { 1 });
+            let tensor = mine(&pg, 1);
+            odd.all_reduce(&tensor, ReduceOp::Sum)?;
+            assert_eq!(floats(&tensor), [400.0]);
+            // The ranks of a group's group are still those of the job.
+            let alone = odd.new_group(&[1])?;
+            assert_eq!(alone.map(|group| group.global_ranks().to_vec()), (pg.rank() == 1).then(|| vec![1]));
+        }
+        if let Some(low) = low {
+            let tensor = mine(&pg, 1);
+            low.broadcast(&tensor, 2)?;
+            assert_eq!(floats(&tensor), [200.0]);
+        }
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn impossible_sub_groups_are_refused() {
+    ranks(2, |pg| {
+        assert!(matches!(pg.new_group(&[0, 2]), Err(Error::RankOutOfRange { rank: 2, world_size: 2 })));
+        for (bad, why) in [(&[0, 0][..], "twice"), (&[], "at least one")] {
+            let error = pg.new_group(bad).map(|_| ()).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+        // They count for nothing: the next one meets.
+        pg.new_group(&[0, 1])?.unwrap().barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_group_has_a_store_of_its_own() {
+    ranks(2, |pg| {
+        let group = pg.new_group(&[0, 1])?.unwrap();
+        if pg.rank() == 0 {
+            pg.store().set("key", b"of all")?;
+            group.store().set("key", b"of the group")?;
+        }
+        assert_eq!(pg.store().get("key")?, b"of all");
+        assert_eq!(group.store().get("key")?, b"of the group");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn spawn_returns_results_in_rank_order_and_the_first_error() {
+    assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)).unwrap(), [0, 10, 20]);
+    // The others wait for rank 1, and fail because of it: theirs are echoes.
+    let error = ranks(3, |pg| match pg.rank() {
+        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        _ => pg.barrier(),
+    });
+    assert!(error.unwrap_err().to_string().contains("no disk"));
+    let error = ranks(3, |pg| if pg.rank() == 2 { panic!("out of luck") } else { pg.barrier() }).unwrap_err();
+    assert!(matches!(&error, Error::RankFailed { rank: 2, reason } if reason.contains("out of luck")), "{error}");
+    assert!(matches!(ranks(0, |_| Ok(())), Err(Error::InvalidArgument { .. })));
+}
+
+#[test]
+fn what_cannot_be_reduced_is_refused_before_anything_is_sent() {
+    ranks(2, |pg| {
+        let integers = Tensor::zeros(4, DType::I64, &Device::Cpu)?;
+        assert!(pg.all_reduce(&integers, ReduceOp::Avg).is_err(), "there is no average of integers");
+        let transposed = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?.t()?;
+        let error = pg.all_reduce(&transposed, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(error.contains("contiguous"), "{error}");
+        assert!(matches!(pg.broadcast(&integers, 2), Err(Error::RankOutOfRange { rank: 2, .. })));
+        assert!(pg.all_gather(&zeros(5), &zeros(2)).is_err(), "5 is not 2 × 2");
+        pg.barrier() // the group is none the worse
+    })
+    .unwrap();
+}
+
+#[test]
+fn engines_that_are_not_there_say_how_to_get_them() {
+    let init = |backend| {
+        let options = InitOptions { backend, rank: Some(0), world_size: Some(1), ..Default::default() };
+        init_process_group(InitOptions { init_method: "tcp://127.0.0.1:0".into(), ..options })
+    };
+    assert_eq!(init(Backend::Cpu).unwrap().backend(), Backend::Cpu);
+    let error = init(Backend::Mpi).unwrap_err().to_string();
+    assert!(error.contains("Backend::Cpu"), "{error}");
+    #[cfg(not(feature = "nccl"))]
+    {
+        assert_eq!(init(Backend::Auto).unwrap().backend(), Backend::Cpu);
+        let error = init(Backend::Nccl).unwrap_err().to_string();
+        assert!(error.contains("feature `nccl`"), "{error}");
+    }
+}
