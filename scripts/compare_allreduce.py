@@ -111,9 +111,11 @@ def find_systems(options, folder, scratch, hosts):
 
 def draw(folder, scratch, rows, picture):
     command = [folder / "examples" / "allreduce", "--svg", picture]
-    for index, ((name, world_size), by_size) in enumerate(rows.items()):
+    names = list(dict.fromkeys(name for name, _ in rows))
+    curves = sorted(rows, key=lambda curve: (names.index(curve[0]), curve[1]))
+    for index, (name, world_size) in enumerate(curves):
         curve = scratch / f"{index}.jsonl"
-        curve.write_text("".join(json.dumps(row) + "\n" for row in by_size.values()))
+        curve.write_text("".join(json.dumps(row) + "\n" for row in rows[name, world_size].values()))
         command += ["--draw", f"{name}, {world_size} ranks={curve}"]
     subprocess.run(command, check=True)
 

@@ -45,7 +45,7 @@ def mpi_version():
     if not (shutil.which("mpirun") and shutil.which("mpicc")):
         return None
     lines = subprocess.run(["mpirun", "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
-    return re.sub(r"^mpirun \((.*)\) ", r"\1 ", lines[0])
+    return lines[0].split()[-1]
 
 
 class OneHost:
@@ -75,7 +75,7 @@ class TwoHosts:
     """Two network namespaces joined by a veth pair, with a rank each and a host name each: two hosts, to everything
     that runs in them. They exist inside of a `with`."""
 
-    interface = "link"
+    interface = "ddp0"
 
     def __init__(self):
         self.names = [f"candle-ddp-{os.getpid()}-{rank}" for rank in range(2)]
