@@ -13,7 +13,7 @@ mod size;
 mod values;
 
 use candle_core::DType;
-use candle_ddp::{Error, InitOptions, ReduceOp, Result, init_process_group};
+use candle_ddp::{Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use clap::Parser;
 use problem::{Kind, Problem};
 use report::{Measurement, Report};
@@ -89,6 +89,15 @@ fn main() -> ExitCode {
 /// Measures all sizes. Returns how many values were wrong.
 fn sweep(options: &Options) -> Result<u64> {
     let pg = init_process_group(InitOptions::default())?;
+    let result = measure_all(options, &pg);
+    if let Err(error) = &result {
+        // What fails on one rank alone, such as writing a file, is said by all.
+        pg.abort(&error.to_string());
+    }
+    result
+}
+
+fn measure_all(options: &Options, pg: &ProcessGroup) -> Result<u64> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let mut report = if rank == 0 {
         let engine = format!("{:?} engine, {:?}", pg.backend(), pg.device().location());
@@ -104,8 +113,8 @@ fn sweep(options: &Options) -> Result<u64> {
         if last.replace(problem.count()) == Some(problem.count()) {
             continue;
         }
-        let seconds = measure::time(&pg, &problem, options.warmup, options.iters, options.seconds)?;
-        let wrong = measure::errors(&pg, &problem)?;
+        let seconds = measure::time(pg, &problem, options.warmup, options.iters, options.seconds)?;
+        let wrong = measure::errors(pg, &problem)?;
         errors += wrong;
         if let Some(report) = &mut report {
             report.add(Measurement::new(&problem, seconds, wrong))?;

@@ -35,6 +35,9 @@ struct Options {
     /// Which modes take turns.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "local,ddp")]
     modes: Vec<Mode>,
+    /// How many MiB of gradients are all-reduced together. [default: that of DdpOptions]
+    #[arg(long)]
+    bucket_cap_mib: Option<f64>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -68,7 +71,9 @@ fn measure(options: &Options) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
     let input = Tensor::randn(0f32, 1., [&[batch_size], options.model.input()].concat(), pg.device())?;
-    let new = |mode: &Mode| Trainer::new(*mode, options.model, &pg);
+    let default = DdpOptions::default();
+    let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
+    let new = |mode: &Mode| Trainer::new(*mode, options.model, &pg, ddp.clone());
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -126,23 +131,24 @@ enum Net {
 }
 
 impl Trainer {
-    fn new(mode: Mode, model: Model, pg: &ProcessGroup) -> Result<Self> {
+    fn new(mode: Mode, model: Model, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+        let is_buffer = options.is_buffer.clone();
         let (varmap, device) = (VarMap::new(), pg.device());
         let plain = || model.build(VarBuilder::from_varmap(&varmap, DType::F32, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
             Mode::Ddp => {
                 let build = |vb| model.build(vb);
-                Net::Ddp(DistributedDataParallel::new(pg, &varmap, DType::F32, build, DdpOptions::default())?)
+                Net::Ddp(DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?)
             }
             Mode::After => {
                 let net = plain()?;
-                Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, DdpOptions::default())?)
+                Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, options)?)
             }
         };
         let parameters = match &net {
             Net::Local(_) => {
-                let (is_buffer, mut vars) = (DdpOptions::default().is_buffer, named(&varmap)?);
+                let mut vars = named(&varmap)?;
                 vars.retain(|(name, _)| !is_buffer(name));
                 vars.into_iter().map(|(_, var)| var).collect()
             }
