@@ -1,0 +1,208 @@
+//! What a training step costs with DistributedDataParallel and without, on several ranks:
+//!
+//! ```text
+//! cargo run --release -- --nproc-per-node 2 --example step -- --model mlp
+//! ```
+//!
+//! ci: --batch-size 2 --steps 2 --modes local,ddp,after
+mod net;
+
+use candle_core::{DType, Tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_nn::{AdamW, FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use clap::{Parser, ValueEnum};
+use net::Model;
+use std::process::ExitCode;
+use std::time::Instant;
+
+// Training on the CPU frees and allocates large tensors all the time, which this allocator does without the kernel.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Measure training steps in several modes that take turns, a step of each at a time, so that what else the machine does
+/// meets all alike. Prints a JSON object per mode: medians over steps, of the slowest rank's times.
+#[derive(Parser)]
+struct Options {
+    /// The model.
+    #[arg(long, value_enum, default_value = "mlp")]
+    model: Model,
+    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18]
+    #[arg(long)]
+    batch_size: Option<usize>,
+    /// How many steps of each mode are measured.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Which modes take turns.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "local,ddp")]
+    modes: Vec<Mode>,
+    /// How many MiB of gradients are all-reduced together. [default: that of DdpOptions]
+    #[arg(long)]
+    bucket_cap_mib: Option<f64>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Mode {
+    /// Plain candle: every rank trains a model of its own, at the same time as the others.
+    Local,
+    /// DistributedDataParallel: gradients are averaged while backward goes on.
+    Ddp,
+    /// The same, but gradients are averaged after backward.
+    After,
+}
+
+/// Unmeasured steps of each mode: the first ones allocate, and DDP lays out its buckets anew after the first.
+const WARMUP: u32 = 2;
+/// So low that nothing overflows or vanishes, however many steps are measured.
+const LEARNING_RATE: f64 = 1e-5;
+/// Milliseconds of forward, backward and optimizer.
+type Times = [f64; 3];
+
+fn main() -> ExitCode {
+    match measure(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(options: &Options) -> Result<()> {
+    let pg = init_process_group(InitOptions::default())?;
+    let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
+    let input = Tensor::randn(0f32, 1., [&[batch_size], options.model.input()].concat(), pg.device())?;
+    let default = DdpOptions::default();
+    let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
+    let new = |mode: &Mode| Trainer::new(*mode, options.model, &pg, ddp.clone());
+    let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
+    let mut times = vec![Vec::new(); trainers.len()];
+    for step in 0..WARMUP + options.steps {
+        for turn in 0..trainers.len() {
+            // Each mode comes first, and after each other one, as often as the others.
+            let index = (turn + step as usize) % trainers.len();
+            pg.barrier()?;
+            let elapsed = slowest(&pg, trainers[index].step(&input)?)?;
+            if step >= WARMUP {
+                times[index].push(elapsed);
+            }
+        }
+    }
+    if pg.rank() > 0 {
+        return Ok(());
+    }
+    for ((mode, trainer), times) in options.modes.iter().zip(&trainers).zip(&times) {
+        let part = |part: usize| median(times.iter().map(|times| times[part]));
+        let line = serde_json::json!({
+            "model": options.model.name(),
+            "mode": mode.name(),
+            "world_size": pg.world_size(),
+            "batch_size": batch_size,
+            "gradient_bytes": trainer.gradient_bytes,
+            "step_ms": median(times.iter().map(|times| times.iter().sum())),
+            "forward_ms": part(0),
+            "backward_ms": part(1),
+            "optimizer_ms": part(2),
+        });
+        println!("{line}");
+    }
+    Ok(())
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Ddp => "ddp",
+            Self::After => "after",
+        }
+    }
+}
+
+/// A model, and how it is trained.
+struct Trainer {
+    net: Net,
+    optimizer: AdamW,
+    gradient_bytes: usize,
+}
+
+enum Net {
+    Local(FuncT<'static>),
+    Ddp(DistributedDataParallel<FuncT<'static>>),
+}
+
+impl Trainer {
+    fn new(mode: Mode, model: Model, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+        let is_buffer = options.is_buffer.clone();
+        let (varmap, device) = (VarMap::new(), pg.device());
+        let plain = || model.build(VarBuilder::from_varmap(&varmap, DType::F32, device));
+        let net = match mode {
+            Mode::Local => Net::Local(plain()?),
+            Mode::Ddp => {
+                let build = |vb| model.build(vb);
+                Net::Ddp(DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?)
+            }
+            Mode::After => {
+                let net = plain()?;
+                Net::Ddp(DistributedDataParallel::from_vars(pg, net, named(&varmap)?, options)?)
+            }
+        };
+        let parameters = match &net {
+            Net::Local(_) => {
+                let mut vars = named(&varmap)?;
+                vars.retain(|(name, _)| !is_buffer(name));
+                vars.into_iter().map(|(_, var)| var).collect()
+            }
+            Net::Ddp(ddp) => ddp.parameters(),
+        };
+        let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
+        let gradient_bytes = parameters.iter().map(bytes).sum();
+        let optimizer = AdamW::new(parameters, ParamsAdamW { lr: LEARNING_RATE, ..Default::default() })?;
+        Ok(Self { net, optimizer, gradient_bytes })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<Times> {
+        let start = Instant::now();
+        let output = match &self.net {
+            Net::Local(net) => net.forward_t(input, true)?,
+            Net::Ddp(ddp) => ddp.forward_t(input, true)?,
+        };
+        let loss = output.sqr()?.mean_all()?;
+        let forward = Instant::now();
+        let gradients = match &self.net {
+            Net::Local(_) => loss.backward()?,
+            Net::Ddp(ddp) => ddp.backward(&loss)?,
+        };
+        let backward = Instant::now();
+        self.optimizer.step(&gradients)?;
+        let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
+        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, Instant::now())])
+    }
+}
+
+/// The variables by name, in an order that is the same on all ranks.
+fn named(varmap: &VarMap) -> Result<Vec<(String, candle_core::Var)>> {
+    let vars = varmap.data().lock().map_err(|_| Error::InvalidArgument {
+        argument: "varmap",
+        reason: "a thread panicked while it held it".to_string(),
+    })?;
+    let mut vars: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    vars.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(vars)
+}
+
+/// The times on the rank that took longest.
+fn slowest(pg: &ProcessGroup, times: Times) -> Result<Times> {
+    let world_size = pg.world_size();
+    let all = Tensor::zeros((world_size, times.len()), DType::F64, pg.device())?;
+    pg.all_gather(&all, &Tensor::new(&times, pg.device())?)?;
+    let sum = |times: &Vec<f64>| times.iter().sum::<f64>();
+    let slowest = all.to_vec2::<f64>()?.into_iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
+    Ok(slowest.and_then(|times| times.try_into().ok()).unwrap_or(times))
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2. }
+}

@@ -1,0 +1,219 @@
+"""What the comparisons share: starting ranks, on one host or on two that are network namespaces, and describing the
+machine. Needs nothing but Python; two hosts need root, iproute2 and util-linux."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("CANDLE_DDP_PYTHON", "python3")
+TIMEOUT = 900
+
+
+def say(*words):
+    print(*words, file=sys.stderr, flush=True)
+
+
+def build(*targets):
+    """Builds cargo targets (`--example NAME` …) in release, and returns the folder of the binaries."""
+    subprocess.run(["cargo", "build", "--release", *targets], cwd=ROOT, check=True)
+    metadata = ["cargo", "metadata", "--no-deps", "--format-version", "1"]
+    output = subprocess.run(metadata, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return Path(json.loads(output)["target_directory"]) / "release"
+
+
+def pytorch_version():
+    """PyTorch's version, or None where the Python in CANDLE_DDP_PYTHON does not have it."""
+    command = [PYTHON, "-c", "import torch; print(torch.__version__)"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def mpi_version():
+    """The version of mpirun, or None where it or mpicc is missing."""
+    if not (shutil.which("mpirun") and shutil.which("mpicc")):
+        return None
+    lines = subprocess.run(["mpirun", "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
+    return lines[0].split()[-1]
+
+
+class OneHost:
+    """All ranks on this machine, which meet on its loopback interface."""
+
+    interface = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def address(self, rank):
+        return "127.0.0.1"
+
+    def local(self, rank, world_size):
+        """Local rank and local world size."""
+        return rank, world_size
+
+    def enter(self, rank):
+        """What to put in front of a command to run it as this rank."""
+        return []
+
+
+class TwoHosts:
+    """Two network namespaces joined by a veth pair, with a rank each and a host name each: two hosts, to everything
+    that runs in them. They exist inside of a `with`."""
+
+    interface = "ddp0"
+
+    def __init__(self):
+        self.names = [f"candle-ddp-{os.getpid()}-{rank}" for rank in range(2)]
+
+    def __enter__(self):
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            peer = ["peer", "name", self.interface, "netns", self.names[1]]
+            ip("-n", self.names[0], "link", "add", self.interface, "type", "veth", *peer)
+            for rank, name in enumerate(self.names):
+                ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+                ip("-n", name, "link", "set", self.interface, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            # The pair goes with its first end.
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+    def limit(self, bytes_per_second):
+        """Limits the link, in either direction."""
+        burst = max(64 << 10, int(bytes_per_second / 500))
+        shape = ["tbf", "rate", f"{int(bytes_per_second * 8)}bit", "burst", str(burst), "latency", "50ms"]
+        for name in self.names:
+            device = ["tc", "qdisc", "replace", "dev", self.interface, "root"]
+            subprocess.run(["ip", "netns", "exec", name, *device, *shape], check=True)
+
+    def address(self, rank):
+        return f"10.117.0.{rank + 1}"
+
+    def local(self, rank, world_size):
+        return 0, 1
+
+    def enter(self, rank):
+        rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{rank}"]
+        return ["ip", "netns", "exec", self.names[rank], *rename]
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def run_ranks(command, world_size, hosts):
+    """Runs `command` once per rank, in torchrun's environment and with one thread each, and returns what rank 0 printed.
+    Raises when a rank fails; then the others are ended."""
+    ranks = []
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        port = free_port()
+        try:
+            for rank in range(world_size):
+                local_rank, local_world_size = hosts.local(rank, world_size)
+                environment = {
+                    "RANK": rank,
+                    "WORLD_SIZE": world_size,
+                    "LOCAL_RANK": local_rank,
+                    "LOCAL_WORLD_SIZE": local_world_size,
+                    "MASTER_ADDR": hosts.address(0),
+                    "MASTER_PORT": port,
+                    "OMP_NUM_THREADS": 1,
+                    "RAYON_NUM_THREADS": 1,
+                }
+                if hosts.interface:
+                    environment["GLOO_SOCKET_IFNAME"] = hosts.interface
+                environment = {name: str(value) for name, value in environment.items()}
+                stdout = output if rank == 0 else subprocess.DEVNULL
+                ranks.append(
+                    subprocess.Popen(
+                        [*hosts.enter(rank), *map(str, command)],
+                        env={**os.environ, **environment},
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=errors,
+                    )
+                )
+            wait(ranks, command, errors)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        output.seek(0)
+        return output.read()
+
+
+def wait(ranks, command, errors):
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        codes = [process.poll() for process in ranks]
+        if all(code == 0 for code in codes):
+            return
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed or time.monotonic() > deadline:
+            errors.seek(0)
+            what = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not over after {TIMEOUT} s"
+            raise RuntimeError(f"{' '.join(map(str, command))}: {what}\n{errors.read()}")
+        time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def json_lines(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def medians(runs, key):
+    """For each value of `key`, the median over `runs` (lists of objects) of every number, and the first of the rest."""
+    rows = {}
+    for row in (row for run in runs for row in run):
+        rows.setdefault(row[key], []).append(row)
+
+    def middle(name, found):
+        numbers = [row[name] for row in found]
+        return statistics.median(numbers) if isinstance(numbers[0], float) else numbers[0]
+
+    return {value: {name: middle(name, found) for name in found[0]} for value, found in rows.items()}
+
+
+def machine():
+    """The machine in a few words."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    return (
+        f"{len(os.sched_getaffinity(0))} cores of {model[1].strip() if model else platform.machine()}, "
+        f"{int(memory[1]) / (1 << 20):.0f} GiB, Linux {platform.release()}"
+    )
+
+
+def toolchain():
+    rustc = subprocess.run(["rustc", "--version"], check=True, capture_output=True, text=True).stdout.split()[1]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    dirty = subprocess.run(["git", "status", "--porcelain", "src"], cwd=ROOT, capture_output=True, text=True)
+    changed = ", changed" if dirty.stdout.strip() else ""
+    return f"candle-ddp at {commit.stdout.strip() or 'no commit'}{changed}, rustc {rustc}"

@@ -1,0 +1,162 @@
+"""What DistributedDataParallel adds to a training step on two ranks: of candle-ddp, and of PyTorch over Gloo.
+
+    python3 scripts/compare_step.py
+    python3 scripts/compare_step.py --overlap
+
+The first measures on this machine, one thread per rank, the step of a plain model on every rank and the step with DDP.
+The second, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth pair) whose link
+is so slow that communication would take 80 % of the backward pass' time: what of it hides behind the backward pass. The
+results go to benches/results/. PyTorch is looked for in the Python that the environment variable CANDLE_DDP_PYTHON names,
+python3 otherwise; where it is not installed it is left out, and said so.
+"""
+
+import argparse
+import datetime
+import statistics
+from pathlib import Path
+
+from compare import harness
+from compare.harness import say
+
+PEERS = Path(__file__).resolve().parent / "compare"
+MODELS = {"mlp": "MLP 6×1024, batch 256", "resnet18": "ResNet-18 (32×32), batch 32"}
+STEPS = {"mlp": 30, "resnet18": 5}
+PARTS = ["forward", "backward", "optimizer", "step"]
+# Of the backward pass' time.
+COMMUNICATION = 0.8
+
+
+def main():
+    options = parse()
+    folder = harness.build("--example", "step")
+    document = overlap(options, folder) if options.overlap else overhead(options, folder)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / ("overlap.md" if options.overlap else "step.md")
+    path.write_text("\n".join([*document, ""]))
+    say(f"written: {path}")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--overlap", action="store_true", help="two hosts with a slow link, instead")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, help="measured steps of each kind in a run [30 for mlp, 5 for resnet18]")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of everything [3]")
+    parser.add_argument(
+        "--bucket-caps", type=int, nargs="+", default=[25, 4], metavar="MIB", help="with --overlap [25, the default, and 4]"
+    )
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
+    parser.add_argument("--output", type=Path, default=harness.ROOT / "benches" / "results", help="the folder")
+    return parser.parse_args()
+
+
+def ours(options, folder, model, modes, hosts, *more):
+    """Rows by mode."""
+    steps = options.steps or STEPS[model]
+    command = [folder / "examples" / "step", "--model", model, "--steps", steps, "--modes", ",".join(modes)]
+    command += more
+    return by_mode(harness.run_ranks(command, 2, hosts))
+
+
+def pytorch(options, model, hosts):
+    command = [harness.PYTHON, PEERS / "step_pytorch.py", model, options.steps or STEPS[model]]
+    return by_mode(harness.run_ranks(command, 2, hosts))
+
+
+def by_mode(output):
+    return {row["mode"]: row for row in harness.json_lines(output)}
+
+
+def overhead(options, folder):
+    hosts = harness.OneHost()
+    systems = {"candle-ddp": lambda model: ours(options, folder, model, ["local", "ddp"], hosts)}
+    versions = [f"- Ours: {harness.toolchain()}"]
+    if version := harness.pytorch_version():
+        systems["PyTorch, Gloo"] = lambda model: pytorch(options, model, hosts)
+        versions.append(f"- PyTorch: {version}")
+    else:
+        say(f"SKIPPED: PyTorch, which {harness.PYTHON} does not have (set CANDLE_DDP_PYTHON)")
+    runs = {(model, name): [] for model in options.models for name in systems}
+    for number in range(1, options.rounds + 1):
+        for model, name in runs:
+            say(f"round {number} of {options.rounds}: {model}, {name}")
+            runs[model, name].append(systems[name](model))
+    lines = [
+        "# What DDP adds to a training step, 2 ranks on one machine",
+        "",
+        "AdamW, one thread per rank. *plain*: every rank trains a model of its own at the same time; *DDP*: gradients are "
+        f"averaged. Both take turns in one process; medians over {options.rounds} alternating rounds of the median step of "
+        "the slower rank, in ms. In brackets: lowest to highest round.",
+        "",
+        *about(options, "scripts/compare_step.py", versions),
+    ]
+    for model in options.models:
+        lines += ["", f"## {MODELS[model]}", "", "| | | plain | DDP | overhead |", "|---|---|---:|---:|---:|"]
+        for name in systems:
+            for part in PARTS:
+                plain, ddp = ([run[mode][f"{part}_ms"] for run in runs[model, name]] for mode in ["local", "ddp"])
+                change = [100 * (b / a - 1) for a, b in zip(plain, ddp)]
+                cells = f"{statistics.median(plain):.1f} | {statistics.median(ddp):.1f} | {spread(change, '+.1f')} %"
+                lines.append(f"| {name} | {part} | {cells} |")
+    return lines
+
+
+def overlap(options, folder):
+    lines = [
+        "# How much communication hides behind the backward pass, 2 ranks on two hosts",
+        "",
+        "Two network namespaces joined by a veth pair, AdamW, one thread per rank. The link is limited (tc tbf) to the rate "
+        f"at which the gradients, sent once each way, take {COMMUNICATION:.0%} of the time of a plain backward pass, which "
+        f"is measured beforehand. All kinds of step take turns in one process; medians over {options.rounds} rounds of the "
+        "median step of the slower rank, in ms. In brackets: lowest to highest round.",
+        "",
+        *about(options, "scripts/compare_step.py --overlap", [f"- Ours: {harness.toolchain()}"]),
+    ]
+    modes = {"local": "no communication", "ddp": "DDP, overlapped", "after": "the same after backward"}
+    for model in options.models:
+        with harness.TwoHosts() as hosts:
+            say(f"{model}: the backward pass alone")
+            plain = ours(options, folder, model, ["local"], hosts)["local"]
+            seconds = COMMUNICATION * plain["backward_ms"] / 1e3
+            rate = plain["gradient_bytes"] / seconds
+            hosts.limit(rate)
+            runs = {cap: [] for cap in options.bucket_caps}
+            for number in range(1, options.rounds + 1):
+                for cap, found in runs.items():
+                    say(f"round {number} of {options.rounds}: {model}, {rate / 1e6:.0f} MB/s, buckets of {cap} MiB")
+                    found.append(ours(options, folder, model, modes, hosts, "--bucket-cap-mib", cap))
+        lines += [
+            "",
+            f"## {MODELS[model]}",
+            "",
+            f"{plain['gradient_bytes'] / 1e6:.1f} MB of gradients in {1e3 * seconds:.0f} ms: {rate / 1e6:.0f} MB/s.",
+            "",
+            "| bucket cap | | forward | backward | optimizer | step | over no communication |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
+        for cap, found in runs.items():
+            for mode, title in modes.items():
+                parts = " | ".join(f"{statistics.median(run[mode][f'{part}_ms'] for run in found):.1f}" for part in PARTS)
+                ratios = [run[mode]["step_ms"] / run["local"]["step_ms"] for run in found]
+                lines.append(f"| {cap} MiB | {title} | {parts} | {spread(ratios, '.3f')} |")
+    return lines
+
+
+def about(options, command, versions):
+    arguments = f"--models {' '.join(options.models)} --rounds {options.rounds}"
+    arguments += f" --steps {options.steps}" if options.steps else ""
+    arguments += f" --bucket-caps {' '.join(map(str, options.bucket_caps))}" if options.overlap else ""
+    return [
+        f"- Date: {options.date}",
+        f"- Machine: {harness.machine()}",
+        *versions,
+        f"- Command: `python3 {command} {arguments}`",
+    ]
+
+
+def spread(values, form):
+    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} … {high})"
+
+
+main()
