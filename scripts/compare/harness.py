@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -17,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("CANDLE_DDP_PYTHON", "python3")
 TIMEOUT = 900
+
+# So that ranks and namespaces are removed then, too.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def say(*words):
