@@ -120,7 +120,7 @@ impl Join<'_> {
 }
 
 /// What ranks of one host have in common: its name, which containers have of their own, and its last start.
-fn host() -> String {
+pub(crate) fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     format!("{} {}", rustix::system::uname().nodename().to_string_lossy(), boot.trim())
 }
