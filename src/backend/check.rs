@@ -8,12 +8,7 @@ use candle_core::{Storage, Tensor};
 pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
 
 /// Checks the tensors and arguments of `collective` on one rank of a group.
-pub(super) fn check(
-    rank: usize,
-    world_size: usize,
-    place: Place,
-    collective: &Collective,
-) -> Result<(Call, Channel)> {
+pub(super) fn check(rank: usize, world_size: usize, place: Place, collective: &Collective) -> Result<(Call, Channel)> {
     let checker = Checker { rank, world_size, place, name: collective.name() };
     let call = |operation, tensor, reduction, root| checker.call(operation, tensor, reduction, root);
     let call = match collective {

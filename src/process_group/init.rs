@@ -94,11 +94,7 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
 }
 
 /// The engine that is meant; `device_count` says how many GPUs there are, or why none.
-fn choose(
-    backend: Backend,
-    device: Option<&Device>,
-    device_count: impl Fn() -> Result<usize>,
-) -> Result<Backend> {
+fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> Result<usize>) -> Result<Backend> {
     let is_cpu = device.map(Device::is_cpu);
     match (backend, is_cpu) {
         (Backend::Auto, Some(true)) => Ok(Backend::Cpu),

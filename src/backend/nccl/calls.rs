@@ -144,8 +144,7 @@ mod tests {
 
     #[test]
     fn parts_of_memory_lie_side_by_side() {
-        let whole =
-            Memory { address: 1000, count: 12, dtype: sys::ncclDataType_t::ncclBfloat16, bytes_per_element: 2 };
+        let whole = Memory { address: 1000, count: 12, dtype: sys::ncclDataType_t::ncclBfloat16, bytes_per_element: 2 };
         assert_eq!(whole.part(0, 3), Memory { count: 4, ..whole });
         assert_eq!(whole.part(2, 3), Memory { address: 1016, count: 4, ..whole });
     }

@@ -169,7 +169,7 @@ impl NcclCommunicator {
     fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {
         let tensors = plan::tensors(collective);
         let (group, done) = (self.group.clone(), Arc::new(Done::new()));
-        Arc::new(Flight { group, streams, done, call, blocks_host, tensors })
+        Arc::new(Flight { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
     fn open_lane(&self, channel: Channel) -> Result<Lane> {
@@ -281,11 +281,7 @@ impl Base {
     }
 
     /// The communicator, or the end of the group.
-    fn assemble(
-        self,
-        handle: std::result::Result<Handle, Stop>,
-        sentinel: JoinHandle<()>,
-    ) -> Result<NcclCommunicator> {
+    fn assemble(self, handle: std::result::Result<Handle, Stop>, sentinel: JoinHandle<()>) -> Result<NcclCommunicator> {
         let rank = self.group.rank;
         let token = self.streams.token();
         let parts = handle.and_then(|handle| {

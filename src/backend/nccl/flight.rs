@@ -18,7 +18,7 @@ pub(super) struct Flight {
     pub(super) call: Call,
     /// A barrier is one for the host.
     pub(super) blocks_host: bool,
-    pub(super) tensors: Vec<Tensor>,
+    pub(super) _tensors: Vec<Tensor>,
 }
 
 impl Flight {

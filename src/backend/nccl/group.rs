@@ -234,7 +234,9 @@ impl Group {
 
     /// For the watchdog: whether it should end, after `tick` at the latest or when something happens.
     pub(super) fn is_over(&self, tick: Duration) -> bool {
-        self.wait_until(later(Instant::now(), tick), |state| (state.over || state.failure.is_some() || state.trouble.is_some()).then_some(()));
+        self.wait_until(later(Instant::now(), tick), |state| {
+            (state.over || state.failure.is_some() || state.trouble.is_some()).then_some(())
+        });
         self.state().over
     }
 

@@ -127,7 +127,13 @@ impl Handle {
         // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
         // so in its `size`, and is copied before the call returns.
         let begun = unsafe {
-            result::comm_init_rank_config(&raw mut comm, ranks, id.0, rank, (&raw mut config).cast::<sys::ncclConfig_t>())
+            result::comm_init_rank_config(
+                &raw mut comm,
+                ranks,
+                id.0,
+                rank,
+                (&raw mut config).cast::<sys::ncclConfig_t>(),
+            )
         };
         let begun = status(CALL, begun);
         if comm.is_null() {
@@ -210,7 +216,6 @@ impl Handle {
         status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })?;
         Ok(())
     }
-
 }
 
 impl Drop for Handle {

@@ -122,8 +122,11 @@ impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(version) = *self;
         // Up to 2.8 minor versions had one digit.
-        let (major, rest, base) =
-            if version < 10_000 { (version / 1000, version % 1000, 100) } else { (version / 10_000, version % 10_000, 100) };
+        let (major, rest, base) = if version < 10_000 {
+            (version / 1000, version % 1000, 100)
+        } else {
+            (version / 10_000, version % 10_000, 100)
+        };
         write!(f, "{major}.{}.{}", rest / base, rest % base)
     }
 }
@@ -180,8 +183,11 @@ mod tests {
         let versions = [identity(22809, "a 1", "x"), identity(22809, "a 1", "y"), identity(22605, "b 2", "x")];
         let error = check(&versions, true).unwrap_err().to_string();
         assert!(error.contains("rank 0 on a has NCCL 2.28.9, rank 2 on b has 2.26.5"), "{error}");
-        let shared = [identity(22809, "a 1", "0000:3b:00"), identity(22809, "b 1", "0000:3b:00"),
-            identity(22809, "a 1", "0000:3b:00")];
+        let shared = [
+            identity(22809, "a 1", "0000:3b:00"),
+            identity(22809, "b 1", "0000:3b:00"),
+            identity(22809, "a 1", "0000:3b:00"),
+        ];
         let error = check(&shared, false).unwrap_err().to_string();
         assert!(error.contains("ranks 0 and 2 are both on the GPU 0000:3b:00 of host a"), "{error}");
         check(&shared, true).unwrap();

@@ -59,7 +59,9 @@ impl Link {
         match finalized {
             Ok(Ok(())) => {}
             Ok(Err(Stop::Nccl(failure))) => log::debug!("leaving: {failure}"),
-            Ok(Err(Stop::Group(_))) => log::debug!("leaving: the other ranks of this host do not, so the rest is aborted"),
+            Ok(Err(Stop::Group(_))) => {
+                log::debug!("leaving: the other ranks of this host do not, so the rest is aborted")
+            }
             Err(error) => log::debug!("leaving: {error}"),
         }
     }
@@ -107,8 +109,7 @@ impl Turn<'_> {
 
 /// The communicator was aborted: the group has failed.
 fn gone(group: &Group) -> Stop {
-    let closed =
-        || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
+    let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
     Stop::Group(group.verdict().unwrap_or_else(closed))
 }
 

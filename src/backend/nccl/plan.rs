@@ -10,13 +10,34 @@ use cudarc::nccl::sys::ncclRedOp_t;
 
 /// A collective that was checked, with the memory that it moves.
 pub(super) enum Plan {
-    AllReduce { memory: Memory, op: ncclRedOp_t },
-    Broadcast { memory: Memory, root: usize },
-    Reduce { memory: Memory, op: ncclRedOp_t, root: usize, is_root: bool },
-    AllGather { output: Memory, input: Memory },
-    ReduceScatter { output: Memory, input: Memory, op: ncclRedOp_t },
+    AllReduce {
+        memory: Memory,
+        op: ncclRedOp_t,
+    },
+    Broadcast {
+        memory: Memory,
+        root: usize,
+    },
+    Reduce {
+        memory: Memory,
+        op: ncclRedOp_t,
+        root: usize,
+        is_root: bool,
+    },
+    AllGather {
+        output: Memory,
+        input: Memory,
+    },
+    ReduceScatter {
+        output: Memory,
+        input: Memory,
+        op: ncclRedOp_t,
+    },
     /// All at once: to each rank a part, from each rank a part.
-    Messages { sends: Vec<(usize, Memory)>, recvs: Vec<(usize, Memory)> },
+    Messages {
+        sends: Vec<(usize, Memory)>,
+        recvs: Vec<(usize, Memory)>,
+    },
 }
 
 /// Where the calling rank stands, and what it lends to the plan.
@@ -33,24 +54,19 @@ impl Plan {
         let Place { rank, world_size, candle, token } = *place;
         let parts = |memory: Memory| (0..world_size).map(move |peer| (peer, memory.part(peer, world_size))).collect();
         Ok(match collective {
-            Collective::AllReduce { tensor, op } => Self::AllReduce { memory: output(tensor, candle)?, op: nccl_op(*op) },
-            Collective::Broadcast { tensor, root } => {
-                Self::Broadcast { memory: output(tensor, candle)?, root: *root }
+            Collective::AllReduce { tensor, op } => {
+                Self::AllReduce { memory: output(tensor, candle)?, op: nccl_op(*op) }
             }
-            Collective::Reduce { tensor, root, op } => Self::Reduce {
-                memory: output(tensor, candle)?,
-                op: nccl_op(*op),
-                root: *root,
-                is_root: *root == rank,
-            },
+            Collective::Broadcast { tensor, root } => Self::Broadcast { memory: output(tensor, candle)?, root: *root },
+            Collective::Reduce { tensor, root, op } => {
+                Self::Reduce { memory: output(tensor, candle)?, op: nccl_op(*op), root: *root, is_root: *root == rank }
+            }
             Collective::AllGather { output: all, input: own } => {
                 Self::AllGather { output: output(all, candle)?, input: input(own, candle)? }
             }
-            Collective::ReduceScatter { output: own, input: all, op } => Self::ReduceScatter {
-                output: output(own, candle)?,
-                input: input(all, candle)?,
-                op: nccl_op(*op),
-            },
+            Collective::ReduceScatter { output: own, input: all, op } => {
+                Self::ReduceScatter { output: output(own, candle)?, input: input(all, candle)?, op: nccl_op(*op) }
+            }
             Collective::AllToAll { output: to, input: from } => {
                 Self::Messages { sends: parts(input(from, candle)?), recvs: parts(output(to, candle)?) }
             }
@@ -97,9 +113,7 @@ impl Plan {
                 handle.reduce(*memory, *op, *root, *is_root, target)
             },
             Self::AllGather { output, input } => unsafe { handle.all_gather(*output, *input, target) },
-            Self::ReduceScatter { output, input, op } => unsafe {
-                handle.reduce_scatter(*output, *input, *op, target)
-            },
+            Self::ReduceScatter { output, input, op } => unsafe { handle.reduce_scatter(*output, *input, *op, target) },
             Self::Messages { sends, recvs } => handle.together(|handle| {
                 for (peer, memory) in sends {
                     // SAFETY: as above.

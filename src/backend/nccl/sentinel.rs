@@ -234,8 +234,7 @@ fn verdict(rank: usize, timeout: Duration, sequence: u64, call: Call, standings:
     let mut reasons = Vec::new();
     for (peer, standing) in standings.iter().enumerate().filter(|(peer, _)| *peer != rank) {
         let Some(standing) = standing else {
-            reasons
-                .push(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
+            reasons.push(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
             continue;
         };
         match standing.asked_call {
@@ -251,7 +250,8 @@ fn verdict(rank: usize, timeout: Duration, sequence: u64, call: Call, standings:
         }
     }
     if reasons.is_empty() {
-        reasons.push("all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string());
+        reasons
+            .push("all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string());
     }
     Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason: reasons.join("; ") }
 }
@@ -295,7 +295,10 @@ mod tests {
         let own = standing(17, Some(all_reduce()));
         let behind = text(&[own, own, standing(16, None), standing(0, None), None]);
         assert!(behind.contains("rank 0: all_reduce(), sequence 17, timed out after 7s"), "{behind}");
-        assert!(behind.contains("rank 2 has not started this collective: its last was sequence 16, barrier()"), "{behind}");
+        assert!(
+            behind.contains("rank 2 has not started this collective: its last was sequence 16, barrier()"),
+            "{behind}"
+        );
         assert!(behind.contains("rank 3 has not started any collective"), "{behind}");
         assert!(behind.contains("rank 4 does not answer") && !behind.contains("rank 1 "), "{behind}");
         let slow = text(&[own, own]);

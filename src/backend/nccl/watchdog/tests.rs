@@ -145,12 +145,17 @@ fn a_rank_that_does_not_come_is_named_by_the_one_that_waits() {
 #[test]
 fn ranks_that_call_different_things_are_told_so() {
     let ranks: [Rank; 3] = ranks(Duration::from_millis(300));
-    let _switches: Vec<_> =
-        [all_reduce(20), all_reduce(20), Call::bare(Operation::Broadcast)].into_iter().zip(&ranks)
-            .map(|(call, rank)| rank.begin(call)).collect();
+    let _switches: Vec<_> = [all_reduce(20), all_reduce(20), Call::bare(Operation::Broadcast)]
+        .into_iter()
+        .zip(&ranks)
+        .map(|(call, rank)| rank.begin(call))
+        .collect();
     for rank in &ranks {
         let text = rank.end();
-        assert!(text.contains("rank 2 called broadcast()") && text.contains("called all_reduce(), sequence 1"), "{text}");
+        assert!(
+            text.contains("rank 2 called broadcast()") && text.contains("called all_reduce(), sequence 1"),
+            "{text}"
+        );
     }
 }
 
