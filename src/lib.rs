@@ -41,6 +41,7 @@
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
 //!
@@ -53,6 +54,7 @@ pub mod error;
 pub mod launch;
 pub mod process_group;
 pub mod rendezvous;
+pub mod trace;
 
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};

@@ -1,4 +1,5 @@
 //! DistributedDataParallel with ranks as threads: each consequence of its design, one test each.
+#![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
 
 use candle_core::backprop::GradStore;
@@ -161,16 +162,32 @@ fn parameters_are_numbered_in_the_order_in_which_the_model_asks() {
 
 #[test]
 fn buckets_are_rebuilt_once_in_the_order_in_which_gradients_came() {
+    // Asks for its layers in another order than it uses them in.
+    let build = |vb: VarBuilder| {
+        let third = linear(8, 2, vb.pp("third"))?;
+        let first = linear(4, 8, vb.pp("first"))?;
+        Ok::<_, candle_core::Error>(Net { first, second: linear(8, 8, vb.pp("second"))?, third })
+    };
+    let single = |names: [&str; 6]| names.map(|name| vec![name.to_string()]);
     ranks(2, |pg| {
-        let (ddp, _) = wrap(&pg, tiny())?;
-        let reverse: Vec<Vec<String>> = NET_NAMES.iter().rev().map(|name| vec![name.to_string()]).collect();
-        assert_eq!(ddp.buckets(), reverse);
-        for _ in 0..3 {
-            ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
-        }
+        let varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        fill(&varmap, 7);
+        let reverse = ["second.bias", "second.weight", "first.bias", "first.weight", "third.bias", "third.weight"];
+        assert_eq!(ddp.buckets(), single(reverse));
+        let step = || ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?);
+        let first = step()?;
+        let before = NET_NAMES.map(|name| gradient(&first, &var(&varmap, name)));
+        let second = step()?;
         // The last layer comes first, and of each layer the bias, which is added after the product.
         let came = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"];
-        assert_eq!(ddp.buckets(), came.map(|name| vec![name.to_string()]));
+        assert_eq!(ddp.buckets(), single(came));
+        let after = NET_NAMES.map(|name| gradient(&second, &var(&varmap, name)));
+        assert_eq!(before, after, "the gradients of the same step, at other places");
+        // Once: another order later on changes nothing.
+        ddp.backward(&loss(&ddp.call(|net| net.first.forward(&batch(pg.rank())))?)?)?;
+        step()?;
+        assert_eq!(ddp.buckets(), single(came));
         Ok(())
     })
     .unwrap();
@@ -327,26 +344,33 @@ fn no_sync_accumulates_until_the_next_synchronised_backward() {
         };
         // The last pass does not use the third layer: its accumulated gradient counts all the same.
         let grads = ddp.backward(&loss(&ddp.call(|net| net.trunk(&batch(20 + pg.rank())))?)?)?;
-        Ok((local, NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))))
+        let synchronised = NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)));
+        // What had accumulated is gone.
+        let grads = step(batch(30 + pg.rank()))?;
+        Ok((local, synchronised, NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))))
     })
     .unwrap();
+    let after: Vec<_> = (30..32).map(|seed| reference(&batch(seed), &NET_NAMES, |net, x| net.forward(x))).collect();
     let mut sums = Vec::new();
-    for rank in 0..world {
+    for (rank, (rank_local, _, _)) in out.iter().enumerate() {
         let full = |offset: usize| reference(&batch(offset + rank), &NET_NAMES, |net, x| net.forward(x));
         let add = |a: Vec<Vec<f32>>, b: Vec<Vec<f32>>| -> Vec<Vec<f32>> {
             a.iter().zip(&b).map(|(a, b)| a.iter().zip(b).map(|(a, b)| a + b).collect()).collect()
         };
         let local = add(full(0), full(10));
-        for ((actual, expected), name) in out[rank].0.iter().zip(&local).zip(NET_NAMES) {
+        for ((actual, expected), name) in rank_local.iter().zip(&local).zip(NET_NAMES) {
             assert_close(actual, expected, 1e-6, &format!("local {name}"));
         }
         let mut trunk = reference(&batch(20 + rank), &NET_NAMES[..4], |net, x| net.trunk(x));
         trunk.extend([vec![0.0; 16], vec![0.0; 2]]);
         sums.push(add(local, trunk));
     }
-    for (_, actual) in &out {
-        for ((actual, expected), name) in actual.iter().zip(mean(&sums)).zip(NET_NAMES) {
+    for (_, synchronised, fresh) in &out {
+        for ((actual, expected), name) in synchronised.iter().zip(mean(&sums)).zip(NET_NAMES) {
             assert_close(actual, &expected, 1e-6, name);
+        }
+        for ((actual, expected), name) in fresh.iter().zip(mean(&after)).zip(NET_NAMES) {
+            assert_close(actual, &expected, 1e-6, &format!("{name} of the next step"));
         }
     }
 }
@@ -588,22 +612,23 @@ fn every_rank_hears_of_a_model_that_could_not_be_built() {
     }
 }
 
+/// An operation without a gradient.
+struct NoGradient;
+impl candle_core::CustomOp1 for NoGradient {
+    fn name(&self) -> &'static str {
+        "no-gradient"
+    }
+    fn cpu_fwd(
+        &self,
+        storage: &candle_core::CpuStorage,
+        layout: &candle_core::Layout,
+    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+}
+
 #[test]
 fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
-    /// An operation without a gradient.
-    struct NoGradient;
-    impl candle_core::CustomOp1 for NoGradient {
-        fn name(&self) -> &'static str {
-            "no-gradient"
-        }
-        fn cpu_fwd(
-            &self,
-            storage: &candle_core::CpuStorage,
-            layout: &candle_core::Layout,
-        ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-            Ok((storage.clone(), layout.shape().clone()))
-        }
-    }
     let errors = ranks(3, |pg| {
         let (ddp, _) = wrap(&pg, tiny())?;
         // Rank 1 may be so far ahead that the end of the group reaches the others in their first step.
@@ -628,9 +653,10 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
 fn alone_in_the_world_a_failed_backward_can_be_repeated() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        // Integers have no backward pass.
-        let bad = Tensor::new(&[1u32], &Device::Cpu)?;
-        let _ = ddp.backward(&bad);
+        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(NoGradient)?)?;
+        assert!(ddp.backward(&bad).is_err());
+        let refused = loss(&ddp.forward(&batch(0))?)?.backward().expect_err("DDP's backward pass is over");
+        assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
         let grads = ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
         let expected = reference(&batch(0), &NET_NAMES, |net, x| net.forward(x));
         assert_close(&gradient(&grads, &var(&varmap, NET_NAMES[0])), &expected[0], 1e-6, "after a failure");
@@ -670,4 +696,36 @@ fn variables_asked_for_after_construction_are_refused() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_trace_shows_the_phases_and_each_bucket() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let options = DdpOptions { trace: Some(folder.path().to_path_buf()), ..tiny() };
+        let (ddp, _) = wrap(&pg, options)?;
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        ddp.phase("optimizer \"step\"", || SGD::new(ddp.parameters(), 0.1)?.step(&grads))?;
+        Ok(())
+    })
+    .unwrap();
+    let (path, ranks) = candle_ddp::trace::merge(folder.path()).unwrap();
+    assert_eq!(ranks, 2);
+    let events: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let of = |rank: usize, name: &str| {
+        let is = |event: &&serde_json::Value| event["pid"] == rank && event["name"].as_str().unwrap().starts_with(name);
+        events.as_array().unwrap().iter().filter(is).cloned().collect::<Vec<_>>()
+    };
+    for rank in 0..2 {
+        for phase in ["refresh", "forward", "backward", "wait for buckets", "optimizer step"] {
+            assert_eq!(of(rank, phase).len(), 1, "{phase} of rank {rank}");
+        }
+        let backward = &of(rank, "backward")[0];
+        for bucket in 0..6 {
+            let ready = &of(rank, &format!("bucket {bucket} ready"))[0];
+            let reduced = &of(rank, &format!("all-reduce of bucket {bucket},"))[0];
+            assert!(ready["ts"].as_f64() >= backward["ts"].as_f64(), "{ready} {backward}");
+            assert!(reduced["ts"].as_f64() >= ready["ts"].as_f64(), "{reduced} {ready}");
+        }
+    }
 }

@@ -1,4 +1,5 @@
 //! Launchers and programs of the two worlds mixed: a candle-ddp program under torchrun, a PyTorch program under ddprun.
+#![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "common/pytorch.rs"]
 mod pytorch;
 

@@ -3,6 +3,8 @@
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example digits
 //! ```
+//!
+//! ci: --require-accuracy 0.97
 mod dataset;
 mod net;
 mod progress;
@@ -12,7 +14,7 @@ use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOpt
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
-use candle_nn::{AdamW, ModuleT, Optimizer, ParamsAdamW, VarMap};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use clap::Parser;
 use dataset::Dataset;
 use net::Net;
@@ -44,6 +46,9 @@ struct Options {
     /// Write one JSON object per epoch to this file, one a line (rank 0 does).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
+    /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
+    #[arg(long, value_name = "ACCURACY")]
+    require_accuracy: Option<f64>,
 }
 
 fn main() -> ExitCode {
@@ -89,7 +94,7 @@ fn train(options: &Options) -> Result<()> {
             let (images, labels) = batch?;
             let loss = candle_nn::loss::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
             let gradients = ddp.backward(&loss)?;
-            optimizer.step(&gradients)?;
+            ddp.phase("optimizer", || optimizer.step(&gradients))?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?) * labels.elem_count() as f64;
             trained += labels.elem_count();
             bar.inc(1);
@@ -128,8 +133,14 @@ fn train(options: &Options) -> Result<()> {
             });
             writeln!(file, "{line}").map_err(|source| io(path, source))?;
         }
-        if rank == 0 && epoch == options.epochs {
-            println!("parameters {hash}, the same on all ranks ({world_size})");
+        if epoch == options.epochs {
+            if rank == 0 {
+                println!("parameters {hash}, the same on all ranks ({world_size})");
+            }
+            if let Some(required) = options.require_accuracy.filter(|required| test_accuracy < *required) {
+                let reason = format!("the test accuracy {test_accuracy:.4} does not reach {required}");
+                return Err(Error::InvalidArgument { argument: "require-accuracy", reason });
+            }
         }
     }
     Ok(())

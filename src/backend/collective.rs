@@ -21,25 +21,83 @@ pub enum ReduceOp {
 #[derive(Clone, Debug)]
 pub enum Collective {
     /// Every rank's `tensor` becomes the reduction of all.
-    AllReduce { tensor: Tensor, op: ReduceOp },
+    AllReduce {
+        /// Reduced in place.
+        tensor: Tensor,
+        /// How.
+        op: ReduceOp,
+    },
     /// Every rank's `tensor` becomes that of `root`.
-    Broadcast { tensor: Tensor, root: usize },
+    Broadcast {
+        /// Read on `root`, written elsewhere.
+        tensor: Tensor,
+        /// The rank that sends.
+        root: usize,
+    },
     /// The `tensor` of `root` becomes the reduction of all; the others' stay as they are.
-    Reduce { tensor: Tensor, root: usize, op: ReduceOp },
-    /// `output`, of `world_size` × the elements of `input`, becomes all ranks' inputs in rank order.
-    AllGather { output: Tensor, input: Tensor },
-    /// `output` becomes this rank's part of the reduction of all `input`s, which have `world_size` × its elements.
-    ReduceScatter { output: Tensor, input: Tensor, op: ReduceOp },
+    Reduce {
+        /// Written on `root`, read elsewhere.
+        tensor: Tensor,
+        /// The rank that gets the result.
+        root: usize,
+        /// How.
+        op: ReduceOp,
+    },
+    /// `output` becomes all ranks' inputs in rank order.
+    AllGather {
+        /// `world_size` × the elements of `input`.
+        output: Tensor,
+        /// This rank's part.
+        input: Tensor,
+    },
+    /// `output` becomes this rank's part of the reduction of all inputs.
+    ReduceScatter {
+        /// This rank's part.
+        output: Tensor,
+        /// `world_size` × the elements of `output`.
+        input: Tensor,
+        /// How.
+        op: ReduceOp,
+    },
     /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`. Parts are equal in size.
-    AllToAll { output: Tensor, input: Tensor },
-    /// The `output` of `root` (None elsewhere) becomes all ranks' inputs in rank order.
-    Gather { output: Option<Tensor>, input: Tensor, root: usize },
-    /// `output` becomes this rank's part of the `input` of `root` (None elsewhere).
-    Scatter { output: Tensor, input: Option<Tensor>, root: usize },
+    AllToAll {
+        /// As many elements as `input`.
+        output: Tensor,
+        /// `world_size` equal parts.
+        input: Tensor,
+    },
+    /// The `output` of `root` becomes all ranks' inputs in rank order.
+    Gather {
+        /// `world_size` × the elements of `input` on `root`, `None` elsewhere.
+        output: Option<Tensor>,
+        /// This rank's part.
+        input: Tensor,
+        /// The rank that gets the result.
+        root: usize,
+    },
+    /// `output` becomes this rank's part of the `input` of `root`.
+    Scatter {
+        /// This rank's part.
+        output: Tensor,
+        /// `world_size` × the elements of `output` on `root`, `None` elsewhere.
+        input: Option<Tensor>,
+        /// The rank that sends.
+        root: usize,
+    },
     /// `tensor` goes to rank `peer`, which receives it.
-    Send { tensor: Tensor, peer: usize },
+    Send {
+        /// What is sent.
+        tensor: Tensor,
+        /// To whom.
+        peer: usize,
+    },
     /// `tensor` becomes what rank `peer` sends.
-    Recv { tensor: Tensor, peer: usize },
+    Recv {
+        /// Where it goes.
+        tensor: Tensor,
+        /// From whom.
+        peer: usize,
+    },
     /// Every rank waits until all have come.
     Barrier,
 }

@@ -1,5 +1,6 @@
 use crate::Result;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What an engine promises about a collective in flight.
 pub trait Completion: Send + Sync {
@@ -14,6 +15,11 @@ pub trait Completion: Send + Sync {
 
     /// Whether the collective is over (also when it failed), without waiting.
     fn is_completed(&self) -> bool;
+
+    /// When the engine began and when it ended to carry it out, once it is over, where the engine knows.
+    fn span(&self) -> Option<(Instant, Instant)> {
+        None
+    }
 }
 
 /// A collective in flight: PyTorch's `Work`.
@@ -56,5 +62,10 @@ impl Work {
     /// Whether the collective is over (also when it failed), without waiting.
     pub fn is_completed(&self) -> bool {
         self.0.is_completed()
+    }
+
+    /// When the engine began and when it ended to carry it out, once it is over, where the engine knows.
+    pub fn span(&self) -> Option<(Instant, Instant)> {
+        self.0.span()
     }
 }

@@ -12,6 +12,7 @@ mod verify;
 pub use options::{DdpOptions, NamePredicate};
 
 use crate::process_group::ProcessGroup;
+use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use bucket::BucketCaps;
 use candle_core::backprop::GradStore;
@@ -21,6 +22,7 @@ use reducer::{Gradient, Reducer};
 use registry::{Registry, Role};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 /// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
 ///
@@ -120,6 +122,9 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let built = built.and_then(|module| {
             check_parameters(group, &parameters)?;
+            if let Some(folder) = &options.trace {
+                reducer.set_trace(Trace::create(folder, group.rank())?);
+            }
             Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
         });
         // A rank that has no model takes part in the check, so that the others hear of it.
@@ -139,13 +144,28 @@ impl<M> DistributedDataParallel<M> {
     where
         Error: From<E>,
     {
-        // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
-        for parameter in &self.parameters {
-            if let Some(replica) = &parameter.replica {
-                hook::refresh(replica, &parameter.var)?;
+        self.phase("refresh", || -> Result<()> {
+            // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
+            for parameter in &self.parameters {
+                if let Some(replica) = &parameter.replica {
+                    hook::refresh(replica, &parameter.var)?;
+                }
             }
-        }
-        Ok(f(&self.module)?)
+            Ok(())
+        })?;
+        Ok(self.phase("forward", || f(&self.module))?)
+    }
+
+    /// Runs `f`, and shows it as `name` in the [trace](crate::trace), if there is one: for the optimizer's step, loading
+    /// data, and whatever else a training step consists of. Forward and backward passes are there already.
+    pub fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
+        let Some(trace) = self.reducer.trace() else { return f() };
+        let start = Instant::now();
+        let result = f();
+        // The name goes into JSON as it is.
+        let name: String = name.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
+        trace.span(Row::Training, name, start, Instant::now());
+        result
     }
 
     /// The model's forward pass on `xs`.
@@ -196,7 +216,9 @@ impl<M> DistributedDataParallel<M> {
         } else {
             None
         };
-        let mut grads = loss.backward().map_err(|error| self.reducer.failure().unwrap_or(Error::Candle(error)))?;
+        let mut grads = self
+            .phase("backward", || loss.backward())
+            .map_err(|error| self.reducer.failure().unwrap_or(Error::Candle(error)))?;
         for (index, parameter) in self.parameters.iter().enumerate().rev() {
             if parameter.replica.is_none()
                 && let Some(gradient) = grads.remove(&parameter.var)
@@ -204,7 +226,7 @@ impl<M> DistributedDataParallel<M> {
                 self.reducer.gradient(index, &gradient)?;
             }
         }
-        let averaged = self.reducer.finish()?;
+        let averaged = self.phase("wait for buckets", || self.reducer.finish())?;
         for (parameter, gradient) in self.parameters.iter().zip(averaged) {
             if let Gradient::Present(gradient) = gradient {
                 grads.insert(&parameter.var, gradient);
@@ -212,6 +234,9 @@ impl<M> DistributedDataParallel<M> {
         }
         if let Some(buffers) = buffers {
             buffers.finish()?;
+        }
+        if let Some(trace) = self.reducer.trace() {
+            trace.flush();
         }
         Ok(grads)
     }

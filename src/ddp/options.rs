@@ -1,6 +1,8 @@
 use super::registry::Role;
+use crate::trace;
 use candle_core::DType;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// A choice among variables by their full names, such as `layer1.0.bn1.running_mean`.
@@ -25,6 +27,9 @@ pub struct DdpOptions {
     /// Which variables DDP leaves alone: neither broadcast nor averaged, handed to the model as they are; their
     /// gradients come out of `backward` as this rank's own. Default: none.
     pub is_ignored: NamePredicate,
+    /// The folder for a time line of the training steps, a file for each rank (see [`trace`](crate::trace)). Default: the
+    /// one that the environment variable `CANDLE_DDP_TRACE` names, if any; without, tracing costs nothing.
+    pub trace: Option<PathBuf>,
 }
 
 impl Default for DdpOptions {
@@ -35,6 +40,7 @@ impl Default for DdpOptions {
             broadcast_buffers: true,
             is_buffer: Arc::new(is_batch_norm_buffer),
             is_ignored: Arc::new(|_| false),
+            trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
         }
     }
 }
@@ -62,6 +68,7 @@ impl fmt::Debug for DdpOptions {
             .field("bucket_cap_mb", &self.bucket_cap_mb)
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
+            .field("trace", &self.trace)
             .finish_non_exhaustive()
     }
 }

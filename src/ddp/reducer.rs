@@ -2,9 +2,11 @@
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::copy;
 use crate::process_group::ProcessGroup;
+use crate::trace::{Row, Trace};
 use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 /// Collects gradients in buckets and all-reduces each bucket as soon as it is full and its turn has come.
 pub(super) struct Reducer {
@@ -12,6 +14,7 @@ pub(super) struct Reducer {
     /// 1 / world size: what gradients are multiplied by before they are summed up.
     scale: f64,
     state: Mutex<State>,
+    trace: OnceLock<Trace>,
 }
 
 #[derive(Default)]
@@ -65,7 +68,7 @@ pub(super) enum Gradient {
 impl Reducer {
     pub(super) fn new(group: ProcessGroup) -> Self {
         let scale = 1.0 / group.world_size() as f64;
-        Self { group, scale, state: Mutex::default() }
+        Self { group, scale, state: Mutex::default(), trace: OnceLock::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -81,6 +84,16 @@ impl Reducer {
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
         state.lay_out(&order, self.scale)
+    }
+
+    /// From now on, what happens to the buckets is written down.
+    pub(super) fn set_trace(&self, trace: Trace) {
+        // It is set once, at construction.
+        let _ = self.trace.set(trace);
+    }
+
+    pub(super) fn trace(&self) -> Option<&Trace> {
+        self.trace.get()
     }
 
     /// The names of the parameters in each bucket, in the order of the all-reduces.
@@ -161,13 +174,16 @@ impl Reducer {
                 break;
             }
             copy::copy(&bucket.tail, &bucket.tail_all_used)?;
-            self.launch(bucket)?;
+            self.launch(bucket, state.next)?;
             state.next += 1;
         }
         Ok(())
     }
 
-    fn launch(&self, bucket: &mut Bucket) -> Result<()> {
+    fn launch(&self, bucket: &mut Bucket, number: usize) -> Result<()> {
+        if let Some(trace) = self.trace() {
+            trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
+        }
         bucket.work = Some(self.group.all_reduce_async(&bucket.tensor, ReduceOp::Sum)?);
         Ok(())
     }
@@ -201,9 +217,19 @@ impl Reducer {
             self.complete(state, &mut used)?;
             self.launch_full_buckets(state)?;
         }
-        for bucket in &state.buckets {
-            if let Some(work) = &bucket.work {
-                work.wait()?;
+        for (number, bucket) in state.buckets.iter().enumerate() {
+            let Some(work) = &bucket.work else { continue };
+            work.wait()?;
+            if let Some(trace) = self.trace()
+                && let Some((start, end)) = work.span()
+            {
+                let bytes = bucket.tensor.elem_count() * bucket.tensor.dtype().size_in_bytes();
+                trace.span(
+                    Row::Communication,
+                    format_args!("all-reduce of bucket {number}, {bytes} bytes"),
+                    start,
+                    end,
+                );
             }
         }
         state.phase = Phase::Outside;
@@ -231,7 +257,7 @@ impl Reducer {
         let members_used: Vec<bool> = bucket.members.iter().map(|index| used[*index]).collect();
         let tail = bucket::tail(&members_used, self.scale, bucket.tensor.dtype(), bucket.tensor.device())?;
         copy::copy(&bucket.tail, &tail)?;
-        self.launch(bucket)?;
+        self.launch(bucket, state.next)?;
         state.next += 1;
         Ok(())
     }

@@ -6,13 +6,20 @@ use crate::{Error, Result};
 use candle_core::{DType, DeviceLocation, Tensor, Var};
 
 /// How many bytes travel together: enough that the time per message does not matter, little beside a model.
-const CHUNK_BYTES: usize = 32 << 20;
+const PACK_BYTES: usize = 32 << 20;
 
 /// Variables on their way from rank 0.
 #[must_use]
 pub(super) struct Broadcast<'a> {
     chunks: Vec<Chunk<'a>>,
     is_source: bool,
+}
+
+/// Variables that travel together.
+struct Pack<'a> {
+    kind: (DType, DeviceLocation),
+    bytes: usize,
+    vars: Vec<&'a Var>,
 }
 
 struct Chunk<'a> {
@@ -25,23 +32,20 @@ struct Chunk<'a> {
 /// device, so that many small ones do not cost a message each.
 pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
     let is_source = group.rank() == 0;
-    let mut kinds: Vec<((DType, DeviceLocation), Vec<Vec<&Var>>)> = Vec::new();
+    let mut packs: Vec<Pack> = Vec::new();
     for var in vars {
         let kind = (var.dtype(), var.device().location());
-        let at = kinds.iter().position(|(other, _)| *other == kind).unwrap_or_else(|| {
-            kinds.push((kind, vec![Vec::new()]));
-            kinds.len() - 1
-        });
-        let chunks = &mut kinds[at].1;
-        let bytes =
-            |vars: &[&Var]| vars.iter().map(|var| var.elem_count() * var.dtype().size_in_bytes()).sum::<usize>();
-        match chunks.last_mut() {
-            Some(last) if bytes(last) < CHUNK_BYTES => last.push(var),
-            _ => chunks.push(vec![var]),
+        let bytes = var.elem_count() * var.dtype().size_in_bytes();
+        match packs.iter_mut().rev().find(|pack| pack.kind == kind && pack.bytes < PACK_BYTES) {
+            Some(pack) => {
+                pack.vars.push(var);
+                pack.bytes += bytes;
+            }
+            None => packs.push(Pack { kind, bytes, vars: vec![var] }),
         }
     }
     let mut chunks = Vec::new();
-    for vars in kinds.into_iter().flat_map(|(_, chunks)| chunks) {
+    for Pack { vars, .. } in packs {
         let flat = if is_source {
             let parts: Vec<Tensor> = vars.iter().map(|var| var.flatten_all()).collect::<candle_core::Result<_>>()?;
             // With a single part, `cat` would return the variable itself.

@@ -34,6 +34,7 @@ failed; 126 or 127 for a program that is not executable or not there; 1 for ever
     name = "ddprun",
     version,
     about = "Starts the ranks of a distributed program on this machine and looks after them",
+    long_about = None,
     override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...",
     after_help = AFTER_HELP,
     next_line_help = true
@@ -146,6 +147,11 @@ pub struct Cli {
     /// Accepted, since torchrun needs it for programs like yours: PROGRAM is always run as it is.
     #[arg(long, alias = "no_python", help_heading = RANKS)]
     pub no_python: bool,
+
+    /// Makes one time line of those that all ranks left in this folder when CANDLE_DDP_TRACE named it: DIR/trace.json,
+    /// for <https://ui.perfetto.dev>. Starts nothing.
+    #[arg(long, alias = "merge_traces", value_name = "DIR", exclusive = true, help_heading = OUTPUT)]
+    pub merge_traces: Option<PathBuf>,
 
     /// torchrun's way to run a Python module; refused with a hint.
     #[arg(short, long, hide = true)]

@@ -51,6 +51,11 @@ impl Console {
         self.same
     }
 
+    /// Whether the last line on stderr is an unfinished one.
+    pub(super) fn is_open(&self) -> bool {
+        self.open[if self.same { 0 } else { 1 }].is_some()
+    }
+
     /// Writes `bytes`, which came from `source`, at once.
     pub(super) fn write(&mut self, source: usize, target: Target, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {

@@ -43,6 +43,7 @@ use folder::RunFolder;
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::ExitCode;
 use supervisor::{Events, Outcome, Supervisor};
 use worker::{Exit, Starter};
@@ -68,7 +69,10 @@ pub fn parse() -> Result<Cli, ExitCode> {
 /// It takes over the signals and the child processes of this process, and must be called from a thread that lives as
 /// long as the process, as the main thread does: workers die with it.
 pub fn run(cli: Cli) -> ExitCode {
-    let code = Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config));
+    let code = match &cli.merge_traces {
+        Some(folder) => merge_traces(folder),
+        None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    };
     ExitCode::from(code.unwrap_or_else(|error| {
         message(&error);
         match &error {
@@ -78,6 +82,12 @@ pub fn run(cli: Cli) -> ExitCode {
             _ => 1,
         }
     }))
+}
+
+fn merge_traces(folder: &Path) -> Result<u8> {
+    let (path, ranks) = crate::trace::merge(folder)?;
+    message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
+    Ok(0)
 }
 
 fn execute(config: &Config) -> Result<u8> {
@@ -107,12 +117,17 @@ fn execute(config: &Config) -> Result<u8> {
     say_threads(config);
     let (closing, keep_open) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(sources, closing.into(), console)?;
-    let (outcome, tails) = supervisor.watch(&events, terminals, keep_open);
+    let (outcome, remains) = supervisor.watch(&events, terminals, keep_open);
     Ok(match outcome {
         Outcome::Success => 0,
         Outcome::Signalled(signal) => Exit::Signal(signal).code(),
         Outcome::Failure(first) => {
-            if let Some(summary) = summary::of_failure(&supervisor.workers, first, tails, &folder) {
+            let open = remains.open;
+            if let Some(summary) = summary::of_failure(&supervisor.workers, first, remains, &folder) {
+                if open {
+                    // Nobody may be there to read it.
+                    let _ = std::io::stderr().write_all(b"\n");
+                }
                 message(summary);
             }
             supervisor.workers.get(first).and_then(|worker| worker.ended).map_or(1, |ended| ended.how.code())

@@ -14,6 +14,15 @@ const CHUNK: usize = 1 << 16;
 /// What is still read of a stream after its worker has ended: more than a pipe can hold.
 const REST: usize = 1 << 20;
 
+/// What is left of the output when all of it was passed on.
+#[derive(Debug, Default)]
+pub(super) struct Remains {
+    /// Local rank, stream and last lines of every source.
+    pub(super) tails: Vec<(usize, Target, Tail)>,
+    /// Whether the last line on our stderr is an unfinished one.
+    pub(super) open: bool,
+}
+
 /// One stream of one worker, and where it goes.
 #[derive(Debug)]
 pub(super) struct Source {
@@ -81,8 +90,7 @@ impl Source {
 }
 
 /// Passes all output on until every source has ended, or until `closing` does, and then what is left in the pipes.
-/// Returns the last lines of every source.
-pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: Console) -> Vec<(usize, Target, Tail)> {
+pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: Console) -> Remains {
     let mut buffer = vec![0; CHUNK];
     let mut budget = vec![usize::MAX; sources.len()];
     let mut closed = false;
@@ -123,5 +131,6 @@ pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: C
     for (index, source) in sources.iter_mut().enumerate() {
         source.end(index, &mut console);
     }
-    sources.into_iter().map(|source| (source.local_rank, source.target, source.tail)).collect()
+    let tails = sources.into_iter().map(|source| (source.local_rank, source.target, source.tail)).collect();
+    Remains { tails, open: console.is_open() }
 }

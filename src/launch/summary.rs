@@ -1,13 +1,13 @@
 //! What ddprun says when a run has failed.
 use super::console::Target;
 use super::folder::RunFolder;
-use super::supervisor::Tails;
+use super::output::Remains;
 use super::time;
 use super::worker::{Exit, Worker};
 use std::fmt::Write;
 
 /// The summary: who failed first, how, and its last words; then the others.
-pub(super) fn of_failure(workers: &[Worker], first: usize, tails: Tails, folder: &RunFolder) -> Option<String> {
+pub(super) fn of_failure(workers: &[Worker], first: usize, remains: Remains, folder: &RunFolder) -> Option<String> {
     let worker = workers.get(first)?;
     let ended = worker.ended?;
     let mut text = format!(
@@ -23,7 +23,8 @@ pub(super) fn of_failure(workers: &[Worker], first: usize, tails: Tails, folder:
     if let Some(error) = folder.error(worker.local_rank) {
         section(&mut text, "its error:", error.lines());
     }
-    let mut own: Vec<_> = tails
+    let mut own: Vec<_> = remains
+        .tails
         .into_iter()
         .filter(|(local_rank, ..)| *local_rank == worker.local_rank)
         .map(|(_, target, tail)| (target, tail.into_lines()))

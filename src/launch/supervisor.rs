@@ -1,6 +1,5 @@
 //! Watching over the workers: the first failure ends them all, signals are passed on, nothing is left behind.
-use super::output::Source;
-use super::tail::Tail;
+use super::output::{Remains, Source};
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
 use crate::{Error, Result};
@@ -16,8 +15,8 @@ use std::time::{Duration, Instant, SystemTime};
 /// How long killed processes may take to disappear: one that hangs in the kernel may take for ever.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
-/// The last lines of every stream.
-pub(super) type Tails = Vec<(usize, super::console::Target, Tail)>;
+/// Workers that take longer than this to end are named, so that the user knows what ddprun waits for.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What the supervisor waits for.
 #[derive(Debug)]
@@ -25,7 +24,7 @@ pub(super) enum Event {
     /// This process was sent a signal.
     Signal(i32),
     /// All output was passed on.
-    Output(Tails),
+    Output(Remains),
 }
 
 /// Events, and the way to send more.
@@ -58,9 +57,9 @@ impl Events {
     pub(super) fn forward(&self, sources: Vec<Source>, closing: OwnedFd, console: super::Console) -> Result<()> {
         let sender = self.sender.clone();
         spawn_thread("output", move || {
-            let tails = super::output::forward(sources, closing, console);
+            let remains = super::output::forward(sources, closing, console);
             // The supervisor may have given up on it.
-            let _ = sender.send(Event::Output(tails));
+            let _ = sender.send(Event::Output(remains));
         })
     }
 
@@ -108,6 +107,8 @@ pub(super) struct Supervisor {
     started: Instant,
     grace: Duration,
     phase: Phase,
+    /// When to say who is being waited for.
+    announce: Option<Instant>,
     outcome: Outcome,
 }
 
@@ -120,15 +121,21 @@ impl Supervisor {
             started: Instant::now(),
             grace,
             phase: Phase::Running,
+            announce: None,
             outcome: Outcome::Success,
         }
     }
 
     /// Waits until all workers and all that they started have ended, then for their output. `closing` is dropped in
     /// between: it tells the output's thread that nothing more will come.
-    pub(super) fn watch(&mut self, events: &Events, terminals: Vec<OwnedFd>, closing: PipeWriter) -> (Outcome, Tails) {
+    pub(super) fn watch(
+        &mut self,
+        events: &Events,
+        terminals: Vec<OwnedFd>,
+        closing: PipeWriter,
+    ) -> (Outcome, Remains) {
         self.terminals = terminals;
-        let mut tails = None;
+        let mut remains = None;
         loop {
             self.reap();
             if self.phase == Phase::Running {
@@ -142,34 +149,35 @@ impl Supervisor {
             }
             let deadline = match self.phase {
                 Phase::Running => None,
-                Phase::Ending(deadline) => deadline,
+                Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
                 Phase::Killed(deadline) => Some(deadline),
             };
             match events.next(deadline) {
                 Some(Event::Signal(signal)) => self.on_signal(signal),
-                Some(Event::Output(all)) => tails = Some(all),
+                Some(Event::Output(all)) => remains = Some(all),
                 None if matches!(self.phase, Phase::Killed(_)) => {
                     super::message("some processes hang in the kernel and could not be killed");
                     break;
                 }
+                None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
                 None => self.kill(),
             }
         }
         drop(closing);
-        let tails = tails.unwrap_or_else(|| {
+        let remains = remains.unwrap_or_else(|| {
             loop {
                 match events.next(None) {
-                    Some(Event::Output(tails)) => break tails,
+                    Some(Event::Output(remains)) => break remains,
                     // Whoever reads our output does not go on, and the user does not want to wait.
                     Some(Event::Signal(signal)) if ![SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH].contains(&signal) => {
-                        break Tails::new();
+                        break Remains::default();
                     }
                     Some(Event::Signal(_)) => {}
-                    None => break Tails::new(),
+                    None => break Remains::default(),
                 }
             }
         });
-        (self.outcome, tails)
+        (self.outcome, remains)
     }
 
     fn on_signal(&mut self, number: i32) {
@@ -207,7 +215,22 @@ impl Supervisor {
         self.signal_all(signal);
         // One that is stopped does not hear anything else.
         self.signal_all(Signal::CONT);
-        self.phase = Phase::Ending(Instant::now().checked_add(self.grace));
+        let now = Instant::now();
+        self.phase = Phase::Ending(now.checked_add(self.grace));
+        self.announce = Some(now + PATIENCE);
+    }
+
+    /// Says who is being waited for.
+    fn announce(&mut self) {
+        self.announce = None;
+        let waiting = self.workers.iter().filter(|worker| worker.group);
+        let names: Vec<String> =
+            waiting.map(|worker| format!("{} (process group {})", worker.rank, worker.pid)).collect();
+        let grace = self.grace.as_secs_f64();
+        super::message(format_args!(
+            "waiting for rank {} to end, and for what it started: SIGKILL after {grace} s",
+            names.join(", ")
+        ));
     }
 
     fn kill(&mut self) {

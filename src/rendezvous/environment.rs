@@ -333,7 +333,8 @@ mod tests {
 
     #[test]
     fn names_the_variable_and_the_value() {
-        let cases: &[(&[(&str, &str)], &[&str])] = &[
+        type Texts = &'static [&'static str];
+        let cases: &[(&[(&str, &str)], Texts)] = &[
             (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK=\"4\"", "WORLD_SIZE=4", "0 to 3"]),
             (&[("RANK", "1")], &["WORLD_SIZE is not set", "RANK is set"]),
             (&[("WORLD_SIZE", "2")], &["variable RANK is not set", "WORLD_SIZE is set"]),

@@ -120,6 +120,11 @@ impl FileLog {
         &self.path
     }
 
+    /// How far it has been read.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
     /// Whether there may be something to read: cheap, for polling.
     pub(super) fn has_grown(&self) -> io::Result<bool> {
         self.data.metadata().map(|metadata| metadata.len() != self.offset)

@@ -99,9 +99,11 @@ impl FileStore {
     fn wait_then<T>(&self, operation: &str, keys: &[&str], timeout: Duration, read: impl Fn(&Map) -> T) -> Result<T> {
         let deadline = Instant::now() + timeout;
         let mut pause = FIRST_LOOK;
-        let mut grown = true;
+        let mut look = true;
+        let mut seen = 0;
         loop {
-            if grown {
+            if look {
+                seen = self.lock().log.offset();
                 let found = self.access(operation, |map| {
                     let missing = missing(map, keys);
                     Ok((if missing.is_empty() { Ok(read(map)) } else { Err(missing) }, Vec::new()))
@@ -122,7 +124,10 @@ impl FileStore {
             // The lock is not held here: other threads go on.
             std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
             pause = (pause * 2).min(LATER_LOOK);
-            grown = self.lock().log.has_grown().map_err(|error| self.failed(operation, error))?
+            // Another thread may have read what has come, so the file's length alone does not tell.
+            let log = &self.lock().log;
+            look = log.has_grown().map_err(|error| self.failed(operation, error))?
+                || log.offset() != seen
                 || Instant::now() >= deadline;
         }
     }

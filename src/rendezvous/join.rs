@@ -27,6 +27,8 @@ pub(super) struct Join<'a> {
     pub(super) name: String,
     pub(super) rank: usize,
     pub(super) world_size: usize,
+    /// What the ranks of one host have in common, see [`host`].
+    pub(super) host: String,
     /// This rank's end of its connection to the store, and the store's.
     pub(super) addresses: Option<(IpAddr, IpAddr)>,
     pub(super) deadline: Instant,
@@ -49,7 +51,7 @@ impl Join<'_> {
             return self
                 .give_up(format!("rank {rank} was started with world size {world_size}, another with {agreed}"));
         }
-        store.set(&host_key(rank), host().as_bytes())?;
+        store.set(&host_key(rank), self.host.as_bytes())?;
         if let Some((local, server)) = self.addresses
             && !local.is_loopback()
         {
@@ -83,8 +85,7 @@ impl Join<'_> {
     pub(super) fn local_place(&self) -> Result<(usize, usize)> {
         let keys: Vec<String> = (0..self.world_size).map(host_key).collect();
         let hosts = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-        let own = host();
-        let mine = |hosts: &[Vec<u8>]| hosts.iter().filter(|host| host.as_slice() == own.as_bytes()).count();
+        let mine = |hosts: &[Vec<u8>]| hosts.iter().filter(|host| host.as_slice() == self.host.as_bytes()).count();
         Ok((mine(hosts.get(..self.rank).unwrap_or_default()), mine(&hosts)))
     }
 
@@ -119,8 +120,67 @@ impl Join<'_> {
     }
 }
 
-/// What ranks of one host have in common: its name, which containers have of their own, and its last start.
+/// This host: its name, which containers have of their own, and its last start.
 pub(crate) fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     format!("{} {}", rustix::system::uname().nodename().to_string_lossy(), boot.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::HashStore;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    /// What `local_place` and `address` say on ranks with these hosts and addresses.
+    fn meet(ranks: &[(&str, Option<(&str, &str)>)]) -> Vec<((usize, usize), Option<String>)> {
+        let store = HashStore::new(TIMEOUT);
+        let meet = |rank: usize, host: &str, addresses: Option<(&str, &str)>| {
+            let addresses = addresses.map(|(local, server)| (local.parse().unwrap(), server.parse().unwrap()));
+            let join = Join {
+                store: &store,
+                name: String::new(),
+                rank,
+                world_size: ranks.len(),
+                host: host.to_string(),
+                addresses,
+                deadline: Instant::now() + TIMEOUT,
+                timeout: TIMEOUT,
+            };
+            join.run().unwrap();
+            (join.local_place().unwrap(), join.address().unwrap().map(|address| address.to_string()))
+        };
+        std::thread::scope(|scope| {
+            let start = |(rank, (host, addresses)): (usize, &(_, _))| {
+                let (host, addresses) = (*host, *addresses);
+                scope.spawn(move || meet(rank, host, addresses))
+            };
+            let threads: Vec<_> = ranks.iter().enumerate().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn places_on_hosts() {
+        let places = |hosts: &[&'static str]| {
+            let ranks: Vec<_> = hosts.iter().map(|host| (*host, None)).collect();
+            meet(&ranks).into_iter().map(|met| met.0).collect::<Vec<_>>()
+        };
+        assert_eq!(places(&["a"]), [(0, 1)]);
+        assert_eq!(places(&["a", "a", "b", "b", "b"]), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]);
+        assert_eq!(places(&["a", "b", "a"]), [(0, 2), (0, 1), (1, 2)]);
+    }
+
+    #[test]
+    fn addresses_are_good_on_other_hosts() {
+        let inside = Some(("127.0.0.1", "127.0.1.1"));
+        let addresses = |ranks: &[(&str, Option<(&str, &str)>)]| {
+            meet(ranks).into_iter().map(|met| met.1.unwrap_or_default()).collect::<Vec<_>>()
+        };
+        assert_eq!(addresses(&[("a", inside), ("a", inside)]), ["127.0.0.1", "127.0.0.1"]);
+        let other = Some(("10.0.0.2", "10.0.0.1"));
+        assert_eq!(addresses(&[("a", inside), ("b", other), ("a", inside)]), ["10.0.0.1", "10.0.0.2", "10.0.0.1"]);
+        assert_eq!(addresses(&[("a", None), ("b", None)]), ["", ""]);
+    }
 }

@@ -1,8 +1,9 @@
-use super::join::Join;
+use super::join::{Join, host};
 use super::plan::{Place, Plan};
 use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
-use crate::Result;
+use crate::{Error, Result};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ const PREFIX: &str = "candle_ddp";
 /// How to find the other ranks.
 #[derive(Clone, Debug)]
 pub struct RendezvousOptions {
-    /// Where, see [`InitMethod`].
+    /// Where, see [`InitMethod`](super::InitMethod).
     pub init_method: String,
     /// This process's rank; `None`: as the init method or the environment says.
     pub rank: Option<usize>,
@@ -92,6 +93,7 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
         name,
         rank,
         world_size,
+        host: host(),
         addresses,
         deadline,
         timeout: options.timeout,
@@ -109,13 +111,24 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
 /// The servers that this process hosts: groups that meet at the same port, one after the other or at once, share one.
 static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
 
+/// How long a port may still be in the hands of an earlier attempt's process, or of a child that is just being started.
+const RELEASE: Duration = Duration::from_secs(1);
+
 fn shared_server(port: u16) -> Result<Arc<TcpStoreServer>> {
     let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
     servers.retain(|server| server.strong_count() > 0);
     if let Some(server) = servers.iter().filter_map(Weak::upgrade).find(|server| server.port() == port) {
         return Ok(server);
     }
-    let server = Arc::new(TcpStoreServer::bind(port)?);
+    let deadline = Instant::now() + RELEASE;
+    let server = loop {
+        match TcpStoreServer::bind(port) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            result => break Arc::new(result?),
+        }
+    };
     servers.push(Arc::downgrade(&server));
     Ok(server)
 }

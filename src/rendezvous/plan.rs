@@ -129,6 +129,8 @@ mod tests {
         assert_eq!((explicit.rank, explicit.world_size, explicit.local), (5, 8, None));
         let explicit = plan(options("env://", Some(0), Some(2)), LAUNCHED).unwrap();
         assert_eq!((explicit.rank, explicit.world_size, explicit.local), (0, 2, None));
+        let other_rank = plan(options("env://", Some(0), None), LAUNCHED).unwrap();
+        assert_eq!((other_rank.rank, other_rank.world_size, other_rank.local), (0, 4, None));
         // Where they agree, the local place is known.
         assert_eq!(plan(options("env://", Some(1), Some(4)), LAUNCHED).unwrap().local, Some((1, 2)));
         // A broken environment is no obstacle to who does not need it.

@@ -1,5 +1,5 @@
 //! What several test files share.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::{ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::VarMap;

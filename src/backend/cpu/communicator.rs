@@ -26,16 +26,21 @@ pub struct CpuOptions {
     pub timeout: Duration,
     /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
     pub address: Option<IpAddr>,
-    /// Bytes that travel at a time where data is reduced or handed on; 256 KiB by default. For tests and measurements.
+    /// Bytes that travel at a time where data is reduced or handed on; 128 KiB by default. For tests and measurements.
     pub segment_bytes: usize,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; 64 KiB by
+    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; 128 KiB by
     /// default. For tests and measurements.
     pub small_bytes: usize,
 }
 
 impl Default for CpuOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(30 * 60), address: None, segment_bytes: 256 * 1024, small_bytes: 64 * 1024 }
+        Self {
+            timeout: Duration::from_secs(30 * 60),
+            address: None,
+            segment_bytes: 128 * 1024,
+            small_bytes: 128 * 1024,
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! Builds the connections between all ranks.
 //!
-//! Every rank listens and publishes its address in the store; of two ranks, the higher one connects to the lower one.
-//! Both sides say [hello](super::hello). A rank waits for the replies to its own hellos only after it has answered those
-//! of the higher ranks, so that no two ranks wait for each other.
+//! Every rank listens and publishes its address and its terms in the store; of two ranks, the higher one connects to the lower one.
+//! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
+//! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::hello::{Hello, Kind, Stranger, Terms};
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -36,36 +36,39 @@ type Slots = [Option<TcpStream>; Kind::ALL.len()];
 
 impl Connector<'_> {
     pub(super) fn connect(&self) -> Result<Connections> {
-        let world_size = self.terms.world_size;
         let context = || format!("rank {}: listening on {}", self.rank, self.address);
         let listener = TcpListener::bind((self.address, 0)).map_err(|error| Error::io(context(), error))?;
         listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
         let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
         let drawn = RandomState::new().build_hasher().finish();
-        self.store.set(&key(self.rank), format!("{own} {drawn:016x}").as_bytes())?;
+        self.store.set(&key(self.rank), &publish(own, &self.hello(drawn, Kind::Control)))?;
 
         let mut nonce = drawn;
-        let mut slots: Vec<Slots> = (0..world_size).map(|_| Slots::default()).collect();
+        let mut conversations = Vec::new();
         for peer in 0..self.rank {
-            let (address, drawn) = self.look_up(peer)?;
+            let (address, published) = self.look_up(peer)?;
             if peer == 0 {
-                nonce = drawn;
+                nonce = published.nonce;
+            }
+            if let Some(difference) = published.terms.difference(&self.terms) {
+                // It should learn of it, too.
+                let _ = self.call(peer, address, self.hello(nonce, Kind::Control));
+                return Err(self.failed(&[peer], difference));
             }
             for kind in Kind::ALL {
-                slots[peer][kind as usize] = Some(self.call(peer, address, self.hello(nonce, kind))?);
+                let hello = self.hello(nonce, kind);
+                let socket = self.call(peer, address, hello)?;
+                conversations.push(Conversation::new(socket, address, Some(Hello { rank: peer, ..hello })));
             }
         }
-        self.accept(&listener, nonce, &mut slots)?;
-        for (peer, slots) in slots.iter_mut().enumerate().take(self.rank) {
-            for (kind, socket) in Kind::ALL.into_iter().zip(slots.iter_mut().flatten()) {
-                self.read_reply(peer, socket, Hello { rank: peer, ..self.hello(nonce, kind) })?;
-            }
-        }
+        let slots = self.converse(&listener, nonce, conversations)?;
 
         let mut connections = Connections { data: vec![], direct: vec![], control: vec![] };
         for (peer, slots) in slots.into_iter().enumerate() {
             for socket in slots.iter().flatten() {
-                prepare(socket).map_err(|error| self.failed(&[peer], format!("preparing the connection: {error}")))?;
+                socket
+                    .set_nodelay(true)
+                    .map_err(|error| self.failed(&[peer], format!("preparing the connection: {error}")))?;
             }
             let [data, direct, control] = slots;
             if let Some(control) = &control {
@@ -91,24 +94,25 @@ impl Connector<'_> {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 
-    /// The address of `peer`, and the number it has drawn.
-    fn look_up(&self, peer: usize) -> Result<(SocketAddr, u64)> {
+    /// The address of `peer`, and what it says to everybody.
+    fn look_up(&self, peer: usize) -> Result<(SocketAddr, Hello)> {
         let key = key(peer);
         if let Err(error) = self.store.wait(&[&key], Some(self.left())) {
             if !matches!(error, Error::StoreTimeout { .. }) {
                 return Err(error);
             }
-            let missing: Vec<usize> =
-                (0..self.rank).filter(|peer| !self.store.check(&[&self::key(*peer)]).unwrap_or(false)).collect();
+            let is_missing = |peer: &usize| !self.store.check(&[&self::key(*peer)]).unwrap_or(false);
+            let missing: Vec<usize> = (0..self.rank).filter(is_missing).collect();
             return Err(self.failed(&missing, format!("they have not come to the rendezvous ({error})")));
         }
         let value = self.store.get(&key)?;
-        let parse = || {
-            let (address, drawn) = std::str::from_utf8(&value).ok()?.split_once(' ')?;
-            Some((address.parse().ok()?, u64::from_str_radix(drawn, 16).ok()?))
-        };
         let text = String::from_utf8_lossy(&value);
-        parse().ok_or_else(|| self.failed(&[peer], format!("the store holds {text:?} as its address")))
+        let no_address = || self.failed(&[peer], format!("the store holds {text:?} as its address"));
+        let (address, hello) = parse(&text).ok_or_else(no_address)?;
+        match Hello::decode(&hello) {
+            Ok(hello) => Ok((address, hello)),
+            Err(stranger) => Err(self.failed(&[peer], stranger.describe())),
+        }
     }
 
     /// Connects to `peer` and says hello.
@@ -116,6 +120,7 @@ impl Connector<'_> {
         let connect = || {
             let mut socket = TcpStream::connect_timeout(&address, self.left())?;
             socket.write_all(&hello.encode())?;
+            socket.set_nonblocking(true)?;
             Ok(socket)
         };
         connect().map_err(|error: std::io::Error| {
@@ -123,56 +128,81 @@ impl Connector<'_> {
         })
     }
 
-    /// Waits for the connections of all higher ranks.
-    fn accept(&self, listener: &TcpListener, nonce: u64, slots: &mut [Slots]) -> Result<()> {
-        /// Connections that have not said hello yet; beyond this the oldest ones go.
-        const CALLERS: usize = 1024;
-        let mut callers: Vec<Caller> = Vec::new();
+    /// Accepts connections, and reads the hellos and the replies of all, until there is one of each kind with each peer.
+    fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
+        let mut slots: Vec<Slots> = (0..self.terms.world_size).map(|_| Slots::default()).collect();
         loop {
-            let missing: Vec<usize> =
-                (self.rank + 1..slots.len()).filter(|peer| slots[*peer].iter().any(Option::is_none)).collect();
+            let missing: Vec<usize> = (0..slots.len())
+                .filter(|peer| *peer != self.rank && slots[*peer].iter().any(Option::is_none))
+                .collect();
             if missing.is_empty() {
-                return Ok(());
+                return Ok(slots);
             }
             let left = self.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(self.failed(&missing, "they have not connected to this rank"));
+                let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
+                // Lower ranks may not answer because they, too, wait for a higher one.
+                return Err(match higher.is_empty() {
+                    false => self.failed(&higher, "they have not connected to this rank"),
+                    true => self.failed(&lower, "they do not answer"),
+                });
             }
             let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
-            fds.extend(callers.iter().map(|caller| PollFd::new(&caller.socket, PollFlags::IN)));
+            fds.extend(conversations.iter().map(|conversation| PollFd::new(&conversation.socket, PollFlags::IN)));
             match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Error::io("waiting for connections", error)),
             }
             drop(fds);
-            let mut waiting = Vec::with_capacity(callers.len());
-            for mut caller in callers {
-                match caller.read() {
-                    Heard::Nothing => waiting.push(caller),
-                    Heard::Closed => {}
-                    Heard::Hello(hello) => self.welcome(caller, &hello, nonce, slots)?,
-                }
-            }
-            callers = waiting;
-            loop {
-                match listener.accept() {
-                    Ok((socket, address)) => {
-                        if socket.set_nonblocking(true).is_ok() {
-                            callers.push(Caller { socket, address, hello: [0; Hello::BYTES], read: 0 });
-                        }
+            let mut waiting = Vec::with_capacity(conversations.len());
+            for mut conversation in conversations {
+                match (conversation.read(), conversation.called) {
+                    (Heard::Nothing, _) => waiting.push(conversation),
+                    (Heard::Hello(hello), None) => self.welcome(conversation, &hello, nonce, &mut slots)?,
+                    (Heard::Hello(reply), Some(expected)) => {
+                        self.check_reply(&reply, expected)?;
+                        slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
                     }
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                    Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                    Err(error) => return Err(Error::io(format!("rank {}: accepting connections", self.rank), error)),
+                    (Heard::Closed, None) => {}
+                    (Heard::Closed, Some(Hello { rank, .. })) => {
+                        return Err(self.failed(&[rank], "it closed the connection: see its own error"));
+                    }
                 }
             }
-            callers.drain(..callers.len().saturating_sub(CALLERS));
+            conversations = waiting;
+            self.accept(listener, &mut conversations)?;
         }
+    }
+
+    /// Accepts who has connected.
+    fn accept(&self, listener: &TcpListener, conversations: &mut Vec<Conversation>) -> Result<()> {
+        /// Connections that have not said hello yet; beyond this the oldest ones are closed.
+        const STRANGERS: usize = 1024;
+        loop {
+            match listener.accept() {
+                Ok((socket, address)) => {
+                    if socket.set_nonblocking(true).is_ok() {
+                        conversations.push(Conversation::new(socket, address, None));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(error) => return Err(Error::io(format!("rank {}: accepting connections", self.rank), error)),
+            }
+        }
+        let strangers = conversations.iter().filter(|conversation| conversation.called.is_none()).count();
+        let mut excess = strangers.saturating_sub(STRANGERS);
+        conversations.retain(|conversation| {
+            let close = excess > 0 && conversation.called.is_none();
+            excess -= usize::from(close);
+            !close
+        });
+        Ok(())
     }
 
     /// Checks the hello of a caller and answers it. Strangers are sent away; peers that do not fit are an error here,
     /// and by the reply there.
-    fn welcome(&self, caller: Caller, hello: &[u8; Hello::BYTES], nonce: u64, slots: &mut [Slots]) -> Result<()> {
+    fn welcome(&self, caller: Conversation, hello: &[u8; Hello::BYTES], nonce: u64, slots: &mut [Slots]) -> Result<()> {
         let address = caller.address;
         let hello = match Hello::decode(hello) {
             Ok(hello) if hello.nonce == nonce => hello,
@@ -215,25 +245,17 @@ impl Connector<'_> {
         }
     }
 
-    /// Reads the reply of a lower rank.
-    fn read_reply(&self, peer: usize, socket: &mut TcpStream, expected: Hello) -> Result<()> {
-        let mut reply = [0; Hello::BYTES];
-        let read = socket.set_read_timeout(Some(self.left())).and_then(|()| socket.read_exact(&mut reply));
-        read.map_err(|error| match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => self.failed(&[peer], "it does not answer"),
-            _ => self.failed(&[peer], format!("it closed the connection ({error}): see its own error")),
-        })?;
-        match Hello::decode(&reply) {
-            Ok(hello) if hello == expected => Ok(()),
-            Ok(hello) => Err(self.failed(
-                &[peer],
-                hello
-                    .terms
-                    .difference(&self.terms)
-                    .unwrap_or_else(|| format!("rank {} of another group answers at its address", hello.rank)),
-            )),
-            Err(stranger) => Err(self.failed(&[peer], stranger.describe())),
-        }
+    /// Checks the reply of a lower rank.
+    fn check_reply(&self, reply: &[u8; Hello::BYTES], expected: Hello) -> Result<()> {
+        let reason = match Hello::decode(reply) {
+            Ok(hello) if hello == expected => return Ok(()),
+            Ok(hello) => hello
+                .terms
+                .difference(&self.terms)
+                .unwrap_or_else(|| format!("rank {} of another group answers at its address", hello.rank)),
+            Err(stranger) => stranger.describe(),
+        };
+        Err(self.failed(&[expected.rank], reason))
     }
 }
 
@@ -241,10 +263,19 @@ fn key(rank: usize) -> String {
     format!("addr/{rank}")
 }
 
-fn prepare(socket: &TcpStream) -> std::io::Result<()> {
-    socket.set_read_timeout(None)?;
-    socket.set_nonblocking(true)?;
-    socket.set_nodelay(true)
+/// What a rank puts into the store: its address, and its hello in hexadecimal digits.
+fn publish(address: SocketAddr, hello: &Hello) -> Vec<u8> {
+    let digits: String = hello.encode().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{address} {digits}").into_bytes()
+}
+
+fn parse(value: &str) -> Option<(SocketAddr, [u8; Hello::BYTES])> {
+    let (address, digits) = value.split_once(' ')?;
+    let mut hello = [0; Hello::BYTES];
+    for (index, byte) in hello.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
+    }
+    Some((address.parse().ok()?, hello))
 }
 
 /// Finds out, within half a minute, that a host is gone without having closed its connections.
@@ -261,11 +292,13 @@ fn keep_alive(socket: &TcpStream) {
     }
 }
 
-/// A connection that has not said hello yet.
-struct Caller {
+/// A connection on which a hello is awaited.
+struct Conversation {
     socket: TcpStream,
     address: SocketAddr,
-    hello: [u8; Hello::BYTES],
+    /// The reply that is expected, when this rank has called.
+    called: Option<Hello>,
+    buffer: [u8; Hello::BYTES],
     read: usize,
 }
 
@@ -275,10 +308,14 @@ enum Heard {
     Hello([u8; Hello::BYTES]),
 }
 
-impl Caller {
+impl Conversation {
+    fn new(socket: TcpStream, address: SocketAddr, called: Option<Hello>) -> Self {
+        Self { socket, address, called, buffer: [0; Hello::BYTES], read: 0 }
+    }
+
     fn read(&mut self) -> Heard {
         loop {
-            match self.socket.read(&mut self.hello[self.read..]) {
+            match self.socket.read(&mut self.buffer[self.read..]) {
                 Ok(0) => return Heard::Closed,
                 Ok(count) => self.read += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -286,7 +323,7 @@ impl Caller {
                 Err(_) => return Heard::Closed,
             }
             if self.read == Hello::BYTES {
-                return Heard::Hello(self.hello);
+                return Heard::Hello(self.buffer);
             }
         }
     }

@@ -124,10 +124,6 @@ impl Group {
         (0..self.world_size).filter(move |peer| *peer != rank)
     }
 
-    pub(super) fn failure(&self) -> Option<Failure> {
-        lock(&self.state).failure.clone()
-    }
-
     /// Notes that `call` was started, unless the group has failed.
     pub(super) fn start(&self, channel: Channel, header: Header) -> Result<(), Failure> {
         let mut state = lock(&self.state);
@@ -179,8 +175,8 @@ impl Group {
         failure
     }
 
-    /// The failure behind a data connection to `peer` that closed. The monitor knows, or will in a moment.
-    pub(super) fn fail_closed(&self, peer: usize, reason: &str) -> Failure {
+    /// The failure behind a connection of `channel` to `peer` that closed. The monitor knows, or will in a moment.
+    pub(super) fn fail_closed(&self, channel: Channel, peer: usize, reason: &str) -> Failure {
         /// Within this time the control connection has had its say; it closes with the data connection when a process
         /// ends.
         const PATIENCE: Duration = Duration::from_secs(3);
@@ -188,8 +184,24 @@ impl Group {
         if let Some(failure) = self.wait_until(deadline, |state| state.failure.clone()) {
             return failure;
         }
-        let call = format!("{} ({reason})", lock(&self.state).activity());
-        self.fail(Failure::PeerGone { rank: self.rank, peer, call })
+        let mut state = lock(&self.state);
+        let call = state.activity();
+        let progress = state.progress(channel);
+        let sequence = progress.current();
+        let ours = progress.call_at(sequence);
+        let failure = match (state.peers[peer].farewell, ours) {
+            // It made its calls, as many as this rank, and left, but sent nothing for this one.
+            (Some(_), Some(ours)) => Failure::Desync {
+                sequence,
+                rank_a: peer,
+                call_a: "something else (it has left since)".into(),
+                rank_b: self.rank,
+                call_b: ours.to_string(),
+            },
+            _ => Failure::PeerGone { rank: self.rank, peer, call: format!("{call} ({reason})") },
+        };
+        drop(state);
+        self.fail(failure)
     }
 
     /// Waits until `found` finds something in the state, at most until `deadline`.
@@ -207,7 +219,7 @@ impl Group {
         }
     }
 
-    /// Asks all peers where they are and what they called at `sequence`; by rank, `None` where no answer came in time.
+    /// Asks all peers where they are and what they called at `sequence`. By rank; `None` where no answer came in time.
     pub(super) fn query(&self, sequence: u64) -> Vec<Option<Answer>> {
         /// Monitors answer at once: who does not is stopped or out of reach.
         const PATIENCE: Duration = Duration::from_secs(1);
@@ -222,7 +234,15 @@ impl Group {
             let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
             (complete || state.failure.is_some()).then_some(())
         });
-        lock(&self.state).queries.remove(&id).unwrap_or_default()
+        let mut state = lock(&self.state);
+        let mut answers = state.queries.remove(&id).unwrap_or_default();
+        for (answer, peer) in answers.iter_mut().zip(&state.peers) {
+            // Who has left has said where it was.
+            let left =
+                peer.farewell.map(|farewell| Answer { current: farewell.last, current_call: None, asked_call: None });
+            *answer = answer.or(left);
+        }
+        answers
     }
 
     /// Says goodbye to all peers, or nothing when the group has failed and everybody knows. Returns once they have

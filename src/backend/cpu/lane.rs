@@ -126,10 +126,9 @@ impl Lane {
     pub(super) fn close(&self) {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_all();
-        if let Some(thread) = lock(&self.thread).take() {
-            if thread.join().is_err() {
-                log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
-            }
+        let thread = lock(&self.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            log::error!("rank {}: an engine thread panicked", self.shared.group.rank);
         }
     }
 }
@@ -164,13 +163,14 @@ impl Shared {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
             };
             let turn = self.take_turn(queue);
-            let deadline = Instant::now() + self.group.timeout;
+            let begin = Instant::now();
             let Job { header, collective, outcome } = job;
-            let result = turn.execute(header, &collective, deadline);
+            let result = turn.execute(header, &collective, begin + self.group.timeout);
+            let span = (begin, Instant::now());
             drop(turn);
             // The tensors are the caller's alone before it hears of it.
             drop(collective);
-            *lock(&outcome.result) = Some(result);
+            *lock(&outcome.result) = Some((result, span));
             outcome.over.notify_all();
         }
     }
@@ -213,50 +213,59 @@ fn execute(
     call: Call,
     collective: &Collective,
 ) -> candle_core::Result<Result<(), Failure>> {
+    use storage::{with_mut, with_mut_and_ref, with_ref};
     let Some(element) = call.element else { return Ok(algorithm::barrier(session)) };
+    let is_root = call.root == Some(session.rank());
+    // A tensor that is not changed is borrowed as such: others may read it meanwhile.
     match collective {
         Collective::AllReduce { tensor, op } => {
-            storage::with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+            with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+        }
+        Collective::Broadcast { tensor, .. } if is_root => {
+            with_ref(tensor, |data| algorithm::broadcast_from_here(session, tuning, data, element))
         }
         Collective::Broadcast { tensor, root } => {
-            storage::with_mut(tensor, |data| algorithm::broadcast(session, tuning, data, element, *root))
+            with_mut(tensor, |data| algorithm::broadcast_to_here(session, tuning, data, element, *root))
         }
-        Collective::Reduce { tensor, root, op } => {
-            storage::with_mut(tensor, |data| algorithm::reduce(session, scratch, tuning, data, element, *op, *root))
+        Collective::Reduce { tensor, op, .. } if is_root => {
+            with_mut(tensor, |data| algorithm::reduce_to_here(session, scratch, tuning, data, element, *op))
+        }
+        Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
+            with_ref(input, |data| algorithm::send(session, data, *root))
+        }
+        Collective::Gather { output: Some(output), input, .. } => {
+            with_mut_and_ref(output, input, |output, input| algorithm::gather_to_here(session, output, input))
+        }
+        Collective::Scatter { output, input: Some(input), .. } => {
+            with_mut_and_ref(output, input, |output, input| algorithm::scatter_from_here(session, output, input))
+        }
+        Collective::Scatter { output, input: None, root } => {
+            with_mut(output, |output| algorithm::receive(session, output, *root))
         }
         Collective::AllGather { output, input } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
+            with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
         }
-        Collective::ReduceScatter { output, input, op } => storage::with_mut_and_ref(output, input, |output, input| {
+        Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
             algorithm::reduce_scatter(session, scratch, tuning, (output, input), element, *op)
         }),
         Collective::AllToAll { output, input } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
+            with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
         }
-        Collective::Gather { output: Some(output), input, root } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::gather(session, output, input, *root))
-        }
-        Collective::Gather { output: None, input, root } => {
-            storage::with_ref(input, |input| algorithm::gather(session, &mut [], input, *root))
-        }
-        Collective::Scatter { output, input: Some(input), root } => {
-            storage::with_mut_and_ref(output, input, |output, input| algorithm::scatter(session, output, input, *root))
-        }
-        Collective::Scatter { output, input: None, root } => {
-            storage::with_mut(output, |output| algorithm::scatter(session, output, &[], *root))
-        }
-        Collective::Send { tensor, peer } => storage::with_ref(tensor, |data| algorithm::send(session, data, *peer)),
-        Collective::Recv { tensor, peer } => storage::with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
+        Collective::Send { tensor, peer } => with_ref(tensor, |data| algorithm::send(session, data, *peer)),
+        Collective::Recv { tensor, peer } => with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
         Collective::Barrier => Ok(algorithm::barrier(session)),
     }
 }
 
-/// How a call in the queue ended, once it has.
+/// How a call in the queue ended, once it has, and when it was carried out.
 #[derive(Default)]
 struct Outcome {
-    result: Mutex<Option<Result<(), Failure>>>,
+    result: Mutex<Option<(Result<(), Failure>, Span)>>,
     over: Condvar,
 }
+
+/// From when to when.
+type Span = (Instant, Instant);
 
 /// The caller's end.
 struct InFlight(Arc<Outcome>);
@@ -265,7 +274,7 @@ impl Completion for InFlight {
     fn wait(&self) -> Result<()> {
         let mut result = lock(&self.0.result);
         loop {
-            if let Some(result) = &*result {
+            if let Some((result, _)) = &*result {
                 return Ok(result.clone()?);
             }
             result = self.0.over.wait(result).unwrap_or_else(PoisonError::into_inner);
@@ -274,5 +283,9 @@ impl Completion for InFlight {
 
     fn is_completed(&self) -> bool {
         lock(&self.0.result).is_some()
+    }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        lock(&self.0.result).as_ref().map(|(_, span)| *span)
     }
 }

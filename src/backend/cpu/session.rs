@@ -84,7 +84,7 @@ impl<'a> Session<'a> {
     /// Finds out what is behind `stall`, and ends the group with it.
     fn failure(&self, stall: Stall) -> Failure {
         match stall {
-            Stall::Closed { peer, reason } => self.group.fail_closed(peer, &reason),
+            Stall::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
             Stall::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),
             Stall::Header { peer, received } => {
                 let failure = self.mismatch(peer, &received);

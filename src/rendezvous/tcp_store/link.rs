@@ -164,23 +164,30 @@ pub(super) enum ConnectError {
 /// Connects to `host`, again and again until `deadline`: the server and its name may appear later.
 pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
-    let mut last;
+    let mut last = String::new();
+    let mut note = |reason: String| {
+        // What the deadline cut short says less than what happened before it.
+        if last.is_empty() || Instant::now() < deadline {
+            last = reason;
+        }
+        last.clone()
+    };
     loop {
+        let mut reason = String::new();
         match resolve(host, port, deadline) {
-            Err(error) => last = error,
+            Err(error) => reason = note(error),
             Ok(addresses) => {
-                last = String::new();
                 let share = u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
                 for address in addresses {
                     // An address that swallows packets must not cost the others their turn.
                     let rest = deadline.saturating_duration_since(Instant::now());
                     let turn = Instant::now() + (rest / share).min(Duration::from_secs(20));
-                    match Link::open(address, turn) {
+                    reason = note(match Link::open(address, turn) {
                         Ok(link) => return Ok(link),
                         Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),
-                        Err(LinkError::Timeout) => last = format!("{address} does not answer"),
-                        Err(LinkError::Closed(error)) => last = format!("{address}: {error}"),
-                    }
+                        Err(LinkError::Timeout) => format!("{address} does not answer"),
+                        Err(LinkError::Closed(error)) => format!("{address}: {error}"),
+                    });
                 }
             }
         }
@@ -189,7 +196,7 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
         let sleep = pause + pause * jitter / 8;
         if Instant::now() + sleep >= deadline {
             std::thread::sleep(deadline.saturating_duration_since(Instant::now()));
-            return Err(ConnectError::Timeout(last));
+            return Err(ConnectError::Timeout(reason));
         }
         std::thread::sleep(sleep);
         pause = (pause * 3 / 2).min(Duration::from_secs(1));

@@ -7,6 +7,8 @@ mod link;
 mod protocol;
 mod server;
 mod state;
+#[cfg(test)]
+mod tests;
 
 pub use client::TcpStore;
 pub use server::TcpStoreServer;

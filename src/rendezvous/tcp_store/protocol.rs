@@ -269,6 +269,13 @@ impl Decoder {
         Ok(None)
     }
 
+    /// The memory that it holds, in bytes.
+    #[cfg(test)]
+    pub(super) fn allocated(&self) -> usize {
+        let fields = self.partial.as_ref().map_or(0, |partial| partial.fields.capacity() * size_of::<Field>());
+        self.buffer.capacity() + fields
+    }
+
     fn rest(&self) -> &[u8] {
         self.buffer.get(self.read..).unwrap_or_default()
     }

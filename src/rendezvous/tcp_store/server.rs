@@ -42,12 +42,17 @@ impl TcpStoreServer {
             }
             both => both,
         };
-        Self::start(listener, &format!("port {port} of all interfaces"))
+        Self::start(listener, &format!("port {port} of all interfaces"), MAX_CLIENTS)
     }
 
     /// Serves `address` only.
     pub fn bind_address(address: SocketAddr) -> Result<Self> {
-        Self::start(listen(address), &address.to_string())
+        Self::bind_with(address, MAX_CLIENTS)
+    }
+
+    /// Serves `address` only, and at most `max_clients` at a time.
+    pub fn bind_with(address: SocketAddr, max_clients: usize) -> Result<Self> {
+        Self::start(listen(address), &address.to_string(), max_clients)
     }
 
     /// The port.
@@ -60,7 +65,7 @@ impl TcpStoreServer {
         self.address
     }
 
-    fn start(listener: rustix::io::Result<TcpListener>, place: &str) -> Result<Self> {
+    fn start(listener: rustix::io::Result<TcpListener>, place: &str, max_clients: usize) -> Result<Self> {
         let context = |hint: &str| format!("cannot host the store on {place}{hint}");
         let listener = listener.map_err(|errno| {
             let hint = match errno {
@@ -77,7 +82,7 @@ impl TcpStoreServer {
         let (stop, stopped) = UnixStream::pair().map_err(|error| Error::io(context(""), error))?;
         let thread = std::thread::Builder::new()
             .name("candle-ddp-store".to_string())
-            .spawn(move || Service::new(listener, stopped).run())
+            .spawn(move || Service::new(listener, stopped, max_clients).run())
             .map_err(|error| Error::io(context(""), error))?;
         Ok(Self { address, stop: Some(stop), thread: Some(thread) })
     }
@@ -209,6 +214,7 @@ struct Service {
     listener: TcpListener,
     stopped: UnixStream,
     clients: BTreeMap<ClientId, Client>,
+    max_clients: usize,
     next: ClientId,
     state: State,
     scratch: Vec<u8>,
@@ -217,9 +223,9 @@ struct Service {
 }
 
 impl Service {
-    fn new(listener: TcpListener, stopped: UnixStream) -> Self {
-        let state = State::default();
-        Self { listener, stopped, clients: BTreeMap::new(), next: 0, state, scratch: vec![0; 1 << 16], pause: None }
+    fn new(listener: TcpListener, stopped: UnixStream, max_clients: usize) -> Self {
+        let (clients, state, scratch) = (BTreeMap::new(), State::default(), vec![0; 1 << 16]);
+        Self { listener, stopped, clients, max_clients, next: 0, state, scratch, pause: None }
     }
 
     fn run(mut self) {
@@ -230,6 +236,7 @@ impl Service {
             }
             if stop {
                 // What clients had sent before the end is still carried out.
+                self.accept();
                 let all: Vec<ClientId> = self.clients.keys().copied().collect();
                 all.into_iter().for_each(|id| self.serve(id));
                 return;
@@ -295,8 +302,8 @@ impl Service {
         loop {
             match self.listener.accept() {
                 Ok((stream, peer)) => {
-                    if self.clients.len() >= MAX_CLIENTS {
-                        log::warn!("the store's server turns {peer} away: it has {MAX_CLIENTS} clients");
+                    if self.clients.len() >= self.max_clients {
+                        log::warn!("the store's server turns {peer} away: it has {} clients", self.max_clients);
                     } else if let Ok(client) = Client::new(stream, peer) {
                         self.clients.insert(self.next, client);
                         self.next += 1;

@@ -2,9 +2,57 @@ use super::super::call::Element;
 use super::super::failure::Failure;
 use super::super::session::Session;
 use super::{Tuning, chunk, segment, segment_before, split, whole_elements};
+use std::ops::Range;
 
-/// `data` becomes that of `root`.
-pub(in super::super) fn broadcast(
+/// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment
+/// by segment: while one segment comes, the one before it is handed on. Nobody sends more than the data once.
+struct Plan {
+    /// The ranks that have chunks, in the order of their chunks.
+    owners: Vec<usize>,
+    chunks: Vec<Range<usize>>,
+    /// Bytes of a segment.
+    length: usize,
+    /// Segments of the longest chunk.
+    steps: usize,
+}
+
+impl Plan {
+    /// `None` when the root sends `bytes` to every rank itself.
+    fn new(session: &Session, tuning: Tuning, bytes: usize, element: Element, root: usize) -> Option<Self> {
+        if session.world_size() <= 2 || bytes * (session.world_size() - 1) <= tuning.small {
+            return None;
+        }
+        let size = element.size();
+        let owners: Vec<usize> = (0..session.world_size()).filter(|rank| *rank != root).collect();
+        let chunks: Vec<_> = (0..owners.len()).map(|index| chunk(bytes / size, size, index, owners.len())).collect();
+        let length = whole_elements(tuning.segment, size);
+        // The first chunk is the longest.
+        let steps = chunks[0].len().div_ceil(length);
+        Some(Self { owners, chunks, length, steps })
+    }
+}
+
+/// This rank is the root: its `data` goes to all others.
+pub(in super::super) fn broadcast_from_here(
+    session: &mut Session,
+    tuning: Tuning,
+    data: &[u8],
+    element: Element,
+) -> Result<(), Failure> {
+    let Some(plan) = Plan::new(session, tuning, data.len(), element, session.rank()) else {
+        let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, data)).collect();
+        return session.exchange(&sends, vec![]);
+    };
+    for step in 0..plan.steps {
+        let now = plan.chunks.iter().map(|chunk| &data[segment(chunk, plan.length, step)]);
+        let sends: Vec<(usize, &[u8])> = plan.owners.iter().copied().zip(now).collect();
+        session.exchange(&sends, vec![])?;
+    }
+    Ok(())
+}
+
+/// `data` becomes that of `root`, another rank.
+pub(in super::super) fn broadcast_to_here(
     session: &mut Session,
     tuning: Tuning,
     data: &mut [u8],
@@ -12,46 +60,17 @@ pub(in super::super) fn broadcast(
     root: usize,
 ) -> Result<(), Failure> {
     let own = session.rank();
-    if session.world_size() > 2 && data.len() * (session.world_size() - 1) > tuning.small {
-        return in_chunks(session, tuning, data, element, root);
-    }
-    if own != root {
+    let Some(plan) = Plan::new(session, tuning, data.len(), element, root) else {
         return session.exchange(&[], vec![(root, data)]);
-    }
-    let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, &*data)).collect();
-    session.exchange(&sends, vec![])
-}
-
-/// The root gives every other rank a chunk, which that one gives to the others, segment by segment: while one segment
-/// comes, the one before it is handed on. Nobody sends more than the data once.
-fn in_chunks(
-    session: &mut Session,
-    tuning: Tuning,
-    data: &mut [u8],
-    element: Element,
-    root: usize,
-) -> Result<(), Failure> {
-    let (own, size) = (session.rank(), element.size());
-    let length = whole_elements(tuning.segment, size);
-    // The ranks that have chunks, in the order of their chunks.
-    let owners: Vec<usize> = (0..session.world_size()).filter(|rank| *rank != root).collect();
-    let chunks: Vec<_> = (0..owners.len()).map(|index| chunk(data.len() / size, size, index, owners.len())).collect();
-    let steps = chunks[0].len().div_ceil(length);
-    if own == root {
-        for step in 0..steps {
-            let now = chunks.iter().map(|chunk| &data[segment(chunk, length, step)]);
-            let sends: Vec<(usize, &[u8])> = owners.iter().copied().zip(now).collect();
-            session.exchange(&sends, vec![])?;
-        }
-        return Ok(());
-    }
-    for step in 0..=steps {
-        // As in an all-reduce: the segment that has come, and the one that comes.
-        let both = |chunk| [segment_before(chunk, length, step), segment(chunk, length, step)];
-        let mut parts = split(data, chunks.iter().flat_map(both)).into_iter();
-        let mut recvs: Vec<(usize, &mut [u8])> = Vec::with_capacity(owners.len() + 1);
+    };
+    for step in 0..=plan.steps {
+        // Of every chunk: the segment that came in the step before (empty in the first step) and is now handed on, and
+        // the one that comes in this step (empty in the last).
+        let both = |chunk| [segment_before(chunk, plan.length, step), segment(chunk, plan.length, step)];
+        let mut parts = split(data, plan.chunks.iter().flat_map(both)).into_iter();
+        let mut recvs: Vec<(usize, &mut [u8])> = Vec::with_capacity(plan.owners.len());
         let mut come: &[u8] = &[];
-        for owner in &owners {
+        for owner in &plan.owners {
             let (Some(before), Some(now)) = (parts.next(), parts.next()) else { break };
             if *owner != own {
                 if step > 0 {
@@ -60,13 +79,13 @@ fn in_chunks(
                 continue;
             }
             come = before;
-            if step < steps {
+            if step < plan.steps {
                 recvs.push((root, now));
             }
         }
-        let mut sends: Vec<(usize, &[u8])> = Vec::with_capacity(owners.len());
+        let mut sends: Vec<(usize, &[u8])> = Vec::with_capacity(plan.owners.len());
         if step > 0 {
-            sends.extend(owners.iter().filter(|owner| **owner != own).map(|owner| (*owner, come)));
+            sends.extend(plan.owners.iter().filter(|owner| **owner != own).map(|owner| (*owner, come)));
         }
         session.exchange(&sends, recvs)?;
     }

@@ -20,19 +20,15 @@ pub(in super::super) fn receive(session: &mut Session, data: &mut [u8], peer: us
     session.exchange(&[], vec![(peer, data)])
 }
 
-/// The `data` of `root` becomes the reduction of all ranks' data.
-pub(in super::super) fn reduce(
+/// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`send`].
+pub(in super::super) fn reduce_to_here(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,
     data: &mut [u8],
     element: Element,
     op: ReduceOp,
-    root: usize,
 ) -> Result<(), Failure> {
-    if session.rank() != root {
-        return session.exchange(&[(root, data)], vec![]);
-    }
     let length = whole_elements(tuning.segment, element.size());
     let whole = 0..data.len();
     let mut slots = scratch.slots(session.world_size(), length.min(data.len()));
@@ -96,33 +92,21 @@ pub(in super::super) fn all_to_all(session: &mut Session, output: &mut [u8], inp
     session.exchange(&sends, recvs)
 }
 
-/// On the root, `output` becomes all ranks' inputs in rank order.
-pub(in super::super) fn gather(
-    session: &mut Session,
-    output: &mut [u8],
-    input: &[u8],
-    root: usize,
-) -> Result<(), Failure> {
-    if session.rank() != root {
-        return session.exchange(&[(root, input)], vec![]);
-    }
+/// This rank is the root: `output` becomes all ranks' inputs, which the others [`send`], in rank order.
+pub(in super::super) fn gather_to_here(session: &mut Session, output: &mut [u8], input: &[u8]) -> Result<(), Failure> {
     let recvs = parts_of_peers(session, output, input);
     session.exchange(&[], recvs)
 }
 
-/// `output` becomes this rank's part of the root's `input`.
-pub(in super::super) fn scatter(
+/// This rank is the root: every rank's part of `input` goes there, where the others [`receive`] it.
+pub(in super::super) fn scatter_from_here(
     session: &mut Session,
     output: &mut [u8],
     input: &[u8],
-    root: usize,
 ) -> Result<(), Failure> {
-    if session.rank() != root {
-        return session.exchange(&[], vec![(root, output)]);
-    }
     let each = output.len();
     let part_of = |rank: usize| &input[rank * each..(rank + 1) * each];
-    output.copy_from_slice(part_of(root));
+    output.copy_from_slice(part_of(session.rank()));
     let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, part_of(peer))).collect();
     session.exchange(&sends, vec![])
 }

@@ -7,8 +7,10 @@ mod broadcast;
 mod direct;
 
 pub(super) use all_reduce::all_reduce;
-pub(super) use broadcast::broadcast;
-pub(super) use direct::{all_gather, all_to_all, barrier, gather, receive, reduce, reduce_scatter, scatter, send};
+pub(super) use broadcast::{broadcast_from_here, broadcast_to_here};
+pub(super) use direct::{
+    all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
+};
 
 use std::ops::Range;
 
@@ -66,7 +68,7 @@ fn whole_elements(segment: usize, size: usize) -> usize {
 }
 
 /// Splits `data` into the given parts, which follow each other, and leaves out what lies between.
-fn split<'a>(mut data: &'a mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&'a mut [u8]> {
+fn split(mut data: &mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&mut [u8]> {
     let mut position = 0;
     let mut split = Vec::new();
     for part in parts {

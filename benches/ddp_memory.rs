@@ -1,0 +1,107 @@
+//! What DistributedDataParallel needs in memory beyond plain candle, as a formula and as measured.
+//!
+//! ```text
+//! cargo bench --bench ddp_memory
+//! ```
+//!
+//! With parameters of `P` bytes, in `n` tensors:
+//!
+//! - between steps: a replica of every parameter and the buckets of the gradients, with an element per parameter at
+//!   their ends: `2·P + 2·4·n` bytes;
+//! - at the peak of a step: the same less `P` at most, because plain candle then holds its gradients in memory of their
+//!   own, while those of DDP are views of the buckets; where the peak falls into the backward pass, before the optimizer,
+//!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
+//!
+//! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
+use candle_core::{Device, Tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
+use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
+use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
+use peak_alloc::PeakAlloc;
+use std::process::ExitCode;
+
+mod models;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+const STEPS: usize = 3;
+
+/// Bytes beyond those before the model was built.
+#[derive(Clone, Copy)]
+struct Usage {
+    between_steps: usize,
+    peak: usize,
+}
+
+fn main() -> ExitCode {
+    let measure = std::env::args().any(|argument| argument == "--bench");
+    let models = if measure { MODELS } else { SMOKE_MODELS };
+    println!("| MiB | parameters | plain | DDP | difference | formula |\n|---|---|---|---|---|---|");
+    match spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model))) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bench(pg: &ProcessGroup, model: &Model) -> Result<()> {
+    let input = model.input()?;
+    // candle's kernels keep work space for the next time.
+    plain(model, &input)?;
+    let (plain, _) = usage(|| plain(model, &input))?;
+    let (ddp, (bytes, tensors)) = usage(|| ddp(pg, model, &input))?;
+    let extra = 2 * bytes + 2 * DTYPE.size_in_bytes() * tensors;
+    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    let row = |name: &str, plain: usize, ddp: usize, formula: usize| {
+        let (difference, parameters) = (mib(ddp) - mib(plain), mib(bytes));
+        let (plain, ddp, formula, name_of_model) = (mib(plain), mib(ddp), mib(formula), model.name);
+        println!(
+            "| {name_of_model}: {name} | {parameters:.2} | {plain:.2} | {ddp:.2} | {difference:.2} | {formula:.2} |"
+        );
+    };
+    row("between steps", plain.between_steps, ddp.between_steps, extra);
+    row("peak", plain.peak, ddp.peak, extra - bytes);
+    Ok(())
+}
+
+/// Runs `train`, which returns what it keeps between steps, and a result.
+fn usage<K, T>(train: impl FnOnce() -> Result<(K, T)>) -> Result<(Usage, T)> {
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    let (kept, result) = train()?;
+    let usage = Usage {
+        between_steps: ALLOCATOR.current_usage().saturating_sub(before),
+        peak: ALLOCATOR.peak_usage().saturating_sub(before),
+    };
+    drop(kept);
+    Ok((usage, result))
+}
+
+fn plain(model: &Model, input: &Tensor) -> Result<(impl Sized + use<>, ())> {
+    let varmap = VarMap::new();
+    let module = (model.build)(VarBuilder::from_varmap(&varmap, DTYPE, &Device::Cpu))?;
+    let mut optimizer = AdamW::new(varmap.all_vars(), adamw())?;
+    for _ in 0..STEPS {
+        let loss = loss(&module.forward(input)?)?;
+        let grads = loss.backward()?;
+        optimizer.step(&grads)?;
+    }
+    Ok(((varmap, module, optimizer), ()))
+}
+
+fn ddp(pg: &ProcessGroup, model: &Model, input: &Tensor) -> Result<(impl Sized + use<>, (usize, usize))> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DTYPE, model.build, DdpOptions::default())?;
+    let mut optimizer = AdamW::new(ddp.parameters(), adamw())?;
+    for _ in 0..STEPS {
+        let loss = loss(&ddp.forward(input)?)?;
+        let grads = ddp.backward(&loss)?;
+        optimizer.step(&grads)?;
+    }
+    let parameters = ddp.parameters();
+    let elements: usize = parameters.iter().map(|parameter| parameter.elem_count()).sum();
+    Ok(((varmap, ddp, optimizer), (elements * DTYPE.size_in_bytes(), parameters.len())))
+}

@@ -1,0 +1,182 @@
+//! What DistributedDataParallel costs: a training step in a world of one, against the same model in plain candle.
+//!
+//! ```text
+//! cargo bench --bench ddp_step [-- --rounds 30 --threads 1]
+//! ```
+//!
+//! Both train side by side in one process, a step of the one and a step of the other in alternating order, so that
+//! what else the machine does meets both alike. Without `--bench` (as `cargo test` runs it) it takes a few steps of small
+//! models, only to see that it works.
+use candle_core::Tensor;
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
+use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
+use clap::Parser;
+use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+mod models;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+#[derive(Parser)]
+struct Options {
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+    /// How many steps of each are measured.
+    #[arg(long, default_value_t = 30)]
+    rounds: usize,
+    /// How many threads candle's kernels use (RAYON_NUM_THREADS).
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+}
+
+/// Milliseconds of the parts of a step.
+type Times = [f64; PARTS.len()];
+const PARTS: [&str; 3] = ["forward", "backward", "optimizer"];
+
+fn main() -> ExitCode {
+    // Other arguments are meant for cargo test's own harness.
+    let measure = std::env::args().any(|argument| argument == "--bench");
+    let Options { rounds, threads, .. } =
+        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1 } };
+    // candle reads the number of threads from the environment, which a program can set for its children only.
+    if std::env::var("RAYON_NUM_THREADS").as_deref() != Ok(threads.to_string().as_str()) {
+        return match restart(threads) {
+            Ok(code) => code,
+            Err(error) => fail(&error),
+        };
+    }
+    let models = if measure { MODELS } else { SMOKE_MODELS };
+    match spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model, rounds))) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+fn fail(error: &dyn std::error::Error) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::FAILURE
+}
+
+fn restart(threads: usize) -> std::io::Result<ExitCode> {
+    let status = Command::new(std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .env("RAYON_NUM_THREADS", threads.to_string())
+        .status()?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn bench(pg: &ProcessGroup, model: &Model, rounds: usize) -> Result<()> {
+    let input = model.input()?;
+    let mut plain = Plain::new(model)?;
+    let mut ddp = Ddp::new(pg, model)?;
+    // The first steps allocate, and DDP lays out its buckets anew after the first.
+    for _ in 0..2 {
+        plain.step(&input)?;
+        ddp.step(&input)?;
+    }
+    let mut times: Vec<(Times, Times)> = Vec::with_capacity(rounds);
+    for round in 0..rounds {
+        times.push(if round % 2 == 0 {
+            let first = plain.step(&input)?;
+            (first, ddp.step(&input)?)
+        } else {
+            let first = ddp.step(&input)?;
+            (plain.step(&input)?, first)
+        });
+    }
+    println!("\n{}: medians of {rounds} steps\n", model.name);
+    println!("| | plain, ms | DDP, ms | DDP / plain |\n|---|---|---|---|");
+    for (part, name) in PARTS.iter().enumerate() {
+        row(name, times.iter().map(|(plain, ddp)| (plain[part], ddp[part])));
+    }
+    let sum = |times: &Times, parts: usize| times[..parts].iter().sum::<f64>();
+    row("forward + backward", times.iter().map(|(plain, ddp)| (sum(plain, 2), sum(ddp, 2))));
+    row("**step**", times.iter().map(|(plain, ddp)| (sum(plain, 3), sum(ddp, 3))));
+    Ok(())
+}
+
+/// Prints medians; the ratio is the median of the rounds' ratios, whose steps were neighbours in time.
+fn row(name: &str, times: impl Iterator<Item = (f64, f64)> + Clone) {
+    let plain = median(times.clone().map(|(plain, _)| plain));
+    let ddp = median(times.clone().map(|(_, ddp)| ddp));
+    let ratio = median(times.map(|(plain, ddp)| ddp / plain));
+    println!("| {name} | {plain:.2} | {ddp:.2} | {ratio:.3} |");
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => f64::NAN,
+        len if len % 2 == 1 => values[middle],
+        _ => (values[middle - 1] + values[middle]) / 2.,
+    }
+}
+
+/// The model as candle trains it.
+struct Plain {
+    module: Sequential,
+    optimizer: AdamW,
+}
+
+impl Plain {
+    fn new(model: &Model) -> Result<Self> {
+        let varmap = VarMap::new();
+        let module = (model.build)(VarBuilder::from_varmap(&varmap, DTYPE, &candle_core::Device::Cpu))?;
+        Ok(Self { module, optimizer: AdamW::new(varmap.all_vars(), adamw())? })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<Times> {
+        let mut clock = Clock::start();
+        let loss = loss(&self.module.forward(input)?)?;
+        let forward = clock.lap();
+        let grads = loss.backward()?;
+        let backward = clock.lap();
+        self.optimizer.step(&grads)?;
+        Ok([forward, backward, clock.lap()])
+    }
+}
+
+/// The model as this crate trains it.
+struct Ddp {
+    module: DistributedDataParallel<Sequential>,
+    optimizer: AdamW,
+}
+
+impl Ddp {
+    fn new(pg: &ProcessGroup, model: &Model) -> Result<Self> {
+        let module = DistributedDataParallel::new(pg, &VarMap::new(), DTYPE, model.build, DdpOptions::default())?;
+        let optimizer = AdamW::new(module.parameters(), adamw())?;
+        Ok(Self { module, optimizer })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<Times> {
+        let mut clock = Clock::start();
+        let loss = loss(&self.module.forward(input)?)?;
+        let forward = clock.lap();
+        let grads = self.module.backward(&loss)?;
+        let backward = clock.lap();
+        self.optimizer.step(&grads)?;
+        Ok([forward, backward, clock.lap()])
+    }
+}
+
+struct Clock(Instant);
+
+impl Clock {
+    fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Milliseconds since the start or the last lap.
+    fn lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let elapsed = now - std::mem::replace(&mut self.0, now);
+        elapsed.as_secs_f64() * 1e3
+    }
+}

@@ -1,0 +1,62 @@
+//! The models of the benches, as any candle program would build them.
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Activation, Conv2dConfig, ParamsAdamW, Sequential, VarBuilder, conv2d, linear, seq};
+
+/// A model and the shape of its input.
+pub(crate) struct Model {
+    /// What it is called in the results.
+    pub(crate) name: &'static str,
+    /// How it is built.
+    pub(crate) build: fn(VarBuilder) -> Result<Sequential>,
+    input: &'static [usize],
+}
+
+/// The models that are measured.
+pub(crate) const MODELS: [Model; 2] = [
+    Model { name: "MLP 6×1024, batch 256", build: mlp, input: &[256, 1024] },
+    Model { name: "convnet, batch 32", build: convnet, input: &[32, 3, 32, 32] },
+];
+
+/// Small ones of the same kind, to see whether the bench works.
+pub(crate) const SMOKE_MODELS: [Model; 2] = [
+    Model { name: "MLP 6×1024, batch 1", build: mlp, input: &[1, 1024] },
+    Model { name: "convnet, batch 1", build: convnet, input: &[1, 3, 32, 32] },
+];
+
+impl Model {
+    /// An input of normally distributed numbers.
+    pub(crate) fn input(&self) -> Result<Tensor> {
+        Tensor::randn(0f32, 1., self.input, &Device::Cpu)
+    }
+}
+
+/// The dtype of all models.
+pub(crate) const DTYPE: DType = DType::F32;
+
+/// A learning rate at which nothing overflows, however many steps are measured.
+pub(crate) fn adamw() -> ParamsAdamW {
+    ParamsAdamW { lr: 1e-5, ..Default::default() }
+}
+
+/// A loss that costs little: the mean square of the outputs.
+pub(crate) fn loss(outputs: &Tensor) -> Result<Tensor> {
+    outputs.sqr()?.mean_all()
+}
+
+fn mlp(vb: VarBuilder) -> Result<Sequential> {
+    (0..6).try_fold(seq(), |layers, layer| Ok(layers.add(linear(1024, 1024, vb.pp(layer))?).add(Activation::Relu)))
+}
+
+fn convnet(vb: VarBuilder) -> Result<Sequential> {
+    let padded = Conv2dConfig { padding: 1, ..Default::default() };
+    let convolutions = [(3, 32), (32, 64), (64, 128)].into_iter().enumerate();
+    let layers = convolutions.into_iter().try_fold(seq(), |layers, (layer, (inputs, outputs))| {
+        let convolution = conv2d(inputs, outputs, 3, padded, vb.pp(format!("conv{layer}")))?;
+        Ok::<_, candle_core::Error>(layers.add(convolution).add(Activation::Relu).add_fn(|x| x.max_pool2d(2)))
+    })?;
+    Ok(layers.add_fn(|x| x.flatten_from(1)).add(linear(2048, 256, vb.pp("fc0"))?).add(Activation::Relu).add(linear(
+        256,
+        10,
+        vb.pp("fc1"),
+    )?))
+}

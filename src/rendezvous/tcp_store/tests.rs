@@ -1,0 +1,253 @@
+//! The parser and the server's answers under arbitrary, truncated and mutated bytes.
+use super::protocol::{Decoder, MAGIC, MAX_COUNT, MAX_KEY, MAX_VALUE, Malformed, Request};
+use super::state::State;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+fn bytes() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![vec(any::<u8>(), 0..20), vec(any::<u8>(), 0..300)]
+}
+
+/// Few keys, so that requests meet.
+fn key() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![(0..4u8).prop_map(|key| vec![b'/', b'a' + key]), bytes()]
+}
+
+fn request() -> impl Strategy<Value = Request> {
+    let keys = || vec(key(), 0..5);
+    let number = || prop_oneof![-3..3i64, any::<i64>()];
+    prop_oneof![
+        any::<u32>().prop_map(Request::Validate),
+        (key(), bytes()).prop_map(|(key, value)| Request::Set { key, value }),
+        (key(), bytes(), bytes()).prop_map(|(key, expected, desired)| Request::CompareSet { key, expected, desired }),
+        key().prop_map(Request::Get),
+        (key(), number()).prop_map(|(key, amount)| Request::Add { key, amount }),
+        keys().prop_map(Request::Check),
+        keys().prop_map(Request::Wait),
+        Just(Request::NumKeys),
+        key().prop_map(Request::Delete),
+        (key(), bytes()).prop_map(|(key, value)| Request::Append { key, value }),
+        keys().prop_map(Request::MultiGet),
+        vec((key(), bytes()), 0..5).prop_map(Request::MultiSet),
+        Just(Request::CancelWait),
+        any::<u32>().prop_map(Request::Ping),
+        (key(), bytes()).prop_map(|(key, value)| Request::QueuePush { key, value }),
+        key().prop_map(Request::QueuePop),
+        key().prop_map(Request::QueueLen),
+        Just(Request::ListKeys),
+        (key(), number()).prop_map(|(key, world_size)| Request::Barrier { key, world_size }),
+    ]
+}
+
+fn encode(requests: &[Request]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    requests.iter().for_each(|request| request.encode(&mut bytes));
+    bytes
+}
+
+/// All requests in `bytes`, fed in pieces of `step`, and the error that ended them.
+fn decode(bytes: &[u8], step: usize) -> (Vec<Request>, Option<Malformed>) {
+    let mut decoder = Decoder::default();
+    let mut requests = Vec::new();
+    for piece in bytes.chunks(step) {
+        decoder.feed(piece);
+        loop {
+            match decoder.next() {
+                Ok(Some(request)) => requests.push(request),
+                Ok(None) => break,
+                Err(error) => return (requests, Some(error)),
+            }
+        }
+    }
+    (requests, None)
+}
+
+proptest! {
+    #[test]
+    fn round_trip(requests in vec(request(), 0..6), step in 1..400usize) {
+        prop_assert_eq!(decode(&encode(&requests), step), (requests, None));
+    }
+
+    #[test]
+    fn truncated(requests in vec(request(), 1..6), cut in any::<prop::sample::Index>(), step in 1..400usize) {
+        let mut bytes = encode(&requests);
+        bytes.truncate(cut.index(bytes.len()));
+        let (whole, error) = decode(&bytes, step);
+        prop_assert_eq!(error, None);
+        prop_assert!(whole.len() < requests.len());
+        prop_assert_eq!(&whole[..], &requests[..whole.len()]);
+    }
+
+    #[test]
+    fn mutated(
+        requests in vec(request(), 1..6),
+        changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+        step in 1..400usize,
+    ) {
+        let mut bytes = encode(&requests);
+        for (place, byte) in changes {
+            let place = place.index(bytes.len());
+            bytes[place] = byte;
+        }
+        // However it arrives, it means the same.
+        prop_assert_eq!(decode(&bytes, step), decode(&bytes, bytes.len()));
+        let mut state = State::default();
+        for (client, request) in decode(&bytes, step).0.into_iter().enumerate() {
+            let _ = state.handle(client as u64 % 3, request, &mut Vec::new());
+        }
+    }
+
+    #[test]
+    fn garbage(bytes in vec(any::<u8>(), 0..500), step in 1..400usize) {
+        let _ = decode(&bytes, step);
+    }
+
+    /// Nobody is woken who does not wait, or twice.
+    #[test]
+    fn state(requests in vec((0..3u64, request()), 0..60)) {
+        let mut state = State::default();
+        let mut waiting = [false; 3];
+        for (client, request) in requests {
+            let mut reply = Vec::new();
+            let waits = matches!(request, Request::Wait(_) | Request::Barrier { .. });
+            let cancels = request == Request::CancelWait;
+            let done = state.handle(client, request, &mut reply);
+            let client = client as usize;
+            if done.is_err() {
+                state.forget(client as u64);
+                waiting[client] = false;
+            } else if waits {
+                prop_assert!(!(waiting[client] && reply.is_empty()), "two waits of one client");
+                waiting[client] |= reply.is_empty();
+            } else if cancels {
+                waiting[client] = false;
+            }
+            for woken in state.take_woken() {
+                prop_assert!(std::mem::take(&mut waiting[woken as usize]), "woken without a wait");
+            }
+        }
+    }
+}
+
+#[test]
+fn known_bytes() {
+    let set = Request::Set { key: b"/a".to_vec(), value: b"xyz".to_vec() };
+    assert_eq!(encode(&[Request::Validate(MAGIC)]), [0, 0xce, 0xf7, 0x85, 0x3c]);
+    assert_eq!(encode(&[Request::Ping(0x0102_0304)]), [0x0d, 4, 3, 2, 1]);
+    assert_eq!(encode(&[set]), b"\x01\x02\0\0\0\0\0\0\0/a\x03\0\0\0\0\0\0\0xyz");
+    // One command after the other, as in the list of the protocol.
+    let key = Vec::new;
+    let all = [
+        Request::Validate(0),
+        Request::Set { key: key(), value: key() },
+        Request::CompareSet { key: key(), expected: key(), desired: key() },
+        Request::Get(key()),
+        Request::Add { key: key(), amount: 0 },
+        Request::Check(vec![]),
+        Request::Wait(vec![]),
+        Request::NumKeys,
+        Request::Delete(key()),
+        Request::Append { key: key(), value: key() },
+        Request::MultiGet(vec![]),
+        Request::MultiSet(vec![]),
+        Request::CancelWait,
+        Request::Ping(0),
+        Request::QueuePush { key: key(), value: key() },
+        Request::QueuePop(key()),
+        Request::QueueLen(key()),
+        Request::ListKeys,
+        Request::Barrier { key: key(), world_size: 0 },
+    ];
+    for (byte, request) in all.into_iter().enumerate() {
+        assert_eq!(usize::from(encode(&[request])[0]), byte);
+    }
+}
+
+#[test]
+fn bounds() {
+    let refused = |bytes: &[u8]| decode(bytes, 7).1.map(|error| error.0).unwrap_or_default();
+    let set = |key: usize, value: usize| encode(&[Request::Set { key: vec![b'k'; key], value: vec![b'v'; value] }]);
+    assert_eq!(decode(&set(MAX_KEY, 1), 4096).0.len(), 1);
+    assert!(refused(&set(MAX_KEY + 1, 1)).contains("8193 bytes in a key"));
+    assert_eq!(decode(&set(1, MAX_VALUE), 1 << 16).0.len(), 1);
+    // Refused by its length alone, before anything of it came.
+    assert!(refused(&set(1, MAX_VALUE + 1)[..18]).contains("bytes in a value"));
+    assert!(refused(&[&[3][..], &u64::MAX.to_le_bytes()].concat()).contains("18446744073709551615 bytes in a key"));
+    assert!(refused(&[&[6][..], &(MAX_COUNT as u64 + 1).to_le_bytes()].concat()).contains("131073 keys"));
+    assert!(refused(&[0x13]).contains("no command 0x13"));
+}
+
+#[test]
+fn a_length_allocates_nothing() {
+    let mut decoder = Decoder::default();
+    decoder.feed(&[&[11][..], &(MAX_COUNT as u64).to_le_bytes(), &8000u64.to_le_bytes(), b"begin"].concat());
+    assert_eq!(decoder.next(), Ok(None));
+    assert!(decoder.allocated() < 1 << 12, "{}", decoder.allocated());
+}
+
+/// What `client` hears when it sends `request`, and who is woken.
+fn ask(state: &mut State, client: u64, request: Request) -> (Vec<u8>, Vec<u64>) {
+    let mut reply = Vec::new();
+    state.handle(client, request, &mut reply).unwrap();
+    (reply, state.take_woken())
+}
+
+#[test]
+fn an_element_wakes_one_who_waits() {
+    let mut state = State::default();
+    let wait = || Request::Wait(vec![b"q".to_vec()]);
+    let push = || Request::QueuePush { key: b"q".to_vec(), value: b"v".to_vec() };
+    assert_eq!(ask(&mut state, 1, wait()), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 2, wait()), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 3, push()), (vec![], vec![1]));
+    assert_eq!(ask(&mut state, 1, Request::QueuePop(b"q".to_vec())).0, b"\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0v");
+    assert_eq!(ask(&mut state, 3, push()), (vec![], vec![2]));
+}
+
+#[test]
+fn a_barrier_wakes_all_and_stays_open() {
+    let mut state = State::default();
+    let barrier = || Request::Barrier { key: b"b".to_vec(), world_size: 3 };
+    assert_eq!(ask(&mut state, 1, barrier()), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 2, barrier()), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 3, barrier()), (vec![0], vec![1, 2]));
+    assert_eq!(ask(&mut state, 1, barrier()), (vec![0], vec![]));
+    assert_eq!(ask(&mut state, 1, Request::Get(b"b".to_vec())).0, b"\x01\0\0\0\0\0\0\x004");
+}
+
+#[test]
+fn who_leaves_is_not_woken() {
+    let mut state = State::default();
+    let wait = Request::Wait(vec![b"k".to_vec(), b"l".to_vec(), b"k".to_vec()]);
+    ask(&mut state, 1, wait.clone());
+    ask(&mut state, 2, wait.clone());
+    ask(&mut state, 3, wait.clone());
+    state.forget(1);
+    assert_eq!(ask(&mut state, 2, Request::CancelWait), (vec![1], vec![]));
+    assert_eq!(ask(&mut state, 4, Request::Set { key: b"k".to_vec(), value: vec![] }), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 4, Request::Add { key: b"l".to_vec(), amount: 1 }).1, [3]);
+    assert_eq!(ask(&mut state, 4, wait), (vec![0], vec![]));
+}
+
+#[test]
+fn an_answer_has_a_bound() {
+    let mut state = State::default();
+    ask(&mut state, 1, Request::Set { key: b"k".to_vec(), value: vec![0; MAX_VALUE] });
+    let mut reply = Vec::new();
+    let error = state.handle(1, Request::MultiGet(vec![b"k".to_vec(); 64]), &mut reply).unwrap_err();
+    assert!(error.0.contains("an answer would have") && reply.is_empty(), "{error}");
+    let append = Request::Append { key: b"k".to_vec(), value: vec![0] };
+    assert!(state.handle(1, append, &mut reply).unwrap_err().0.contains("8388609 bytes"));
+    for key in 0..1024u32 {
+        let set = Request::Set { key: key.to_le_bytes().to_vec(), value: vec![0; MAX_VALUE] };
+        if let Err(error) = state.handle(1, set, &mut reply) {
+            assert!(error.0.contains("full: it holds 1073741824 bytes"), "{error}");
+            assert_eq!(key, 126, "128 × 8 MiB, less one and the keys");
+            break;
+        }
+        assert!(key < 128);
+    }
+    // What is deleted makes room.
+    assert_eq!(ask(&mut state, 1, Request::Delete(b"k".to_vec())).0, 1i64.to_le_bytes());
+    ask(&mut state, 1, Request::Set { key: b"l".to_vec(), value: vec![0; MAX_VALUE] });
+}

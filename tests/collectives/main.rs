@@ -1,0 +1,55 @@
+//! What every engine must do, as one body of tests that is run for each engine.
+#![allow(clippy::unwrap_used)]
+mod engine;
+mod matrix;
+mod order;
+mod reproducible;
+
+use engine::Engine;
+
+/// One `#[test]` for each case, run with the given engine.
+macro_rules! suite {
+    ($engine:ident: $($module:ident :: $case:ident),* $(,)?) => {
+        mod $engine {
+            $(
+                #[test]
+                fn $case() {
+                    for engine in super::engine::$engine() {
+                        super::$module::$case(&engine);
+                    }
+                }
+            )*
+        }
+    };
+}
+
+suite!(cpu:
+    matrix::all_reduce,
+    matrix::broadcast,
+    matrix::reduce,
+    matrix::all_gather,
+    matrix::reduce_scatter,
+    matrix::all_to_all,
+    matrix::gather_and_scatter,
+    matrix::send_and_recv,
+    matrix::barrier,
+    matrix::views_keep_their_surroundings,
+    reproducible::bits_are_equal_on_all_ranks_and_from_run_to_run,
+    reproducible::bits_do_not_depend_on_where_an_element_stands,
+    order::works_are_carried_out_in_order_and_waited_for_out_of_order,
+    order::dropped_works_are_carried_out,
+    order::run_comes_after_what_was_started,
+    order::messages_do_not_wait_for_collectives,
+    order::large_messages_cross,
+    order::a_barrier_holds_everybody_back,
+);
+
+/// The worlds of the matrix.
+const WORLDS: [usize; 5] = [1, 2, 3, 4, 7];
+
+/// Runs `body` on every rank of worlds of all sizes.
+fn in_all_worlds(engine: &Engine, body: impl Fn(&dyn candle_ddp::backend::Communicator) + Sync) {
+    for world_size in WORLDS {
+        engine.on_ranks(world_size, |communicator| body(communicator));
+    }
+}

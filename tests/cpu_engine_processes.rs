@@ -1,0 +1,176 @@
+//! The CPU engine with a process for each rank, some of which are killed or stopped.
+//!
+//! The test binary runs itself again as its ranks; they meet through files in a temporary folder.
+#![allow(clippy::unwrap_used)]
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::Store;
+use candle_ddp::{Error, ReduceOp, Result};
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(3);
+const WORLD_SIZE: usize = 4;
+const VICTIM: usize = 2;
+
+const RANK: &str = "CANDLE_DDP_TEST_RANK";
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+/// The part of a store that the construction of a group needs: a file for each key.
+struct Files(PathBuf);
+
+impl Files {
+    fn path(&self, key: &str) -> PathBuf {
+        self.0.join(key.replace('/', "."))
+    }
+}
+
+impl Store for Files {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.path(key);
+        let unfinished = self.path(&format!("{key}.unfinished"));
+        std::fs::write(&unfinished, value).unwrap();
+        std::fs::rename(unfinished, path).unwrap();
+        Ok(())
+    }
+    fn get(&self, key: &str) -> Result<Vec<u8>> {
+        self.wait(&[key], None)?;
+        Ok(std::fs::read(self.path(key)).unwrap())
+    }
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
+        let timeout = timeout.unwrap_or(TIMEOUT);
+        let deadline = Instant::now() + timeout;
+        while !self.check(keys)? {
+            if Instant::now() > deadline {
+                return Err(Error::StoreTimeout {
+                    operation: format!("wait({keys:?})"),
+                    store: self.0.display().to_string(),
+                    timeout,
+                    reason: "a test's rank has not come".into(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+    fn check(&self, keys: &[&str]) -> Result<bool> {
+        Ok(keys.iter().all(|key| self.path(key).exists()))
+    }
+    fn timeout(&self) -> Duration {
+        TIMEOUT
+    }
+    fn add(&self, _: &str, _: i64) -> Result<i64> {
+        unreachable!()
+    }
+    fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
+        unreachable!()
+    }
+    fn delete(&self, _: &str) -> Result<bool> {
+        unreachable!()
+    }
+    fn append(&self, _: &str, _: &[u8]) -> Result<()> {
+        unreachable!()
+    }
+    fn multi_get(&self, _: &[&str]) -> Result<Vec<Vec<u8>>> {
+        unreachable!()
+    }
+    fn multi_set(&self, _: &[(&str, &[u8])]) -> Result<()> {
+        unreachable!()
+    }
+    fn num_keys(&self) -> Result<usize> {
+        unreachable!()
+    }
+}
+
+/// One rank, when the environment says so: all-reduces 16 MiB again and again until an error, which it writes down.
+#[test]
+fn rank_process() {
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let files = Arc::new(Files(folder.into()));
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
+    let tensor = Tensor::zeros(4 << 20, DType::F32, &Device::Cpu).unwrap();
+    let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
+    for round in 0.. {
+        let error = match round % 2 {
+            0 => communicator.run(all_reduce()),
+            _ => communicator.start(all_reduce()).and_then(|work| work.wait()),
+        };
+        if let Err(error) = error {
+            files.set(&format!("error/{rank}"), error.to_string().as_bytes()).unwrap();
+            return;
+        }
+        if round == 2 {
+            files.set(&format!("ready/{rank}"), b"").unwrap();
+        }
+    }
+}
+
+/// Processes that end with the test.
+struct Ranks(Vec<Child>);
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn start(folder: &Path) -> Ranks {
+    let rank = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "rank_process"]).env(RANK, rank.to_string()).env(FOLDER, folder);
+        command.stdout(Stdio::null()).spawn().unwrap()
+    };
+    let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
+    let files = Files(folder.into());
+    let ready: Vec<String> = (0..WORLD_SIZE).map(|rank| format!("ready/{rank}")).collect();
+    files.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(Duration::from_secs(60))).unwrap();
+    ranks
+}
+
+/// The errors of all ranks but the victim, which must come within `limit`.
+fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
+    let start = Instant::now();
+    let files = Files(folder.into());
+    let mut errors = Vec::new();
+    for rank in (0..WORLD_SIZE).filter(|rank| *rank != VICTIM) {
+        let key = format!("error/{rank}");
+        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
+        errors.push(String::from_utf8(files.get(&key).unwrap()).unwrap());
+    }
+    errors
+}
+
+#[test]
+fn every_survivor_names_a_killed_rank_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks = start(folder.path());
+    // Kills it in the middle of something else every time.
+    std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
+    ranks.0[VICTIM].kill().unwrap();
+    // Much less than the time-out; the rest is for slow machines.
+    for error in survivors(folder.path(), TIMEOUT) {
+        assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{error}");
+        assert!(error.contains("closed during all_reduce(f32[4194304])"), "{error}");
+    }
+}
+
+#[test]
+fn every_survivor_names_a_stopped_rank_in_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let ranks = start(folder.path());
+    let pid = Pid::from_child(&ranks.0[VICTIM]);
+    kill_process(pid, Signal::STOP).unwrap();
+    let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
+    for error in errors {
+        assert!(error.contains("all_reduce(f32[4194304])") && error.contains("timed out after 3s"), "{error}");
+        assert!(error.contains("rank 2 does not answer: its process is stopped"), "{error}");
+    }
+}

@@ -1,0 +1,220 @@
+//! How runs end: exit codes, failures, signals, and that nothing is left behind.
+use crate::{Place, Ran, Running, is_alive, wait_until};
+use rustix::process::Signal;
+use std::io::{BufRead, BufReader, Read};
+
+#[test]
+fn success_is_silent() {
+    let place = Place::new();
+    let ran = place.run(&[], "echo fine");
+    assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "fine\n", ""));
+    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder is left");
+}
+
+#[test]
+fn the_first_failure_decides_the_exit_code_and_ends_the_others() {
+    let place = Place::new();
+    let script = r#"
+        if [ $RANK = 1 ]; then while [ ! -e 0 ]; do sleep 0.01; done; echo last words >&2; exit 42; fi
+        : >$RANK; exec sleep 1000"#;
+    let ran = place.run(&["--nproc-per-node", "3"], script);
+    assert_eq!(ran.code, Some(42));
+    ran.says("rank 1 failed first: it ended with exit code 42");
+    ran.says("its last lines:\n    last words\n");
+    ran.says("rank 0 was killed by SIGTERM after ddprun had told it to end");
+    ran.says("rank 2 was killed by SIGTERM after ddprun had told it to end");
+    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder is left");
+}
+
+#[test]
+fn a_worker_killed_by_a_signal_counts_as_128_and_the_signal() {
+    let ran = Place::new().run(&[], "echo out; kill -SEGV $$");
+    assert_eq!(ran.code, Some(139));
+    ran.says("was killed by SIGSEGV");
+    ran.says("its last lines:\n    out\n");
+}
+
+#[test]
+fn the_summary_shows_twenty_lines_and_prefers_stderr() {
+    let ran = Place::new().run(&[], "seq 100 >&2; echo out; exit 1");
+    let lines: String = (81..=100).map(|n| format!("\n    {n}")).collect();
+    ran.says(&format!("its last lines:{lines}\n"));
+    assert!(!ran.stderr.contains("    out"), "{}", ran.stderr);
+    assert!(Place::new().run(&[], "exit 1").stderr.contains("it wrote nothing"));
+}
+
+#[test]
+fn the_error_file_is_shown_as_the_cause() {
+    let place = Place::new();
+    let json = r#"{"message":{"message":"ValueError: bad\nbatch","extraInfo":{"py_callstack":"","timestamp":"1"}}}"#;
+    let ran = place.run(&[], &format!("printf '%s' '{json}' >$TORCHELASTIC_ERROR_FILE; exit 1"));
+    ran.says("its error:\n    ValueError: bad\n    batch\n");
+    let ran = place.run(&[], "echo 'no JSON' >$TORCHELASTIC_ERROR_FILE; exit 1");
+    ran.says("its error:\n    no JSON\n");
+}
+
+#[test]
+fn the_grace_period_is_respected() {
+    let place = Place::new();
+    let script = r#"
+        if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
+        trap 'sleep 1; echo checkpoint >saved; exit 0' TERM
+        : >armed; while :; do sleep 0.01; done"#;
+    let ran = place.run(&["--nproc-per-node", "2", "--shutdown-timeout", "600"], script);
+    assert_eq!(ran.code, Some(3));
+    assert_eq!(place.wait_for("saved"), "checkpoint");
+    assert!(!ran.stderr.contains("SIGKILL after ddprun"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_worker_that_does_not_listen_is_killed_after_the_grace_period() {
+    let place = Place::new();
+    let script = r#"
+        if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
+        trap '' TERM; : >armed; while :; do sleep 0.01; done"#;
+    let ran = place.run(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2"], script);
+    assert_eq!(ran.code, Some(3));
+    ran.says("rank 0 was killed by SIGKILL after ddprun had told it to end");
+}
+
+#[test]
+fn signals_are_passed_on_and_ddprun_ends_after_the_workers() {
+    for (signal, name, code) in [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)] {
+        let place = Place::new();
+        let script = format!(
+            "trap 'sleep 0.3; echo {name} >got$RANK; exit 0' {name}; echo >armed$RANK; while :; do sleep 0.01; done"
+        );
+        let mut child = place.start(&["--nproc-per-node", "2"], &script);
+        place.wait_for("armed0");
+        place.wait_for("armed1");
+        child.send(signal);
+        let ran = Ran::of(child);
+        assert_eq!(ran.code, Some(code), "{ran:?}");
+        for rank in [0, 1] {
+            assert_eq!(std::fs::read_to_string(place.path(&format!("got{rank}"))).unwrap(), format!("{name}\n"));
+        }
+        assert!(!ran.stderr.contains("failed"), "{}", ran.stderr);
+    }
+}
+
+#[test]
+fn a_second_interrupt_kills_at_once() {
+    let place = Place::new();
+    let script = "trap '' INT; echo >armed; while :; do sleep 0.01; done";
+    let mut child = place.start(&["--shutdown-timeout", "100000"], script);
+    place.wait_for("armed");
+    let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
+    child.send(Signal::INT);
+    let mut line = String::new();
+    stderr.read_line(&mut line).unwrap();
+    assert!(line.contains("SIGINT passed on"), "{line}");
+    child.send(Signal::INT);
+    assert_eq!(Ran::of(child).code, Some(130));
+}
+
+#[test]
+fn a_signal_that_ddprun_was_told_to_ignore_stays_ignored() {
+    let place = Place::new();
+    let script = "trap 'exit 0' TERM; trap 'echo >hung_up' HUP; echo >armed; while :; do sleep 0.01; done";
+    let ddprun = place.ddprun(&["sh", "-c", script]);
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(ddprun.get_program()).args(ddprun.get_args());
+    let mut child = Running::new(command.current_dir(place.folder.path()).stderr(std::process::Stdio::null()));
+    place.wait_for("armed");
+    child.send(Signal::HUP);
+    child.send(Signal::TERM);
+    assert_eq!(Ran::of(child).code, Some(143));
+    assert!(!place.path("hung_up").exists());
+}
+
+#[test]
+fn workers_die_when_ddprun_is_killed() {
+    let place = Place::new();
+    let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; exec sleep 1000";
+    let mut child = place.start(&["--nproc-per-node", "2"], script);
+    let pids = [place.pid("pid0"), place.pid("pid1")];
+    assert!(pids.iter().all(|&pid| is_alive(pid)));
+    child.child().kill().unwrap();
+    child.child().wait().unwrap();
+    wait_until("the workers to die", || !pids.iter().any(|&pid| is_alive(pid)));
+}
+
+#[test]
+fn what_workers_have_started_ends_with_the_run() {
+    for end in ["exit 0", "exit 5", "kill -KILL $$"] {
+        let place = Place::new();
+        let ran = place.run(&[], &format!("sleep 1000 & echo $! >pid; {end}"));
+        assert_ne!(ran.code, None);
+        assert!(!is_alive(place.pid("pid")), "{end}");
+    }
+}
+
+/// A wrapper script that does not `exec` dies at once of SIGTERM; the program under it keeps its grace period.
+#[test]
+fn the_grace_period_also_holds_for_what_workers_have_started() {
+    let place = Place::new();
+    let inner = "trap \"sleep 0.5; echo >saved; exit 0\" TERM; echo >armed; while :; do sleep 0.01; done";
+    let mut child = place.start(&[], &format!("sh -c '{inner}'; true"));
+    place.wait_for("armed");
+    child.send(Signal::TERM);
+    assert_eq!(Ran::of(child).code, Some(143));
+    assert!(place.path("saved").exists());
+}
+
+/// A daemon that leaves the worker's process group is none of ours, but it may not keep ddprun from ending.
+#[test]
+fn a_daemon_that_holds_the_output_does_not_hold_ddprun() {
+    let place = Place::new();
+    let ran = place
+        .run(&[], "setsid sh -c 'echo $$ >pid; exec sleep 1000' & while [ ! -s pid ]; do sleep 0.01; done; echo end");
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "end\n"));
+    let daemon = place.pid("pid");
+    assert!(is_alive(daemon));
+    rustix::process::kill_process(daemon, Signal::KILL).unwrap();
+}
+
+#[test]
+fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
+    let place = Place::new();
+    let mut child = place.start(&[], "echo $$ >pid; while [ ! -e go ]; do sleep 0.01; done; echo end");
+    let worker = place.pid("pid");
+    let state = |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") T ");
+    let ddprun = rustix::process::Pid::from_child(child.child());
+    child.send(Signal::TSTP);
+    wait_until("both to stop", || state(worker) && state(ddprun));
+    child.send(Signal::CONT);
+    wait_until("the worker to go on", || !state(worker));
+    std::fs::write(place.path("go"), "").unwrap();
+    let mut stdout = String::new();
+    child.child().stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    assert_eq!(stdout, "end\n");
+    assert_eq!(child.child().wait().unwrap().code(), Some(0));
+}
+
+/// Both are zombies by the time ddprun looks: one is first, the other is listed.
+#[test]
+fn workers_that_fail_in_the_same_moment_are_all_named() {
+    let place = Place::new();
+    let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done; exit 7";
+    let mut child = place.start(&["--nproc-per-node", "2"], script);
+    let pids = [place.pid("pid0"), place.pid("pid1")];
+    child.send(Signal::STOP);
+    std::fs::write(place.path("go"), "").unwrap();
+    wait_until("both to fail", || !pids.iter().any(|&pid| is_alive(pid)));
+    child.send(Signal::CONT);
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(7));
+    ran.says("failed first: it ended with exit code 7");
+    ran.says("ended with exit code 7 in the same moment");
+}
+
+#[test]
+fn orphans_of_workers_do_not_become_zombies() {
+    let place = Place::new();
+    let script = "(sh -c 'echo $$ >pid; exit 1' &); while [ ! -e go ]; do sleep 0.01; done";
+    let child = place.start(&[], script);
+    let orphan = place.pid("pid");
+    wait_until("the orphan to be gone", || rustix::process::test_kill_process(orphan).is_err());
+    std::fs::write(place.path("go"), "").unwrap();
+    assert_eq!(Ran::of(child).code, Some(0));
+}

@@ -1,0 +1,127 @@
+//! What workers find when they start.
+use crate::{Place, Ran, Running};
+use candle_ddp::rendezvous::{Store, TcpStore};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::Stdio;
+use std::time::Duration;
+
+/// The variables of each rank that torchrun sets.
+fn environments(ran: &Ran) -> BTreeMap<usize, BTreeMap<String, String>> {
+    let mut all = BTreeMap::new();
+    for line in ran.stdout.lines() {
+        let (rank, variable) = line.split_once(' ').unwrap();
+        let (name, value) = variable.split_once('=').unwrap();
+        let set: &mut BTreeMap<_, _> = all.entry(rank.parse().unwrap()).or_default();
+        set.insert(name.to_owned(), value.to_owned());
+    }
+    all
+}
+
+const PRINT: &str = r#"env | grep -E 'RANK|WORLD|ROLE|MASTER|TORCHELASTIC' | sed "s/^/$RANK /""#;
+
+#[test]
+fn every_worker_gets_the_environment_of_torchrun() {
+    let place = Place::new();
+    let ran = place.run(&["--nproc-per-node", "2", "--run-id", "a1", "--role", "trainer"], PRINT);
+    assert_eq!(ran.code, Some(0));
+    let all = environments(&ran);
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), [0, 1]);
+    for (rank, variables) in &all {
+        let mut rest = variables.clone();
+        let port: u16 = rest.remove("MASTER_PORT").unwrap().parse().unwrap();
+        assert!(port >= 1024);
+        assert_eq!(all[&0]["MASTER_PORT"], port.to_string());
+        let error_file = rest.remove("TORCHELASTIC_ERROR_FILE").unwrap();
+        assert!(error_file.ends_with(&format!("/attempt_0/{rank}/error.json")), "{error_file}");
+        let rank = rank.to_string();
+        let expected = [
+            ("GROUP_RANK", "0"),
+            ("GROUP_WORLD_SIZE", "1"),
+            ("LOCAL_RANK", rank.as_str()),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("RANK", rank.as_str()),
+            ("ROLE_NAME", "trainer"),
+            ("ROLE_RANK", rank.as_str()),
+            ("ROLE_WORLD_SIZE", "2"),
+            ("TORCHELASTIC_MAX_RESTARTS", "0"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+            ("TORCHELASTIC_RUN_ID", "a1"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("WORLD_SIZE", "2"),
+        ];
+        let expected: BTreeMap<String, String> = expected.map(|(name, value)| (name.into(), value.into())).into();
+        assert_eq!(rest, expected);
+    }
+}
+
+#[test]
+fn a_second_machine_continues_the_ranks_of_the_first() {
+    let place = Place::new();
+    let args = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--nproc_per_node=3"];
+    let all = environments(&place.run(&args, PRINT));
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), [3, 4, 5]);
+    for (rank, variables) in all {
+        assert_eq!(variables["LOCAL_RANK"], (rank - 3).to_string());
+        assert_eq!(variables["ROLE_RANK"], rank.to_string());
+        assert_eq!(variables["GROUP_RANK"], "1");
+        assert_eq!(variables["GROUP_WORLD_SIZE"], "2");
+        assert_eq!(variables["WORLD_SIZE"], "6");
+        assert_eq!((variables["MASTER_ADDR"].as_str(), variables["MASTER_PORT"].as_str()), ("10.0.0.1", "29500"));
+    }
+}
+
+#[test]
+fn the_store_is_there_from_the_first_moment_to_the_last() {
+    let place = Place::new();
+    let child = place.start(
+        &["--standalone"],
+        r#"echo $MASTER_PORT >port.new; mv port.new port; while [ ! -e go ]; do sleep 0.01; done"#,
+    );
+    let port = place.wait_for("port").parse().unwrap();
+    let store = TcpStore::connect("127.0.0.1", port, Duration::from_secs(30)).unwrap();
+    store.set("a", b"1").unwrap();
+    assert_eq!(store.get("a").unwrap(), b"1");
+    std::fs::write(place.path("go"), "").unwrap();
+    assert_eq!(Ran::of(child).code, Some(0));
+}
+
+#[test]
+fn cores_are_shared_out_where_the_user_has_not_said_otherwise() {
+    let place = Place::new();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let script = "echo $RAYON_NUM_THREADS,$OMP_NUM_THREADS";
+    let ran = place.run(&["--nproc-per-node", "2"], script);
+    let each = (cores / 2).max(1);
+    assert_eq!(ran.sorted(), [format!("{each},{each}"), format!("{each},{each}")]);
+    assert_eq!(ran.stderr.lines().count(), 1);
+    ran.says(&format!("RAYON_NUM_THREADS={each} and OMP_NUM_THREADS={each}"));
+
+    let mut command = place.ddprun(&["--nproc-per-node", "2", "sh", "-c", script]);
+    let ran = Ran::new(command.env("OMP_NUM_THREADS", "7"));
+    assert_eq!(ran.sorted(), [format!("{each},7"), format!("{each},7")]);
+    assert!(!ran.stderr.contains("OMP_NUM_THREADS"), "{}", ran.stderr);
+
+    let ran = place.run(&[], script);
+    assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), (",\n", ""));
+}
+
+#[test]
+fn one_worker_per_core() {
+    let place = Place::new();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(place.run(&["--nproc-per-node", "cpu"], "echo x").stdout.lines().count(), cores);
+}
+
+#[test]
+fn standard_input_is_empty() {
+    let place = Place::new();
+    let mut command = place.ddprun(&["sh", "-c", "cat; echo end"]);
+    let mut child = Running::new(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    let mut stdin = child.child().stdin.take().unwrap();
+    // The worker may be gone before all is written.
+    let _ = stdin.write_all(b"text\n");
+    drop(stdin);
+    assert_eq!(Ran::of(child).stdout, "end\n");
+}

@@ -1,0 +1,159 @@
+//! `ddprun` as its users meet it: the real binary, with shell scripts as workers.
+#![cfg(feature = "launcher")]
+#![allow(clippy::unwrap_used)]
+mod building;
+mod ending;
+mod environment;
+mod output;
+mod terminal;
+mod usage;
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Long enough for a loaded machine: nothing here takes that long unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A folder of its own for each test: the workers' current folder, and the parent of ddprun's temporary ones.
+struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("tmp")).unwrap();
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// ddprun with these arguments.
+    fn ddprun(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+        command.args(args).current_dir(self.folder.path()).env("TMPDIR", self.path("tmp"));
+        for variable in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"] {
+            command.env_remove(variable);
+        }
+        command
+    }
+
+    /// Runs ddprun with `script` as the workers' program, to its end.
+    fn run(&self, args: &[&str], script: &str) -> Ran {
+        Ran::of(self.start(args, script))
+    }
+
+    /// Starts ddprun with `script` as the workers' program, its output captured.
+    fn start(&self, args: &[&str], script: &str) -> Running {
+        let mut command = self.ddprun(&[args, &["sh", "-c", script]].concat());
+        Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+    }
+
+    /// The content of a file, as soon as it has a whole line.
+    fn wait_for(&self, name: &str) -> String {
+        let mut content = String::new();
+        wait_until(&format!("{name} to be written"), || {
+            content = std::fs::read_to_string(self.path(name)).unwrap_or_default();
+            content.ends_with('\n')
+        });
+        content.trim().to_owned()
+    }
+
+    fn pid(&self, name: &str) -> Pid {
+        Pid::from_raw(self.wait_for(name).parse().unwrap()).unwrap()
+    }
+}
+
+/// A ddprun that is killed, and its workers with it, when its test fails.
+struct Running(Option<Child>);
+
+impl Running {
+    fn new(command: &mut Command) -> Self {
+        Self(Some(command.spawn().unwrap()))
+    }
+
+    fn child(&mut self) -> &mut Child {
+        self.0.as_mut().unwrap()
+    }
+
+    fn send(&mut self, signal: Signal) {
+        kill_process(Pid::from_child(self.child()), signal).unwrap();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// What came of a run.
+#[derive(Debug)]
+struct Ran {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Ran {
+    /// Runs a command to its end.
+    fn new(command: &mut Command) -> Self {
+        Self::of(Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped())))
+    }
+
+    /// Waits for the end of a ddprun. One that hangs is killed, and its workers with it.
+    fn of(mut running: Running) -> Self {
+        let child = running.0.take().unwrap();
+        let pid = Pid::from_child(&child);
+        let (ended, watch) = std::sync::mpsc::channel::<()>();
+        let watchdog = std::thread::spawn(move || {
+            let hangs = watch.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
+            if hangs {
+                kill_process(pid, Signal::KILL).unwrap();
+            }
+            hangs
+        });
+        let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+        drop(ended);
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        let ran = Self { code: status.code(), stdout: text(stdout), stderr: text(stderr) };
+        assert!(!watchdog.join().unwrap(), "ddprun hung: {ran:?}");
+        ran
+    }
+
+    /// The lines of stdout, sorted: ranks run side by side.
+    fn sorted(&self) -> Vec<&str> {
+        let mut lines: Vec<&str> = self.stdout.lines().collect();
+        lines.sort_unstable();
+        lines
+    }
+
+    #[track_caller]
+    fn says(&self, part: &str) {
+        assert!(self.stderr.contains(part), "no {part:?} in:\n{}", self.stderr);
+    }
+}
+
+#[track_caller]
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether a process is there and not a zombie.
+fn is_alive(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
+    let state = stat.ok().and_then(|stat| stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()));
+    test_kill_process(pid).is_ok() && !matches!(state, None | Some('Z' | 'X'))
+}

@@ -1,0 +1,123 @@
+//! Where the workers' output goes, and in what shape.
+use crate::{Place, Ran, Running};
+use std::fs::read_to_string;
+use std::io::{BufRead, BufReader, Read};
+
+#[test]
+fn lines_of_different_ranks_never_tear() {
+    let place = Place::new();
+    // Every line in two writes, so that a launcher that passes bytes on as they come tears them.
+    let script =
+        r#"i=0; while [ $i -lt 10000 ]; do printf "rank $RANK "; echo "line $i of ten thousand"; i=$((i + 1)); done"#;
+    let ran = place.run(&["--nproc-per-node", "2"], script);
+    assert_eq!(ran.code, Some(0));
+    let mut next = [0, 0];
+    for line in ran.stdout.lines() {
+        let rank: usize =
+            line.split(' ').nth(1).and_then(|rank| rank.parse().ok()).unwrap_or_else(|| panic!("{line:?}"));
+        assert_eq!(line, format!("rank {rank} line {} of ten thousand", next[rank]));
+        next[rank] += 1;
+    }
+    assert_eq!(next, [10_000, 10_000]);
+}
+
+#[test]
+fn streams_stay_apart_and_unfinished_lines_come_through() {
+    let ran = Place::new().run(&[], "printf out; printf err >&2");
+    assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("out", "err"));
+}
+
+#[test]
+fn a_line_without_end_comes_through_whole() {
+    let ran = Place::new().run(&[], "head -c 5000000 /dev/zero | tr '\\0' x");
+    assert_eq!(ran.stdout.len(), 5_000_000);
+    assert!(ran.stdout.bytes().all(|byte| byte == b'x'));
+}
+
+#[test]
+fn stdout_and_stderr_in_one_place_keep_their_order() {
+    let place = Place::new();
+    let script = "i=0; while [ $i -lt 1000 ]; do echo $i; echo $i >&2; i=$((i + 1)); done";
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    let mut command = place.ddprun(&["sh", "-c", script]);
+    let mut child = Running::new(command.stdout(writer.try_clone().unwrap()).stderr(writer));
+    drop(command);
+    let mut text = String::new();
+    reader.read_to_string(&mut text).unwrap();
+    child.child().wait().unwrap();
+    let expected: String = (0..1000).map(|n| format!("{n}\n{n}\n")).collect();
+    assert_eq!(text, expected);
+}
+
+#[test]
+fn redirects_go_to_files_in_the_layout_of_torchrun() {
+    let place = Place::new();
+    let script = "echo out $RANK; echo err $RANK >&2";
+    let ran = place.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "--redirects=0:1,1:3"], script);
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), ""));
+    ran.says("err 0\n");
+    assert!(!ran.stderr.contains("err 1"), "{}", ran.stderr);
+    let read = |name: &str| read_to_string(place.path("logs/a/attempt_0").join(name)).ok();
+    assert_eq!(read("0/stdout.log").as_deref(), Some("out 0\n"));
+    assert_eq!(read("0/stderr.log"), None);
+    assert_eq!(read("1/stdout.log").as_deref(), Some("out 1\n"));
+    assert_eq!(read("1/stderr.log").as_deref(), Some("err 1\n"));
+}
+
+#[test]
+fn tee_goes_to_files_and_is_shown_with_a_prefix() {
+    let place = Place::new();
+    let script = "echo one; printf two; echo err >&2";
+    let ran = place.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "-t", "1", "--role=t"], script);
+    // An unfinished last line is not continued by another rank's.
+    assert_eq!(ran.sorted(), ["[t0]:one", "[t0]:two", "[t1]:one", "[t1]:two"]);
+    ran.says("\nerr\n");
+    let log = read_to_string(place.path("logs/a/attempt_0/1/stdout.log")).unwrap();
+    assert_eq!(log, "one\ntwo");
+}
+
+#[test]
+fn a_template_prefixes_all_that_is_shown() {
+    let args = ["--nnodes=2", "--node-rank=1", "--master-addr=a", "--nproc-per-node=1"];
+    let template = ["--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
+    let ran = Place::new().run(&[&args[..], &template[..]].concat(), "echo out; echo err >&2");
+    assert_eq!(ran.stdout, "<default 0 1> out\n");
+    assert_eq!(ran.stderr, "<default 0 1> err\n");
+}
+
+#[test]
+fn earlier_logs_are_not_overwritten() {
+    let place = Place::new();
+    for text in ["first", "second"] {
+        place.run(&["--log-dir=logs", "--run-id=a", "-r3"], &format!("echo {text}"));
+    }
+    assert_eq!(read_to_string(place.path("logs/a/attempt_0/0/stdout.log")).unwrap(), "first\n");
+    assert_eq!(read_to_string(place.path("logs/a_2/attempt_0/0/stdout.log")).unwrap(), "second\n");
+}
+
+#[test]
+fn log_files_without_a_folder_of_the_users_are_kept_and_named() {
+    let place = Place::new();
+    let ran = place.run(&["-r3"], "echo text");
+    let (_, folder) = ran.stderr.trim().split_once("log files are in ").unwrap();
+    assert_eq!(read_to_string(format!("{folder}/attempt_0/0/stdout.log")).unwrap(), "text\n");
+}
+
+#[test]
+fn the_summary_also_quotes_redirected_output() {
+    let place = Place::new();
+    let ran = place.run(&["-r3"], "echo words >&2; exit 1");
+    ran.says("its last lines:\n    words\n");
+}
+
+#[test]
+fn a_reader_that_leaves_ends_the_run() {
+    let place = Place::new();
+    let mut child = place.start(&["--nproc-per-node", "2"], "exec yes");
+    let mut line = String::new();
+    BufReader::new(child.child().stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "y\n");
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(128 + 13));
+    ran.says("SIGPIPE");
+}

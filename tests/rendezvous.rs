@@ -1,0 +1,255 @@
+//! Ranks that meet: threads of this process, and processes under a launcher's environment.
+#![allow(clippy::unwrap_used)]
+use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
+use candle_ddp::{Error, Result};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A port that nobody else takes meanwhile: outside of the range from which the system hands out ports.
+fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let offset = std::process::id() * 31 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 20_000 + (offset % 10_000) as u16;
+        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+fn options(init_method: &str, rank: usize, world_size: usize) -> RendezvousOptions {
+    let init_method = init_method.to_string();
+    RendezvousOptions { init_method, rank: Some(rank), world_size: Some(world_size), timeout: TIMEOUT }
+}
+
+fn meet(options: Vec<RendezvousOptions>) -> Vec<Result<Rendezvous>> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = options.iter().map(|options| scope.spawn(|| rendezvous(options))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn all_meet(init_method: &str, world_size: usize) -> Vec<Rendezvous> {
+    let options = (0..world_size).map(|rank| options(init_method, rank, world_size)).collect();
+    meet(options).into_iter().collect::<Result<_>>().unwrap()
+}
+
+/// Every rank sees what every rank has set.
+fn exchange(ranks: &[Rendezvous], word: &str) {
+    for rank in ranks {
+        rank.store.set(&format!("word/{}", rank.rank), word.as_bytes()).unwrap();
+    }
+    for rank in ranks {
+        for peer in 0..rank.world_size {
+            assert_eq!(rank.store.get(&format!("word/{peer}")).unwrap(), word.as_bytes());
+        }
+    }
+}
+
+#[test]
+fn over_tcp() {
+    for host in ["127.0.0.1", "localhost"] {
+        for world_size in [1, 2, 4, 7] {
+            let ranks = all_meet(&format!("tcp://{host}:{}", free_port()), world_size);
+            for (rank, met) in ranks.iter().enumerate() {
+                assert_eq!((met.rank, met.world_size), (rank, world_size));
+                // All are on this host, which nothing but the store could tell them.
+                assert_eq!((met.local_rank, met.local_world_size), (rank, world_size));
+                assert!(met.address.unwrap().is_loopback());
+            }
+            exchange(&ranks, "hello");
+        }
+    }
+}
+
+#[test]
+fn again_and_again_at_the_same_place() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let first = all_meet(&init_method, 2);
+    exchange(&first, "first");
+    // While the first group is there.
+    let second = all_meet(&init_method, 2);
+    assert!(!second[1].store.check(&["word/0"]).unwrap(), "keys of the first group");
+    exchange(&second, "second");
+    exchange(&first, "still first");
+    drop((first, second));
+    // And after it, with a new server.
+    exchange(&all_meet(&init_method, 2), "third");
+}
+
+#[test]
+fn over_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meeting");
+    let init_method = format!("file://{}", path.display());
+    for round in ["first", "second"] {
+        let ranks = all_meet(&init_method, 3);
+        exchange(&ranks, round);
+        assert_eq!((ranks[2].local_rank, ranks[2].local_world_size, ranks[2].address), (2, 3, None));
+        assert!(path.exists());
+        drop(ranks);
+        assert!(!path.exists(), "the last one removes the file");
+    }
+}
+
+#[test]
+fn another_world_size_is_an_error_on_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let init_method = format!("file://{}", folder.path().join("meeting").display());
+    let start = Instant::now();
+    let results = meet(vec![options(&init_method, 0, 2), options(&init_method, 1, 3)]);
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("world size") && error.contains('2') && error.contains('3'), "{error}");
+    }
+    assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn who_does_not_come_is_named() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let short = |rank| RendezvousOptions { timeout: Duration::from_secs(1), ..options(&init_method, rank, 4) };
+    let start = Instant::now();
+    let results = meet(vec![short(0), short(2)]);
+    assert!(start.elapsed() < TIMEOUT / 2);
+    let error = results[0].as_ref().unwrap_err();
+    assert!(matches!(error, Error::StoreTimeout { .. }));
+    let text = error.to_string();
+    assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
+    assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
+}
+
+#[test]
+fn nobody_hosts() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let alone = RendezvousOptions { timeout: Duration::from_millis(300), ..options(&init_method, 1, 2) };
+    let error = rendezvous(&alone).unwrap_err().to_string();
+    assert!(error.contains("Rank 0") && error.contains("refused"), "{error}");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = rendezvous(&options(&format!("tcp://127.0.0.1:{port}"), 0, 2)).unwrap_err().to_string();
+    assert!(error.contains(&port.to_string()) && error.contains("another program has it"), "{error}");
+}
+
+#[test]
+fn the_end_of_rank_0_is_said() {
+    let ranks = all_meet(&format!("tcp://127.0.0.1:{}", free_port()), 2);
+    let [rank_0, rank_1] = ranks.try_into().unwrap();
+    drop(rank_0);
+    let error = rank_1.store.set("a", b"").unwrap_err().to_string();
+    assert!(error.contains("the server is gone") && error.contains("rank 0"), "{error}");
+}
+
+/// Not a test of its own: a rank in a process, started by the tests below. Reports what it knows by its exit code.
+#[test]
+#[ignore = "started by the others"]
+fn rank_process() {
+    let met = rendezvous(&RendezvousOptions { timeout: TIMEOUT, ..RendezvousOptions::default() }).unwrap();
+    assert_eq!((met.local_rank, met.local_world_size), (met.rank, met.world_size));
+    // Every rank counts itself; the last one lets all go.
+    let count = met.store.add("count", 1).unwrap();
+    assert!(count <= met.world_size as i64, "keys of another attempt");
+    if count == met.world_size as i64 {
+        met.store.set("go", b"").unwrap();
+    }
+    met.store.wait(&["go"], None).unwrap();
+    // Rank 0 may host the store: it leaves last.
+    met.store.add("left", 1).unwrap();
+    while met.rank == 0 && met.store.add("left", 0).unwrap() < met.world_size as i64 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn start(variables: &[(&str, String)]) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "rank_process", "--ignored", "--nocapture"]);
+    for (name, _) in std::env::vars().filter(|(name, _)| name.contains("RANK") || name.contains("SLURM_")) {
+        command.env_remove(name);
+    }
+    command
+        .envs(variables.iter().map(|(name, value)| (name, value)))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn all_succeed(ranks: Vec<Child>) {
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+fn launched(rank: usize, world_size: usize, port: u16) -> Vec<(&'static str, String)> {
+    vec![
+        ("RANK", rank.to_string()),
+        ("LOCAL_RANK", rank.to_string()),
+        ("WORLD_SIZE", world_size.to_string()),
+        ("LOCAL_WORLD_SIZE", world_size.to_string()),
+        ("MASTER_ADDR", "localhost".to_string()),
+        ("MASTER_PORT", port.to_string()),
+    ]
+}
+
+#[test]
+fn processes_without_a_launchers_store() {
+    let port = free_port();
+    let ranks: Vec<Child> = (0..3).map(|rank| start(&launched(rank, 3, port))).collect();
+    all_succeed(ranks);
+}
+
+#[test]
+fn processes_on_a_launchers_store_that_survives_restarts() {
+    // Rank 0 would fail if it tried to bind this port, and the second attempt if it saw the first one's keys.
+    let server = TcpStoreServer::bind(0).unwrap();
+    for attempt in 0..2 {
+        let agent =
+            [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RESTART_COUNT", attempt.to_string())];
+        let variables = |rank| [launched(rank, 2, server.port()), agent.to_vec()].concat();
+        let ranks: Vec<Child> = (0..2).map(|rank| start(&variables(rank))).collect();
+        all_succeed(ranks);
+    }
+    let store = TcpStore::connect("localhost", server.port(), TIMEOUT).unwrap();
+    assert!(store.check(&["candle_ddp/0/0/go", "candle_ddp/1/0/go"]).unwrap());
+}
+
+#[test]
+fn slurms_processes() {
+    let server_port = free_port();
+    let ranks: Vec<Child> = (0..2)
+        .map(|rank: usize| {
+            start(&[
+                ("SLURM_PROCID", rank.to_string()),
+                ("SLURM_LOCALID", rank.to_string()),
+                ("SLURM_NTASKS", "2".to_string()),
+                ("SLURM_STEP_NODELIST", "localhost".to_string()),
+                ("SLURM_STEP_TASKS_PER_NODE", "2".to_string()),
+                ("MASTER_PORT", server_port.to_string()),
+            ])
+        })
+        .collect();
+    all_succeed(ranks);
+}
+
+#[test]
+fn a_rank_given_twice_is_an_error_on_all() {
+    let server = TcpStoreServer::bind(0).unwrap();
+    let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string())];
+    let start_time = Instant::now();
+    let ranks = [0, 1, 1].map(|rank| start(&[launched(rank, 3, server.port()), agent.to_vec()].concat()));
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains("two processes claim to be rank 1"), "{text}");
+    }
+    assert!(start_time.elapsed() < TIMEOUT / 2);
+}
