@@ -117,8 +117,8 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
              chooses",
         )),
         (Backend::Nccl, _) => {
-            // Before the rendezvous, where the others would wait for this rank: a GPU there must be.
-            device_count()?;
+            // Whether there is a GPU is found out after the rendezvous, so that a rank without one can tell the others.
+            nccl::version()?;
             Ok(Backend::Nccl)
         }
         (Backend::Mpi, _) => Err(unavailable(
@@ -202,13 +202,13 @@ mod tests {
     fn auto_takes_a_gpu_where_there_is_one() {
         assert_eq!(choose(Backend::Auto, None, two).unwrap(), Backend::Nccl);
         assert_eq!(choose(Backend::Auto, None, none).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Nccl, None, none).is_ok(), cfg!(feature = "nccl"));
         assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two).unwrap(), Backend::Cpu);
         assert_eq!(choose(Backend::Cpu, None, two).unwrap(), Backend::Cpu);
     }
 
     #[test]
     fn what_cannot_be_is_refused() {
-        assert!(choose(Backend::Nccl, None, none).unwrap_err().to_string().contains("none here"));
         assert!(choose(Backend::Nccl, Some(&Device::Cpu), two).unwrap_err().to_string().contains("this is the CPU"));
         assert!(choose(Backend::Mpi, None, two).unwrap_err().to_string().contains("Backend::Mpi"));
     }

@@ -155,21 +155,16 @@ fn decode_question(bytes: &[u8]) -> Option<Question> {
 
 fn encode_standing(standing: &Standing) -> Vec<u8> {
     let mut writer = Writer::default();
-    writer.u64(standing.started).u64(standing.finished);
-    for call in [&standing.last_call, &standing.asked_call] {
-        match call {
-            Some(call) => call.encode(writer.u8(1)),
-            None => drop(writer.u8(0)),
-        }
-    }
+    writer.u64(standing.started).u64(standing.finished).u32(standing.calls.len() as u32);
+    standing.calls.iter().for_each(|call| call.encode(&mut writer));
     writer.0
 }
 
 fn decode_standing(bytes: &[u8]) -> Option<Standing> {
     let mut reader = Reader(bytes);
-    let (started, finished) = (reader.u64()?, reader.u64()?);
-    let mut call = || Some(if reader.u8()? == 0 { None } else { Some(Call::decode(&mut reader)?) });
-    Some(Standing { started, finished, last_call: call()?, asked_call: call()? })
+    let (started, finished, count) = (reader.u64()?, reader.u64()?, reader.u32()?);
+    let calls = (0..count).map(|_| Call::decode(&mut reader)).collect::<Option<_>>()?;
+    Some(Standing { started, finished, calls })
 }
 
 #[cfg(test)]
@@ -220,12 +215,16 @@ mod tests {
         assert_eq!(b.ask(10).unwrap(), question);
         assert_eq!(b.look(0).unwrap().question, Some(question));
         assert_eq!(a.standings().unwrap(), [None, None]);
-        let nothing = Standing { started: 0, finished: 0, last_call: None, asked_call: None };
-        let call = Some(Call::bare(Operation::Barrier));
-        let further = Standing { started: 12, finished: 9, last_call: call, asked_call: call };
+        let nothing = Standing::default();
+        let calls = vec![Call::bare(Operation::Barrier), Call { count: 8, ..Call::bare(Operation::AllReduce) }];
+        let further = Standing { started: 12, finished: 9, calls };
+        assert_eq!(
+            [10, 11, 12, 13].map(|sequence| further.call_at(sequence).map(|call| call.count)),
+            [None, Some(0), Some(8), None]
+        );
         a.answer(&nothing).unwrap();
         b.answer(&further).unwrap();
-        assert_eq!(a.standings().unwrap(), [Some(nothing), Some(further)]);
+        assert_eq!(a.standings().unwrap(), [Some(nothing), Some(further.clone())]);
         for cut in 0..encode_standing(&further).len() {
             assert_eq!(decode_standing(&encode_standing(&further)[..cut]), None);
         }

@@ -22,6 +22,7 @@ use candle_core::{Device, Tensor};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -145,11 +146,9 @@ impl NcclCommunicator {
 
     fn start_message(&self, channel: Channel, call: Call, collective: Collective) -> Result<Arc<Flight>> {
         let mut lanes = lock(&self.lanes);
-        if !lanes.contains_key(&channel) {
-            lanes.insert(channel, self.open_lane(channel)?);
-        }
-        let Some(lane) = lanes.get(&channel) else {
-            return Err(Error::invalid("peer", "there is no lane to it"));
+        let lane = match lanes.entry(channel) {
+            Entry::Occupied(lane) => lane.into_mut(),
+            Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
         };
         let plan = self.plan(&collective, &lane.streams)?;
         let flight = self.flight(call, collective, lane.streams.clone(), false);

@@ -60,7 +60,7 @@ pub(super) fn shared_gpus_allowed() -> bool {
 }
 
 fn is_set(value: &OsStr) -> bool {
-    value != "" && value != "0"
+    !value.is_empty() && value != "0"
 }
 
 fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) -> Result<usize> {

@@ -61,15 +61,22 @@ pub(super) enum Trouble {
 }
 
 /// How far one rank has come, for the others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Standing {
     /// The last collective that was started; 0 before the first.
     pub(super) started: u64,
     /// The last collective that is over.
     pub(super) finished: u64,
-    pub(super) last_call: Option<Call>,
-    /// What was called at the sequence number that was asked for.
-    pub(super) asked_call: Option<Call>,
+    /// The last collectives up to `started`, as far back as they are remembered.
+    pub(super) calls: Vec<Call>,
+}
+
+impl Standing {
+    /// What was called at `sequence`, if it is remembered.
+    pub(super) fn call_at(&self, sequence: u64) -> Option<Call> {
+        let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
+        self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
+    }
 }
 
 impl Group {
@@ -146,15 +153,13 @@ impl Group {
         collectives.filter(|call| call.sequence > last).map(|call| (call.sequence, call.call)).min_by_key(|call| call.0)
     }
 
-    pub(super) fn standing(&self, asked: u64) -> Standing {
+    pub(super) fn standing(&self) -> Standing {
+        const REMEMBERED: u64 = 1000;
         let state = self.state();
         let started = state.started.get(&Channel::Collectives).copied().unwrap_or(0);
-        Standing {
-            started,
-            finished: state.finished,
-            last_call: if started == 0 { None } else { state.collectives.call_at(started) },
-            asked_call: if asked == 0 { None } else { state.collectives.call_at(asked) },
-        }
+        let first = started.saturating_sub(REMEMBERED) + 1;
+        let calls = (first..=started).filter_map(|sequence| state.collectives.call_at(sequence)).collect();
+        Standing { started, finished: state.finished, calls }
     }
 
     /// Something is wrong: from now on nobody believes that a call went well, until the failure is known.

@@ -91,7 +91,7 @@ impl Sentinel<'_> {
         if look.question != memory.answered
             && let Some(question) = look.question
         {
-            self.bulletin.answer(&self.group.standing(question.sequence))?;
+            self.bulletin.answer(&self.group.standing())?;
             memory.answered = Some(question);
         }
         match look.life {
@@ -186,7 +186,7 @@ impl Sentinel<'_> {
     /// Asks all ranks where they are. When several ask, one does for all, and the others wait for its verdict.
     fn why_expired(&self, sequence: u64, call: Call, memory: &mut Memory) -> Result<Failure> {
         let question = self.bulletin.ask(sequence)?;
-        self.bulletin.answer(&self.group.standing(question.sequence))?;
+        self.bulletin.answer(&self.group.standing())?;
         let asked_first = question.rank == self.group.rank;
         let deadline = Instant::now() + PATIENCE;
         let mut standings = Vec::new();
@@ -208,7 +208,7 @@ impl Sentinel<'_> {
             // It has died over its question.
             standings = self.bulletin.standings()?;
         }
-        Ok(verdict(self.group.rank, self.group.timeout, sequence, call, &standings))
+        Ok(verdict(self.group, sequence, call, &standings))
     }
 }
 
@@ -229,25 +229,45 @@ pub(super) fn without_asking(group: &Group, trouble: &Trouble) -> Failure {
     }
 }
 
-/// What the `standings` of all ranks say about `call`, number `sequence` of rank `rank`, that has not ended in time.
-fn verdict(rank: usize, timeout: Duration, sequence: u64, call: Call, standings: &[Option<Standing>]) -> Failure {
+/// What the `standings` of all ranks say about `call`, number `sequence`, that has not ended in time.
+///
+/// Ranks that differed once may have gone on: with little data NCCL takes one call for another. So the first difference
+/// that is remembered counts, and not what they are in now.
+fn verdict(group: &Group, sequence: u64, call: Call, standings: &[Option<Standing>]) -> Failure {
+    let Group { rank, timeout, .. } = *group;
+    let ours = group.standing();
+    let peers = || standings.iter().enumerate().filter(|(peer, _)| *peer != rank);
+    let differences = peers().filter_map(|(peer, standing)| {
+        let standing = standing.as_ref()?;
+        let known = 1..=ours.started.min(standing.started);
+        let differ = |sequence: &u64| {
+            let (ours, theirs) = (ours.call_at(*sequence), standing.call_at(*sequence));
+            ours.is_some() && theirs.is_some() && ours != theirs
+        };
+        let sequence = known.skip_while(|sequence| ours.call_at(*sequence).is_none()).find(differ)?;
+        Some((sequence, (rank, ours.call_at(sequence)?), (peer, standing.call_at(sequence)?)))
+    });
+    if let Some((sequence, ours, theirs)) = differences.min_by_key(|difference| difference.0) {
+        return desync(sequence, ours, theirs);
+    }
     let mut reasons = Vec::new();
-    for (peer, standing) in standings.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+    for (peer, standing) in peers() {
         let Some(standing) = standing else {
             reasons.push(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
             continue;
         };
-        match standing.asked_call {
-            Some(theirs) if theirs != call => return desync(sequence, (rank, call), (peer, theirs)),
-            _ if standing.started >= sequence => {}
-            _ => reasons.push(match standing.last_call {
-                Some(last) => format!(
+        if standing.started >= sequence {
+            continue;
+        }
+        reasons.push(match standing.calls.last() {
+            Some(last) => {
+                format!(
                     "rank {peer} has not started this collective: its last was sequence {}, {last}",
                     standing.started
-                ),
-                None => format!("rank {peer} has not started any collective"),
-            }),
-        }
+                )
+            }
+            None => format!("rank {peer} has not started any collective"),
+        });
     }
     if reasons.is_empty() {
         reasons
@@ -267,33 +287,53 @@ fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure 
 mod tests {
     use super::*;
     use crate::backend::call::Operation;
+    use crate::backend::nccl::group::Fence;
+    use std::sync::Arc;
 
-    const TIMEOUT: Duration = Duration::from_secs(7);
+    struct Never;
 
-    fn standing(started: u64, asked_call: Option<Call>) -> Option<Standing> {
-        let last_call = (started > 0).then(|| Call::bare(Operation::Barrier));
-        Some(Standing { started, finished: started.saturating_sub(1), last_call, asked_call })
+    impl Fence for Never {
+        fn is_over(&self) -> std::result::Result<bool, String> {
+            Ok(false)
+        }
     }
 
-    fn all_reduce() -> Call {
-        Call { count: 20, ..Call::bare(Operation::AllReduce) }
+    const BARRIER: Call = Call { operation: Operation::Barrier, element: None, reduction: None, root: None, count: 0 };
+    const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
+
+    /// What rank 0 makes of the others' standings after barriers and, as number 17, an all-reduce.
+    fn text(others: Vec<Option<Standing>>) -> String {
+        let group = Group::new(0, others.len() + 1, Duration::from_secs(7));
+        for call in [BARRIER; 16].into_iter().chain([ALL_REDUCE]) {
+            group.begin(Channel::Collectives, call, Arc::new(Never)).unwrap();
+        }
+        let standings: Vec<_> = std::iter::once(Some(group.standing())).chain(others).collect();
+        crate::Error::from(verdict(&group, 17, ALL_REDUCE, &standings)).to_string()
     }
 
-    fn text(standings: &[Option<Standing>]) -> String {
-        crate::Error::from(verdict(0, TIMEOUT, 17, all_reduce(), standings)).to_string()
+    fn standing(calls: &[Call]) -> Option<Standing> {
+        let started = calls.len() as u64;
+        Some(Standing { started, finished: started.saturating_sub(1), calls: calls.to_vec() })
     }
 
     #[test]
     fn a_rank_that_called_something_else_is_told_with_its_call() {
-        let own = standing(17, Some(all_reduce()));
-        let text = text(&[own, standing(18, Some(Call::bare(Operation::Barrier))), None]);
+        let text = text(vec![standing(&[BARRIER; 18]), None]);
         assert!(text.contains("rank 1 called barrier() where rank 0 called all_reduce(), sequence 17"), "{text}");
     }
 
     #[test]
+    fn the_first_difference_counts() {
+        let mut calls = [BARRIER; 20];
+        calls[4] = ALL_REDUCE;
+        let text = text(vec![standing(&[BARRIER; 18]), standing(&calls)]);
+        assert!(text.contains("rank 2 called all_reduce() where rank 0 called barrier(), sequence 5"), "{text}");
+    }
+
+    #[test]
     fn ranks_that_are_elsewhere_are_named() {
-        let own = standing(17, Some(all_reduce()));
-        let behind = text(&[own, own, standing(16, None), standing(0, None), None]);
+        let same: Vec<Call> = [BARRIER; 16].into_iter().chain([ALL_REDUCE]).collect();
+        let behind = text(vec![standing(&same), standing(&same[..16]), standing(&[]), None]);
         assert!(behind.contains("rank 0: all_reduce(), sequence 17, timed out after 7s"), "{behind}");
         assert!(
             behind.contains("rank 2 has not started this collective: its last was sequence 16, barrier()"),
@@ -301,7 +341,7 @@ mod tests {
         );
         assert!(behind.contains("rank 3 has not started any collective"), "{behind}");
         assert!(behind.contains("rank 4 does not answer") && !behind.contains("rank 1 "), "{behind}");
-        let slow = text(&[own, own]);
+        let slow = text(vec![standing(&same)]);
         assert!(slow.contains("all ranks have started it"), "{slow}");
     }
 }

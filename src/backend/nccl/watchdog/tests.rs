@@ -129,7 +129,7 @@ fn calls_that_end_in_time_are_forgotten() {
     assert_eq!(rank.group.drain(), None);
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(rank.group.failure(), None);
-    assert_eq!(rank.group.standing(2).finished, 3);
+    assert_eq!(rank.group.standing().finished, 3);
 }
 
 #[test]
