@@ -12,7 +12,7 @@ const JOB: &str = "CANDLE_DDP_TEST_JOB";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
 /// NCCL takes ranks on one GPU when each seems to be on a host of its own.
-const SHARED: [(&str, &str); 11] = [
+const SHARED: [(&str, &str); 12] = [
     ("CANDLE_DDP_ALLOW_SHARED_GPU", "1"),
     ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
     ("NCCL_NET", "Socket"),
@@ -22,6 +22,7 @@ const SHARED: [(&str, &str); 11] = [
     ("NCCL_SHM_DISABLE", "1"),
     ("NCCL_MNNVL_ENABLE", "0"),
     ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_CUMEM_HOST_ENABLE", "0"),
     ("NCCL_RAS_ENABLE", "0"),
     ("NCCL_MAX_CTAS", "2"),
 ];

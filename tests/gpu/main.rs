@@ -154,8 +154,8 @@ fn auto_takes_nccl_where_there_is_a_gpu() {
 fn ranks_on_one_gpu_are_refused_by_name() {
     let Some(count) = gpus("ranks_on_one_gpu_are_refused_by_name") else { return };
     let reports = Ranks::start_without_sharing(count + 1, "auto").outputs();
-    let refused =
-        |report: &String| report.contains("each rank needs one of its own") || report.contains("ended the group");
+    let refusals = ["each rank needs one of its own", "are both on the GPU", "ended the group"];
+    let refused = |report: &String| refusals.iter().any(|refusal| report.contains(refusal));
     assert!(reports.iter().all(refused), "{reports:#?}");
 }
 

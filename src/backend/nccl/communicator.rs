@@ -272,8 +272,11 @@ impl Base {
     }
 
     fn start_watchdog(&self, links: &Arc<Links>) -> Result<JoinHandle<()>> {
-        let (group, links) = (self.group.clone(), links.clone());
+        let (group, links, streams) = (self.group.clone(), links.clone(), self.streams.clone());
         spawn(&self.group, "watchdog", move || {
+            if let Err(error) = streams.bind() {
+                group.report(Trouble::Broken(super::cuda_error(error)));
+            }
             let unasked = |trouble: &Trouble| super::sentinel::without_asking(&group, trouble);
             watchdog::run(&group, &*links, &unasked);
         })
