@@ -202,6 +202,17 @@ pub enum Error {
         reason: String,
     },
 
+    /// NCCL, or the CUDA driver under it, refused something while a group was being made.
+    #[error("rank {rank}: {operation} failed: {reason}. With NCCL_DEBUG=INFO in the environment NCCL says more")]
+    Nccl {
+        /// This rank.
+        rank: usize,
+        /// The function that failed.
+        operation: String,
+        /// Its reason.
+        reason: String,
+    },
+
     /// A rank of `spawn` panicked or failed.
     #[error("rank {rank} failed: {reason}")]
     RankFailed {

@@ -178,7 +178,7 @@ impl fmt::Display for Call {
 }
 
 /// Calls are numbered and paired within a channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::backend) enum Channel {
     Collectives,
     SendTo(usize),

@@ -4,6 +4,12 @@ mod check;
 mod collective;
 pub mod cpu;
 mod failure;
+// Without the feature, the same names refuse politely; this is the one place that tells the two apart.
+#[cfg(feature = "nccl")]
+pub mod nccl;
+#[cfg(not(feature = "nccl"))]
+#[path = "nccl/absent.rs"]
+pub mod nccl;
 mod progress;
 mod wire;
 mod work;
@@ -12,6 +18,8 @@ pub use collective::{Collective, ReduceOp};
 pub use work::{Completion, Work};
 
 use crate::Result;
+use crate::rendezvous::Store;
+use std::sync::Arc;
 
 /// An engine that carries out the collectives of one group, in the order in which they are started.
 ///
@@ -34,4 +42,12 @@ pub trait Communicator: Send + Sync {
 
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
+
+    /// Makes the engine of a group of `ranks`, rank `i` of which is `ranks[i]`, out of this group's connections, if the
+    /// engine can do that; `store` is the new group's own. Every rank of this group calls it with the same `ranks`; those
+    /// that are not among them get `None` inside. `None` outside, the default: the engine makes new connections instead.
+    #[allow(unused_variables)]
+    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Option<Result<Option<Box<dyn Communicator>>>> {
+        None
+    }
 }

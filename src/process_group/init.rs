@@ -1,5 +1,5 @@
 use super::{ProcessGroup, Settings};
-use crate::backend::{Communicator, cpu};
+use crate::backend::{Communicator, cpu, nccl};
 use crate::rendezvous::{self, PrefixStore, RendezvousOptions, Store};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -55,17 +55,28 @@ impl Default for InitOptions {
 /// Joins this process to the others of its job and builds the engine that connects them: PyTorch's
 /// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
 ///
+/// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
+/// on its host, and the others with the CPU engine; all ranks have to come to the same.
+///
 /// # Errors
 /// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
-/// the time-out: each says which variable, address or rank, and what to do.
+/// the time-out: each says which variable, address or rank, and what to do. A rank that has come but has no device, or
+/// another engine than the others, is an error on all ranks.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
-    let (backend, device) = choose(options.backend, options.device)?;
+    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count)?;
     let found = rendezvous::rendezvous(&RendezvousOptions {
         init_method: options.init_method,
         rank: options.rank,
         world_size: options.world_size,
         timeout: options.timeout,
     })?;
+    let device = match backend {
+        Backend::Nccl => nccl::choose_device(options.device, found.local_rank),
+        _ => Ok(Device::Cpu),
+    };
+    tell(&*found.store, found.rank, backend, device.as_ref().err())?;
+    let device = device?;
+    hear(&*found.store, found.rank, found.world_size)?;
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
         backend,
@@ -78,33 +89,84 @@ pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     ProcessGroup::connect(found.store, (0..found.world_size).collect(), found.rank, settings)
 }
 
-/// The engine and the device that `Auto` and `None` stand for.
-fn choose(backend: Backend, device: Option<Device>) -> Result<(Backend, Device)> {
-    let unavailable = |what: &str, hint: &str| Error::Unavailable { what: what.to_string(), hint: hint.to_string() };
-    match backend {
-        Backend::Auto | Backend::Cpu => {
-            let device = device.unwrap_or(Device::Cpu);
-            if !device.is_cpu() {
-                return Err(unavailable(
-                    "a process group for tensors on a GPU",
-                    "the CPU engine moves tensors in host memory only, so give InitOptions.device = None",
-                ));
+fn unavailable(what: &str, hint: impl Into<String>) -> Error {
+    Error::Unavailable { what: what.to_string(), hint: hint.into() }
+}
+
+/// The engine that is meant; `device_count` says how many GPUs there are, or why none.
+fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> Result<usize>) -> Result<Backend> {
+    let is_cpu = device.map(Device::is_cpu);
+    match (backend, is_cpu) {
+        (Backend::Auto, Some(true)) => Ok(Backend::Cpu),
+        (Backend::Auto, Some(false)) => choose(Backend::Nccl, device, device_count),
+        (Backend::Auto, None) => match device_count() {
+            Ok(_) => Ok(Backend::Nccl),
+            Err(reason) => {
+                log::debug!("Backend::Auto takes the CPU engine: {reason}");
+                Ok(Backend::Cpu)
             }
-            Ok((Backend::Cpu, device))
-        }
-        Backend::Nccl if cfg!(feature = "nccl") => {
-            Err(unavailable("Backend::Nccl", "this version of candle-ddp has no NCCL engine yet"))
-        }
-        Backend::Nccl => Err(unavailable(
-            "Backend::Nccl",
-            "candle-ddp was built without the feature `nccl`: add it in Cargo.toml \
-             (candle-ddp = { features = [\"nccl\"] }), or build with `--features nccl`",
+        },
+        (Backend::Cpu, Some(false)) => Err(unavailable(
+            "a process group for tensors on a GPU",
+            "the CPU engine moves tensors in host memory only, so give InitOptions.device = None, or use Backend::Nccl",
         )),
-        Backend::Mpi => Err(unavailable(
+        (Backend::Cpu, _) => Ok(Backend::Cpu),
+        (Backend::Nccl, Some(true)) => Err(Error::invalid(
+            "device",
+            "Backend::Nccl moves tensors on GPUs, and this is the CPU: give Device::new_cuda(…), or None and the engine \
+             chooses",
+        )),
+        (Backend::Nccl, _) => {
+            // Whether there is a GPU is found out after the rendezvous, so that a rank without one can tell the others.
+            nccl::version()?;
+            Ok(Backend::Nccl)
+        }
+        (Backend::Mpi, _) => Err(unavailable(
             "Backend::Mpi",
             "this version of candle-ddp has no MPI engine: use Backend::Cpu, which needs no service to be started",
         )),
     }
+}
+
+/// Between a failed rank's key and its reason.
+const FAILED: &str = "failed: ";
+
+fn backend_key(rank: usize) -> String {
+    format!("backend/{rank}")
+}
+
+/// Tells the other ranks this one's engine, or why it has none.
+fn tell(store: &dyn Store, rank: usize, backend: Backend, error: Option<&Error>) -> Result<()> {
+    let word = error.map_or_else(|| format!("{backend:?}"), |error| format!("{FAILED}{error}"));
+    store.set(&backend_key(rank), word.as_bytes())
+}
+
+/// Checks that all ranks have an engine, and the same one.
+fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
+    let keys: Vec<String> = (0..world_size).map(backend_key).collect();
+    let words = store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
+    let failed = words.iter().enumerate().find_map(|(peer, word)| Some((peer, word.strip_prefix(FAILED)?)));
+    if let Some((peer, reason)) = failed {
+        return Err(Error::PeerFailed { peer, reason: reason.to_string() });
+    }
+    match words.iter().position(|word| *word != words[0]) {
+        None => Ok(()),
+        Some(peer) => {
+            let (first, other) = (&words[0], &words[peer]);
+            let reason = format!(
+                "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
+                 InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
+            );
+            Err(Error::invalid("backend", reason))
+        }
+    }
+}
+
+/// The part of a group's store that its engine uses.
+pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<dyn Store> {
+    let prefix = if settings.backend == Backend::Nccl { "nccl" } else { "cpu" };
+    Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
 }
 
 /// The engine of one group.
@@ -114,7 +176,56 @@ pub(super) fn communicator(
     world_size: usize,
     settings: &Settings,
 ) -> Result<Box<dyn Communicator>> {
-    let options = cpu::CpuOptions { timeout: settings.timeout, address: settings.address, ..Default::default() };
-    let store = Arc::new(PrefixStore::new("cpu", store));
+    let (store, timeout) = (engine_store(&store, settings), settings.timeout);
+    if settings.backend == Backend::Nccl {
+        let options = nccl::NcclOptions { timeout, ..Default::default() };
+        return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));
+    }
+    let options = cpu::CpuOptions { timeout, address: settings.address, ..Default::default() };
     Ok(Box::new(cpu::CpuCommunicator::new(store, rank, world_size, options)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::HashStore;
+
+    fn none() -> Result<usize> {
+        Err(unavailable("a CUDA device", "none here"))
+    }
+
+    fn two() -> Result<usize> {
+        Ok(2)
+    }
+
+    #[test]
+    fn auto_takes_a_gpu_where_there_is_one() {
+        assert_eq!(choose(Backend::Auto, None, two).unwrap(), Backend::Nccl);
+        assert_eq!(choose(Backend::Auto, None, none).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Nccl, None, none).is_ok(), cfg!(feature = "nccl"));
+        assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Cpu, None, two).unwrap(), Backend::Cpu);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        assert!(choose(Backend::Nccl, Some(&Device::Cpu), two).unwrap_err().to_string().contains("this is the CPU"));
+        assert!(choose(Backend::Mpi, None, two).unwrap_err().to_string().contains("Backend::Mpi"));
+    }
+
+    #[test]
+    fn ranks_with_different_engines_all_hear_of_it() {
+        let store = HashStore::new(Duration::from_secs(5));
+        tell(&store, 0, Backend::Nccl, None).unwrap();
+        tell(&store, 1, Backend::Cpu, None).unwrap();
+        for rank in 0..2 {
+            let error = hear(&store, rank, 2).unwrap_err().to_string();
+            assert!(error.contains("rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu"), "{error}");
+        }
+        tell(&store, 1, Backend::Nccl, None).unwrap();
+        hear(&store, 0, 2).unwrap();
+        tell(&store, 1, Backend::Nccl, Some(&Error::invalid("device", "gone"))).unwrap();
+        let error = hear(&store, 0, 2).unwrap_err().to_string();
+        assert_eq!(error, "rank 1 ended the group: device: gone");
+    }
 }

@@ -57,7 +57,16 @@ impl ProcessGroup {
     /// Builds the engine of a group whose rank `rank` is this process. `store` must be the group's own.
     fn connect(store: Arc<dyn Store>, global_ranks: Vec<usize>, rank: usize, settings: Settings) -> Result<Self> {
         let communicator = init::communicator(Arc::clone(&store), rank, global_ranks.len(), &settings)?;
-        Ok(Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups: AtomicU64::new(0) })))
+        Ok(Self::around(communicator, store, global_ranks, settings))
+    }
+
+    fn around(
+        communicator: Box<dyn Communicator>,
+        store: Arc<dyn Store>,
+        global_ranks: Vec<usize>,
+        settings: Settings,
+    ) -> Self {
+        Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups: AtomicU64::new(0) }))
     }
 
     /// This process's place in the group, from 0 to `world_size() - 1`.
@@ -122,12 +131,21 @@ impl ProcessGroup {
             return Err(Error::invalid("ranks", "a group needs at least one rank"));
         }
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
-        let Some(rank) = ranks.iter().position(|rank| *rank == self.rank()) else { return Ok(None) };
+        let place = ranks.iter().position(|rank| *rank == self.rank());
         // The ranks are part of the key, so that ranks which were given different ones do not meet by accident.
         let members = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join("-");
-        let store = PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store));
+        let store: Arc<dyn Store> =
+            Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
+        let settings = self.0.settings.clone();
+        let communicator = match self.0.communicator.split(ranks, init::engine_store(&store, &settings)) {
+            Some(made) => made?,
+            None => {
+                let make = |rank| init::communicator(Arc::clone(&store), rank, ranks.len(), &settings);
+                place.map(make).transpose()?
+            }
+        };
         let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
-        Self::connect(Arc::new(store), global_ranks, rank, self.0.settings.clone()).map(Some)
+        Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
     }
 
     /// Starts any collective; the methods named after them read better.

@@ -121,7 +121,7 @@ impl Join<'_> {
 }
 
 /// This host: its name, which containers have of their own, and its last start.
-pub(super) fn host() -> String {
+pub(crate) fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     format!("{} {}", rustix::system::uname().nodename().to_string_lossy(), boot.trim())
 }

@@ -18,6 +18,8 @@ pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use init_method::{InitMethod, Location};
+#[cfg(feature = "nccl")]
+pub(crate) use join::host;
 pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;

@@ -32,6 +32,7 @@ pub(crate) fn fill(varmap: &VarMap, seed: u64) {
     for (name, var) in varmap.data().lock().unwrap().iter() {
         let seed = name.bytes().fold(seed, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)));
         let value = (tensor(var.dims(), seed) * 0.3).unwrap().to_dtype(var.dtype()).unwrap();
+        let value = value.to_device(var.device()).unwrap();
         var.set(&value).unwrap();
     }
 }

@@ -1,0 +1,162 @@
+//! What DistributedDataParallel costs on a GPU: a training step in a world of one, against the same model in plain candle.
+//!
+//! ```text
+//! cargo bench --features nccl --bench ddp_step_gpu [-- --rounds 20 --model transformer]
+//! ```
+//!
+//! Both train side by side in one process, a few steps of the one and of the other in alternating order; the device is
+//! waited for at the end of each few, and not in between. A time line of kernels and all-reduces comes from NVIDIA's
+//! `nsys profile --trace=cuda` in front of the bench's program. Without a GPU it says so and does nothing.
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::nccl;
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use clap::Parser;
+use models::{MODELS, Model, Net, loss};
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+mod models;
+
+#[derive(Parser)]
+struct Options {
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+    /// How often each is measured.
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
+    /// How many steps a measurement takes.
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// Only models whose names contain this.
+    #[arg(long, default_value = "")]
+    model: String,
+    /// The batch size is divided by this, for smaller cards.
+    #[arg(long, default_value_t = 1)]
+    divide_batch: usize,
+}
+
+fn main() -> ExitCode {
+    if let Err(reason) = nccl::device_count() {
+        println!("skipped: {reason}");
+        return ExitCode::SUCCESS;
+    }
+    // Other arguments are meant for cargo test's own harness, which only wants to see that it works.
+    let measure = std::env::args().any(|argument| argument == "--bench");
+    let smoke = Options { bench: false, rounds: 1, steps: 1, model: String::new(), divide_batch: 16 };
+    let options = if measure { Options::parse() } else { smoke };
+    match bench_all(&options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bench_all(options: &Options) -> Result<()> {
+    let store = std::env::temp_dir().join(format!("candle-ddp-bench-{}", std::process::id()));
+    let pg = init_process_group(InitOptions {
+        backend: Backend::Nccl,
+        init_method: format!("file://{}", store.display()),
+        rank: Some(0),
+        world_size: Some(1),
+        ..Default::default()
+    })?;
+    let query = ["--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"];
+    let card = Command::new("nvidia-smi").args(query).output();
+    let card = card.map_or_else(|_| String::new(), |output| String::from_utf8_lossy(&output.stdout).trim().to_string());
+    println!("{card}, NCCL {}, {} × {} steps\n", nccl::version()?, options.rounds, options.steps);
+    println!("| model | batch | plain, ms | DDP, ms | DDP / plain |\n|---|---|---|---|---|");
+    for model in MODELS.iter().filter(|model| model.name.contains(&options.model)) {
+        bench(&pg, model, options)?;
+    }
+    Ok(())
+}
+
+fn bench(pg: &ProcessGroup, model: &Model, options: &Options) -> Result<()> {
+    let batch = (model.batch / options.divide_batch).max(1);
+    let input = model.input(batch, pg.device())?;
+    let mut plain = Plain::new(model, pg.device())?;
+    let mut ddp = Ddp::new(pg, model)?;
+    // The first steps load kernels and allocate, and DDP lays out its buckets anew after the first.
+    for _ in 0..3 {
+        plain.step(&input)?;
+        ddp.step(&input)?;
+    }
+    let time = |step: &mut dyn FnMut() -> Result<()>| -> Result<f64> {
+        pg.device().synchronize()?;
+        let start = Instant::now();
+        for _ in 0..options.steps {
+            step()?;
+        }
+        pg.device().synchronize()?;
+        Ok(start.elapsed().as_secs_f64() * 1e3 / options.steps as f64)
+    };
+    let mut times = Vec::with_capacity(options.rounds);
+    for round in 0..options.rounds {
+        times.push(if round % 2 == 0 {
+            let first = time(&mut || plain.step(&input))?;
+            (first, time(&mut || ddp.step(&input))?)
+        } else {
+            let first = time(&mut || ddp.step(&input))?;
+            (time(&mut || plain.step(&input))?, first)
+        });
+    }
+    let (plain, ddp) = (median(times.iter().map(|times| times.0)), median(times.iter().map(|times| times.1)));
+    // Of neighbours in time.
+    let ratio = median(times.iter().map(|(plain, ddp)| ddp / plain));
+    println!("| {} | {batch} | {plain:.2} | {ddp:.2} | {ratio:.3} |", model.name);
+    Ok(())
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn adamw() -> ParamsAdamW {
+    // A learning rate at which nothing overflows, however many steps are measured.
+    ParamsAdamW { lr: 1e-5, ..Default::default() }
+}
+
+/// The model as candle trains it.
+struct Plain {
+    net: Net,
+    optimizer: AdamW,
+}
+
+impl Plain {
+    fn new(model: &Model, device: &Device) -> Result<Self> {
+        let varmap = VarMap::new();
+        let net = (model.build)(VarBuilder::from_varmap(&varmap, model.dtype, device))?;
+        let trained = varmap.all_vars().into_iter().filter(|var| var.dtype() != DType::U32).collect();
+        Ok(Self { net, optimizer: AdamW::new(trained, adamw())? })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<()> {
+        let loss = loss(&(self.net)(input)?)?;
+        Ok(self.optimizer.step(&loss.backward()?)?)
+    }
+}
+
+/// The model as this crate trains it.
+struct Ddp {
+    net: DistributedDataParallel<Net>,
+    optimizer: AdamW,
+}
+
+impl Ddp {
+    fn new(pg: &ProcessGroup, model: &Model) -> Result<Self> {
+        let net = DistributedDataParallel::new(pg, &VarMap::new(), model.dtype, model.build, DdpOptions::default())?;
+        let optimizer = AdamW::new(net.parameters(), adamw())?;
+        Ok(Self { net, optimizer })
+    }
+
+    fn step(&mut self, input: &Tensor) -> Result<()> {
+        let loss = loss(&self.net.call(|net| net(input))?)?;
+        Ok(self.optimizer.step(&self.net.backward(&loss)?)?)
+    }
+}

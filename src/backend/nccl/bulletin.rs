@@ -1,0 +1,232 @@
+//! What the ranks of a group tell each other through the store, beside NCCL: signs of life, the group's failure, and,
+//! when a call does not end, where everybody is.
+use super::group::Standing;
+use crate::Result;
+use crate::backend::call::Call;
+use crate::backend::failure::Failure;
+use crate::backend::wire::{Reader, Writer};
+use crate::rendezvous::Store;
+use std::sync::Arc;
+
+/// The first failure of any rank; empty while all is well.
+const FAILURE: &str = "failure";
+/// Who waits in vain, and in which collective; empty while nobody does.
+const QUESTION: &str = "question";
+
+fn life_key(rank: usize) -> String {
+    format!("life/{rank}")
+}
+
+fn standing_key(rank: usize) -> String {
+    format!("standing/{rank}")
+}
+
+/// One rank's view of its group's keys.
+pub(super) struct Bulletin {
+    store: Arc<dyn Store>,
+    rank: usize,
+    world_size: usize,
+}
+
+/// A peer's last sign of life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Life {
+    /// A number that changes.
+    Beats(u64),
+    /// It has left in good order, after this collective.
+    Left(u64),
+}
+
+/// A rank's question: where is everybody, that this collective does not end?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Question {
+    pub(super) rank: usize,
+    pub(super) sequence: u64,
+}
+
+/// What a look at the bulletin shows.
+#[derive(Debug)]
+pub(super) struct Look {
+    pub(super) failure: Option<Failure>,
+    pub(super) question: Option<Question>,
+    pub(super) life: Life,
+}
+
+impl Bulletin {
+    /// Makes this rank's keys. The others may be looked at once all ranks have done so.
+    pub(super) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
+        let bulletin = Self { store, rank, world_size };
+        bulletin.beat(0)?;
+        // Set to nothing if they are not there, so that they can be looked at without waiting.
+        bulletin.store.compare_set(FAILURE, b"", b"")?;
+        bulletin.store.compare_set(QUESTION, b"", b"")?;
+        Ok(bulletin)
+    }
+
+    /// A sign of life.
+    pub(super) fn beat(&self, number: u64) -> Result<()> {
+        self.store.set(&life_key(self.rank), &encode_life(Life::Beats(number)))
+    }
+
+    /// The goodbye of a rank that leaves in good order after collective `last`.
+    pub(super) fn leave(&self, last: u64) -> Result<()> {
+        self.store.set(&life_key(self.rank), &encode_life(Life::Left(last)))
+    }
+
+    /// Tells all ranks of `failure`, unless there was another before; the first one.
+    pub(super) fn publish(&self, failure: &Failure) -> Result<Failure> {
+        let mut writer = Writer::default();
+        failure.encode(&mut writer);
+        let first = self.store.compare_set(FAILURE, b"", &writer.0)?;
+        Ok(Failure::decode(&mut Reader(&first)).unwrap_or_else(|| failure.clone()))
+    }
+
+    /// Everything that concerns this rank and how `peer` is, in one request.
+    pub(super) fn look(&self, peer: usize) -> Result<Look> {
+        let values = self.store.multi_get(&[FAILURE, QUESTION, &life_key(peer)])?;
+        let [failure, question, life] = &values[..] else { return Ok(Look::nothing()) };
+        Ok(Look {
+            failure: Failure::decode(&mut Reader(failure)),
+            question: decode_question(question),
+            life: decode_life(life),
+        })
+    }
+
+    /// How all ranks are.
+    pub(super) fn lives(&self) -> Result<Vec<Life>> {
+        let keys: Vec<String> = (0..self.world_size).map(life_key).collect();
+        let values = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
+        Ok(values.iter().map(|value| decode_life(value)).collect())
+    }
+
+    /// Asks all ranks where they are, unless another did before; the first question.
+    pub(super) fn ask(&self, sequence: u64) -> Result<Question> {
+        let question = Question { rank: self.rank, sequence };
+        let mut writer = Writer::default();
+        writer.u32(self.rank as u32).u64(sequence);
+        let first = self.store.compare_set(QUESTION, b"", &writer.0)?;
+        Ok(decode_question(&first).unwrap_or(question))
+    }
+
+    /// Answers the question.
+    pub(super) fn answer(&self, standing: &Standing) -> Result<()> {
+        self.store.set(&standing_key(self.rank), &encode_standing(standing))
+    }
+
+    /// The answers of all ranks; `None` where there is none yet.
+    pub(super) fn standings(&self) -> Result<Vec<Option<Standing>>> {
+        (0..self.world_size)
+            .map(|rank| {
+                let key = standing_key(rank);
+                Ok(if self.store.check(&[&key])? { decode_standing(&self.store.get(&key)?) } else { None })
+            })
+            .collect()
+    }
+}
+
+impl Look {
+    fn nothing() -> Self {
+        Self { failure: None, question: None, life: Life::Beats(0) }
+    }
+}
+
+fn encode_life(life: Life) -> Vec<u8> {
+    let mut writer = Writer::default();
+    match life {
+        Life::Beats(number) => writer.u8(0).u64(number),
+        Life::Left(last) => writer.u8(1).u64(last),
+    };
+    writer.0
+}
+
+/// What cannot be read counts as a beat: a stray value must not kill a group.
+fn decode_life(bytes: &[u8]) -> Life {
+    let mut reader = Reader(bytes);
+    match (reader.u8(), reader.u64()) {
+        (Some(1), Some(last)) => Life::Left(last),
+        (_, number) => Life::Beats(number.unwrap_or(0)),
+    }
+}
+
+fn decode_question(bytes: &[u8]) -> Option<Question> {
+    let mut reader = Reader(bytes);
+    Some(Question { rank: reader.rank()?, sequence: reader.u64()? })
+}
+
+fn encode_standing(standing: &Standing) -> Vec<u8> {
+    let mut writer = Writer::default();
+    writer.u64(standing.started).u64(standing.finished).u32(standing.calls.len() as u32);
+    standing.calls.iter().for_each(|call| call.encode(&mut writer));
+    writer.0
+}
+
+fn decode_standing(bytes: &[u8]) -> Option<Standing> {
+    let mut reader = Reader(bytes);
+    let (started, finished, count) = (reader.u64()?, reader.u64()?, reader.u32()?);
+    let calls = (0..count).map(|_| Call::decode(&mut reader)).collect::<Option<_>>()?;
+    Some(Standing { started, finished, calls })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::call::Operation;
+    use crate::rendezvous::HashStore;
+    use std::time::Duration;
+
+    fn two_ranks() -> [Bulletin; 2] {
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(5)));
+        [0, 1].map(|rank| Bulletin::new(store.clone(), rank, 2).unwrap())
+    }
+
+    #[test]
+    fn the_first_failure_is_everybodys() {
+        let [a, b] = two_ranks();
+        assert_eq!(a.look(1).unwrap().failure, None);
+        let failure = |peer| Failure::PeerFailed { peer, reason: "disk full".into() };
+        assert_eq!(b.publish(&failure(1)).unwrap(), failure(1));
+        assert_eq!(a.publish(&failure(0)).unwrap(), failure(1));
+        assert_eq!(a.look(1).unwrap().failure, Some(failure(1)));
+    }
+
+    #[test]
+    fn a_rank_that_comes_late_does_not_wipe_out_a_failure() {
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(5)));
+        let failure = Failure::PeerFailed { peer: 1, reason: "no device".into() };
+        Bulletin::new(store.clone(), 1, 2).unwrap().publish(&failure).unwrap();
+        assert_eq!(Bulletin::new(store, 0, 2).unwrap().look(1).unwrap().failure, Some(failure));
+    }
+
+    #[test]
+    fn signs_of_life_and_goodbyes_are_seen() {
+        let [a, b] = two_ranks();
+        assert_eq!(a.look(1).unwrap().life, Life::Beats(0));
+        b.beat(7).unwrap();
+        assert_eq!(a.look(1).unwrap().life, Life::Beats(7));
+        b.leave(40).unwrap();
+        assert_eq!(a.lives().unwrap(), [Life::Beats(0), Life::Left(40)]);
+    }
+
+    #[test]
+    fn one_question_is_asked_and_all_answers_survive_their_journey() {
+        let [a, b] = two_ranks();
+        let question = Question { rank: 0, sequence: 9 };
+        assert_eq!(a.ask(9).unwrap(), question);
+        assert_eq!(b.ask(10).unwrap(), question);
+        assert_eq!(b.look(0).unwrap().question, Some(question));
+        assert_eq!(a.standings().unwrap(), [None, None]);
+        let nothing = Standing::default();
+        let calls = vec![Call::bare(Operation::Barrier), Call { count: 8, ..Call::bare(Operation::AllReduce) }];
+        let further = Standing { started: 12, finished: 9, calls };
+        assert_eq!(
+            [10, 11, 12, 13].map(|sequence| further.call_at(sequence).map(|call| call.count)),
+            [None, Some(0), Some(8), None]
+        );
+        a.answer(&nothing).unwrap();
+        b.answer(&further).unwrap();
+        assert_eq!(a.standings().unwrap(), [Some(nothing), Some(further.clone())]);
+        for cut in 0..encode_standing(&further).len() {
+            assert_eq!(decode_standing(&encode_standing(&further)[..cut]), None);
+        }
+    }
+}

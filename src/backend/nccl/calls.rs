@@ -1,0 +1,151 @@
+//! The collectives, as calls on a communicator.
+use super::handle::Handle;
+use super::status::{CallResult, NcclFailure, int, status};
+use cudarc::nccl::{result, sys};
+use std::ffi::c_void;
+
+/// A part of a tensor in the GPU's memory, as NCCL wants it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Memory {
+    /// The address on the device of its first element.
+    pub(super) address: u64,
+    /// Elements.
+    pub(super) count: usize,
+    pub(super) dtype: sys::ncclDataType_t,
+    pub(super) bytes_per_element: usize,
+}
+
+impl Memory {
+    /// Part `index` of `parts` equal ones.
+    pub(super) fn part(&self, index: usize, parts: usize) -> Self {
+        let count = self.count / parts;
+        Self { address: self.address + (index * count * self.bytes_per_element) as u64, count, ..*self }
+    }
+
+    fn pointer(&self) -> *mut c_void {
+        // An address on the device: never followed on the host.
+        self.address as *mut c_void
+    }
+}
+
+/// The stream that a call is put on.
+#[derive(Clone, Copy)]
+pub(super) struct Target(pub(super) sys::cudaStream_t);
+
+/// The collectives. Their memory must stay allocated until the stream has passed them, be on the communicator's device,
+/// and have the sizes that NCCL expects.
+impl Handle {
+    /// Starts several messages at once, so that none waits for another.
+    pub(super) fn together(
+        &mut self,
+        calls: impl FnOnce(&mut Self) -> std::result::Result<(), NcclFailure>,
+    ) -> CallResult {
+        status("ncclGroupStart", result::group_start())?;
+        let called = calls(self);
+        // Also after an error: the group belongs to the thread, and must not stay open.
+        let ended = status("ncclGroupEnd", result::group_end());
+        called.and(ended)
+    }
+
+    /// In place.
+    ///
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn all_reduce(&mut self, memory: Memory, op: sys::ncclRedOp_t, target: Target) -> CallResult {
+        let Memory { count, dtype, .. } = memory;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclAllReduce", unsafe {
+            result::all_reduce(memory.pointer(), memory.pointer(), count, dtype, op, self.0, target.0)
+        })
+    }
+
+    /// In place.
+    ///
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn broadcast(&mut self, memory: Memory, root: usize, target: Target) -> CallResult {
+        let Memory { count, dtype, .. } = memory;
+        let root = int("ncclBroadcast", root)?;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclBroadcast", unsafe {
+            result::broadcast(memory.pointer(), memory.pointer(), count, dtype, root, self.0, target.0)
+        })
+    }
+
+    /// In place on the root; the other ranks' memory is only read.
+    ///
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn reduce(
+        &mut self,
+        memory: Memory,
+        op: sys::ncclRedOp_t,
+        root: usize,
+        is_root: bool,
+        target: Target,
+    ) -> CallResult {
+        let Memory { count, dtype, .. } = memory;
+        let output = if is_root { memory.pointer() } else { std::ptr::null_mut() };
+        let root = int("ncclReduce", root)?;
+        // SAFETY: the caller's promise; the communicator is valid; the output is used on the root alone.
+        status("ncclReduce", unsafe {
+            result::reduce(memory.pointer(), output, count, dtype, op, root, self.0, target.0)
+        })
+    }
+
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn all_gather(&mut self, output: Memory, input: Memory, target: Target) -> CallResult {
+        let Memory { count, dtype, .. } = input;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclAllGather", unsafe {
+            result::all_gather(input.pointer(), output.pointer(), count, dtype, self.0, target.0)
+        })
+    }
+
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn reduce_scatter(
+        &mut self,
+        output: Memory,
+        input: Memory,
+        op: sys::ncclRedOp_t,
+        target: Target,
+    ) -> CallResult {
+        let Memory { count, dtype, .. } = output;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclReduceScatter", unsafe {
+            result::reduce_scatter(input.pointer(), output.pointer(), count, dtype, op, self.0, target.0)
+        })
+    }
+
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn send(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
+        let Memory { count, dtype, .. } = memory;
+        let peer = int("ncclSend", peer)?;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclSend", unsafe { result::send(memory.pointer(), count, dtype, peer, self.0, target.0) })
+    }
+
+    /// # Safety
+    /// As said above.
+    pub(super) unsafe fn recv(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
+        let Memory { count, dtype, .. } = memory;
+        let peer = int("ncclRecv", peer)?;
+        // SAFETY: the caller's promise; the communicator is valid.
+        status("ncclRecv", unsafe { result::recv(memory.pointer(), count, dtype, peer, self.0, target.0) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_memory_lie_side_by_side() {
+        let whole = Memory { address: 1000, count: 12, dtype: sys::ncclDataType_t::ncclBfloat16, bytes_per_element: 2 };
+        assert_eq!(whole.part(0, 3), Memory { count: 4, ..whole });
+        assert_eq!(whole.part(2, 3), Memory { address: 1016, count: 4, ..whole });
+    }
+}

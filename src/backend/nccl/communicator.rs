@@ -1,0 +1,394 @@
+use super::bulletin::Bulletin;
+use super::calls::Memory;
+use super::flight::{Flight, Shared};
+use super::group::{Group, Trouble, later};
+use super::handle::{Handle, OLDEST_VERSION, Stop, UniqueId};
+use super::identity::{self, Identity, Version};
+use super::lane::{Job, Lane, Worker};
+use super::link::{Link, Links};
+use super::plan::{self, Place, Plan};
+use super::sentinel::Sentinel;
+use super::status::{NcclFailure, version};
+use super::stream::{Done, Streams};
+use super::watchdog::{self, Watched};
+use super::{cuda_failure, device, lock};
+use crate::backend::call::{Call, Channel};
+use crate::backend::check::check;
+use crate::backend::failure::Failure;
+use crate::backend::{Collective, Communicator, Work};
+use crate::rendezvous::{Store, host};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+use cudarc::driver::CudaSlice;
+use cudarc::nccl::sys::ncclDataType_t;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Tells the id of the communicator, or why there is none.
+const ID: &str = "id";
+/// How long the end of a group waits for the other ranks of this host, which NCCL lets leave together.
+const LEAVING: Duration = Duration::from_secs(10);
+
+/// How an [`NcclCommunicator`] works. The same on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NcclOptions {
+    /// How long the construction, and later each call, may take before the group fails. 10 minutes by default, as with
+    /// PyTorch's NCCL.
+    pub timeout: Duration,
+    /// A rank that gives no sign of life for this long is taken for dead, and ends the group. 10 seconds by default.
+    pub lost_after: Duration,
+}
+
+impl Default for NcclOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(600), lost_after: Duration::from_secs(10) }
+    }
+}
+
+/// One rank of a group whose tensors are on GPUs.
+///
+/// Collectives are put on a stream of their own in the order in which they are started; messages (`Send`, `Recv`) have
+/// an order of their own for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes
+/// candle's stream wait and not the host; it is to be called on the thread that goes on with the tensors. A barrier, and
+/// [`Work::synchronize`], block the host.
+///
+/// The group ends for all its ranks with the first failure: an error of NCCL or of a GPU, a rank that dies or leaves
+/// early, a call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the
+/// culprit.
+///
+/// Dropping it waits for what has been started and leaves in good order, or, while panicking, tells the others that this
+/// rank failed.
+pub struct NcclCommunicator {
+    group: Arc<Group>,
+    /// The one for collectives.
+    link: Arc<Link>,
+    links: Arc<Links>,
+    lanes: Mutex<HashMap<Channel, Lane>>,
+    device: Device,
+    store: Arc<dyn Store>,
+    options: NcclOptions,
+    token: CudaSlice<f32>,
+    watchdog: Option<JoinHandle<()>>,
+    sentinel: Option<JoinHandle<()>>,
+}
+
+impl NcclCommunicator {
+    /// Connects rank `rank` to the other ranks of a group of `world_size`, each on a GPU of its own, and returns once all
+    /// are there.
+    ///
+    /// `store` is shared by all ranks and private to this group; the ranks keep in touch through it until the group ends.
+    ///
+    /// # Errors
+    /// On all ranks alike when one cannot take part, when their versions of NCCL differ, or when two are on one GPU; when
+    /// some do not come in time, they are named.
+    pub fn new(
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        device: &Device,
+        options: NcclOptions,
+    ) -> Result<Self> {
+        if rank >= world_size {
+            return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        let bulletin = Bulletin::new(Arc::clone(&store), rank, world_size)?;
+        let opened = open(device, rank);
+        let told = identity::tell(&*store, rank, opened.as_ref().map(|(_, identity)| identity));
+        let (streams, _) = opened?;
+        told?;
+        let identities = identity::hear(&*store, rank, world_size, options.timeout)?;
+        identity::check(&identities, device::shared_gpus_allowed())?;
+        let group = Arc::new(Group::new(rank, world_size, options.timeout));
+        let base = Base { group, streams, store, device: device.clone(), options };
+        let sentinel = base.start_sentinel(bulletin)?;
+        let handle = base.connect();
+        base.assemble(handle, sentinel)
+    }
+
+    fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
+        if tensor.device().same_device(&self.device) {
+            return Ok(());
+        }
+        let (is, belongs) = (tensor.device().location(), self.device.location());
+        Err(if is == belongs {
+            format!(
+                "is on {is:?} through another candle Device than this group's, and so on another stream: use the group's \
+                 own (ProcessGroup::device) for all tensors"
+            )
+        } else {
+            format!("is on {is:?}, and this group works on {belongs:?}: move it with to_device(pg.device())")
+        })
+    }
+
+    fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<Flight>> {
+        let streams = &self.link.streams;
+        let plan = self.plan(&collective, streams)?;
+        let blocks_host = matches!(collective, Collective::Barrier);
+        let flight = self.flight(call, collective, streams.clone(), blocks_host);
+        let started = {
+            let mut turn = self.link.turn();
+            self.group.begin(Channel::Collectives, call, flight.done.clone())?;
+            let marked = streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)));
+            marked.and_then(|ready| {
+                turn.launch(&self.group, &ready, &flight.done, |handle, target| {
+                    // SAFETY: the flight has the tensors, and lets go of them behind its fence.
+                    unsafe { plan.start(handle, target) }
+                })
+            })
+        };
+        started.map_err(|stop| stop.tell(&self.group))?;
+        Ok(flight)
+    }
+
+    fn start_message(&self, channel: Channel, call: Call, collective: Collective) -> Result<Arc<Flight>> {
+        let mut lanes = lock(&self.lanes);
+        let lane = match lanes.entry(channel) {
+            Entry::Occupied(lane) => lane.into_mut(),
+            Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
+        };
+        let plan = self.plan(&collective, &lane.streams)?;
+        let flight = self.flight(call, collective, lane.streams.clone(), false);
+        self.group.begin(channel, call, flight.done.clone())?;
+        let ready = lane.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
+        lane.push(Job { plan, ready, flight: flight.clone() });
+        Ok(flight)
+    }
+
+    fn plan(&self, collective: &Collective, streams: &Streams) -> Result<Plan> {
+        let Group { rank, world_size, .. } = *self.group;
+        let address = self.link.streams.address(&self.token);
+        let token = Memory { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
+        Ok(Plan::new(collective, &Place { rank, world_size, candle: streams.candle(), token })?)
+    }
+
+    fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {
+        let tensors = plan::tensors(collective);
+        let (group, done) = (self.group.clone(), Arc::new(Done::new()));
+        Arc::new(Flight { group, streams, done, call, blocks_host, _tensors: tensors })
+    }
+
+    fn open_lane(&self, channel: Channel) -> Result<Lane> {
+        let own = self.group.rank;
+        let (from, to) = match channel {
+            Channel::SendTo(peer) => (own, peer),
+            Channel::RecvFrom(peer) => (peer, own),
+            Channel::Collectives => (own, own),
+        };
+        let streams = self.link.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
+        let (group, links, store) = (self.group.clone(), self.links.clone(), self.store.clone());
+        Lane::start(Worker { group, links, store, from, to, streams })
+    }
+
+    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Option<Box<dyn Communicator>>> {
+        // NCCL splits a communicator that has nothing to do.
+        if let Some(failure) = self.group.drain() {
+            return Err(failure.into());
+        }
+        let place = ranks.iter().position(|rank| *rank == self.group.rank);
+        let prepared = place.map(|rank| Bulletin::new(store.clone(), rank, ranks.len())).transpose();
+        let bulletin = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
+        let what = format!("new_group({ranks:?})");
+        let mut patience = patience(&self.group, what, "not all ranks of the group called it");
+        let split = self.link.turn().split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
+        let handle = split.map_err(|stop| stop.tell(&self.group))?;
+        let (Some(handle), Some(rank), Some(bulletin)) = (handle, place, bulletin) else { return Ok(None) };
+        let driver = |error| cuda_failure(error).into_error(rank);
+        let streams = self.link.streams.another().map_err(driver)?;
+        let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
+        let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
+        let sentinel = base.start_sentinel(bulletin)?;
+        Ok(Some(Box::new(base.assemble(Ok(handle), sentinel)?)))
+    }
+}
+
+/// Opens the device, and sees who this rank is.
+fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
+    let nccl_version = version()?;
+    if nccl_version < OLDEST_VERSION {
+        return Err(Error::Unavailable {
+            what: format!("NCCL {}", Version(nccl_version)),
+            hint: format!("{} or later is needed: install a newer libnccl.so.2", Version(OLDEST_VERSION)),
+        });
+    }
+    let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
+    let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
+    Ok((streams, Identity { nccl_version, host: host(), pci_bus_id }))
+}
+
+/// Until the group fails, or its time-out is over.
+fn patience(group: &Group, what: String, reason: &'static str) -> impl FnMut() -> std::result::Result<(), Failure> {
+    let deadline = later(Instant::now(), group.timeout);
+    move || {
+        if let Some(failure) = group.failure() {
+            return Err(failure);
+        }
+        if Instant::now() < deadline {
+            return Ok(());
+        }
+        let Group { rank, timeout, .. } = *group;
+        let reason = format!("{reason}: look for the first error in the output of the others");
+        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, reason })
+    }
+}
+
+/// What a group has before its communicator.
+struct Base {
+    group: Arc<Group>,
+    streams: Streams,
+    store: Arc<dyn Store>,
+    device: Device,
+    options: NcclOptions,
+}
+
+impl Base {
+    /// Meets the other ranks in NCCL, by the id that rank 0 makes.
+    fn connect(&self) -> std::result::Result<Handle, Stop> {
+        let group = &*self.group;
+        let cannot = |error: Error| Stop::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
+        self.streams.bind().map_err(cuda_failure)?;
+        if group.rank == 0 {
+            let id = UniqueId::new();
+            // Nothing in place of an id: the others then hear of the failure.
+            let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
+            self.store.set(ID, &bytes).map_err(cannot)?;
+            id?;
+        }
+        let bytes = self.store.get(ID).map_err(cannot)?;
+        let none = || NcclFailure::other("exchanging NCCL's id", "rank 0 could not make one");
+        let id = UniqueId::from_bytes(&bytes).ok_or_else(none)?;
+        let mut patience = patience(group, "init_process_group".to_string(), "not all ranks came into NCCL");
+        Handle::connect(&id, group.rank, group.world_size, &mut patience)
+    }
+
+    fn start_sentinel(&self, bulletin: Bulletin) -> Result<JoinHandle<()>> {
+        let (group, lost_after) = (self.group.clone(), self.options.lost_after);
+        spawn(&self.group, "sentinel", move || {
+            Sentinel { group: &group, bulletin: &bulletin, lost_after }.run();
+        })
+    }
+
+    fn start_watchdog(&self, links: &Arc<Links>) -> Result<JoinHandle<()>> {
+        let (group, links, streams) = (self.group.clone(), links.clone(), self.streams.clone());
+        spawn(&self.group, "watchdog", move || {
+            if let Err(error) = streams.bind() {
+                group.report(Trouble::Broken(super::cuda_error(error)));
+            }
+            let unasked = |trouble: &Trouble| super::sentinel::without_asking(&group, trouble);
+            watchdog::run(&group, &*links, &unasked);
+        })
+    }
+
+    /// The communicator, or the end of the group.
+    fn assemble(self, handle: std::result::Result<Handle, Stop>, sentinel: JoinHandle<()>) -> Result<NcclCommunicator> {
+        let rank = self.group.rank;
+        let token = self.streams.token();
+        let parts = handle.and_then(|handle| {
+            let token = token.map_err(cuda_failure)?;
+            Ok((handle, token))
+        });
+        let (handle, token) = match parts {
+            Ok(parts) => parts,
+            Err(stop) => {
+                let failure = match &stop {
+                    Stop::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
+                    Stop::Group(failure) => failure.clone(),
+                };
+                let ours = self.group.fail(failure.clone()) == failure;
+                self.group.leave();
+                join(sentinel);
+                // This rank's own error is told as what it is.
+                let other = self.group.failure().filter(|_| !ours);
+                return Err(other.map_or_else(|| stop.into_error(rank), Error::from));
+            }
+        };
+        let link = Arc::new(Link::new(handle, self.streams.clone()));
+        let links = Arc::new(Links::new(link.clone()));
+        let watchdog = self.start_watchdog(&links)?;
+        let Self { group, store, device, options, .. } = self;
+        Ok(NcclCommunicator {
+            group,
+            link,
+            links,
+            lanes: Mutex::default(),
+            device,
+            store,
+            options,
+            token,
+            watchdog: Some(watchdog),
+            sentinel: Some(sentinel),
+        })
+    }
+}
+
+/// Starts one of the group's own threads; its end by a panic is the end of the group.
+fn spawn(group: &Arc<Group>, name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let (rank, group) = (group.rank, group.clone());
+    std::thread::Builder::new()
+        .name(format!("nccl-{rank}-{name}"))
+        .spawn(move || {
+            if catch_unwind(AssertUnwindSafe(body)).is_err() {
+                group.fail(Failure::PeerFailed { peer: rank, reason: format!("its {name} panicked") });
+            }
+        })
+        .map_err(|error| Error::io(format!("starting the {name} thread"), error))
+}
+
+fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        log::error!("a thread of the NCCL engine panicked");
+    }
+}
+
+impl Communicator for NcclCommunicator {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size
+    }
+
+    fn start(&self, collective: Collective) -> Result<Work> {
+        let Group { rank, world_size, .. } = *self.group;
+        let (call, channel) = check(rank, world_size, &|tensor| self.place(tensor), &collective)?;
+        let flight = match channel {
+            Channel::Collectives => self.start_collective(call, collective)?,
+            message => self.start_message(message, call, collective)?,
+        };
+        Ok(Work::new(Shared(flight)))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
+    }
+
+    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Option<Result<Option<Box<dyn Communicator>>>> {
+        Some(self.try_split(ranks, store))
+    }
+}
+
+impl Drop for NcclCommunicator {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.abort("its thread panicked");
+        }
+        lock(&self.lanes).drain().for_each(|(_, lane)| lane.end());
+        let failed = self.group.drain().is_some();
+        self.group.leave();
+        self.group.end();
+        self.watchdog.take().into_iter().chain(self.sentinel.take()).for_each(join);
+        if failed {
+            self.links.abort();
+            return;
+        }
+        let deadline = Instant::now() + LEAVING.min(self.group.timeout);
+        let late = Failure::PeerFailed { peer: self.group.rank, reason: "it left".to_string() };
+        for link in self.links.all() {
+            link.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
+        }
+    }
+}

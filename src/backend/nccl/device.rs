@@ -1,0 +1,127 @@
+//! Which GPU a rank works on.
+use crate::{Error, Result};
+use candle_core::{Device, DeviceLocation};
+use cudarc::driver::CudaContext;
+use std::ffi::OsStr;
+
+/// Lets several ranks work on one GPU, for tests on a machine that has no more.
+const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
+/// NCCL's own variable for the same, from 2.30 on.
+const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
+/// How many GPUs this process sees (`CUDA_VISIBLE_DEVICES` counts).
+///
+/// # Errors
+/// [`Error::Unavailable`] when there is none or the driver does not work, with its reason.
+pub fn device_count() -> Result<usize> {
+    let reason = match CudaContext::device_count() {
+        Ok(count) if count > 0 => return Ok(count as usize),
+        Ok(_) => "CUDA sees none".to_string(),
+        Err(error) => super::cuda_error(error),
+    };
+    let visible = match std::env::var(VISIBLE) {
+        Ok(value) => format!(" ({VISIBLE}={value:?})"),
+        Err(_) => String::new(),
+    };
+    Err(Error::Unavailable {
+        what: "a CUDA device".to_string(),
+        hint: format!(
+            "{reason}{visible}. See that `nvidia-smi` lists a GPU, that the driver is as new as the CUDA toolkit of this \
+             build, that a container is started with its GPUs, and that {VISIBLE} does not hide them; or use \
+             Backend::Cpu"
+        ),
+    })
+}
+
+/// The device of a rank: the one that was given, else the GPU whose number is the rank's place on its host, among those
+/// that `CUDA_VISIBLE_DEVICES` shows. A process that was shown exactly one GPU by that variable, as Slurm does it, takes
+/// that one.
+pub fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
+    match explicit {
+        Some(device) => match device.location() {
+            DeviceLocation::Cuda { .. } => Ok(device),
+            other => Err(Error::invalid(
+                "device",
+                format!("{other:?} is not a CUDA device: give Device::new_cuda(…), or None and the engine chooses"),
+            )),
+        },
+        None => {
+            let visible = std::env::var(VISIBLE).ok();
+            let ordinal = choose(device_count()?, visible.as_deref(), local_rank, shared_gpus_allowed())?;
+            Ok(Device::new_cuda(ordinal)?)
+        }
+    }
+}
+
+/// Whether several ranks may work on one GPU.
+pub(super) fn shared_gpus_allowed() -> bool {
+    [ALLOW_SHARED, NCCL_ALLOW_SHARED].into_iter().any(|name| std::env::var_os(name).is_some_and(|value| is_set(&value)))
+}
+
+fn is_set(value: &OsStr) -> bool {
+    !value.is_empty() && value != "0"
+}
+
+fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) -> Result<usize> {
+    if local_rank < count {
+        return Ok(local_rank);
+    }
+    let own = count == 1 && visible.is_some_and(|visible| !visible.contains(','));
+    if own {
+        return Ok(0);
+    }
+    if shared {
+        return Ok(local_rank % count);
+    }
+    let seen = match visible {
+        Some(visible) => format!("with {VISIBLE}={visible:?} this process sees {count} GPU(s)"),
+        None => format!("this host has {count} GPU(s)"),
+    };
+    Err(Error::InvalidEnvironment {
+        variable: "LOCAL_RANK".to_string(),
+        value: local_rank.to_string(),
+        reason: format!(
+            "{seen}, and each rank needs one of its own: start no more ranks than GPUs on a host (--nproc-per-node gpu), \
+             set {VISIBLE} so that all GPUs are seen, or use Backend::Cpu"
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_local_rank_is_the_number_of_the_gpu() {
+        assert_eq!(choose(4, None, 3, false).unwrap(), 3);
+        assert_eq!(choose(2, Some("5,7"), 1, false).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_rank_that_was_shown_one_gpu_takes_it() {
+        assert_eq!(choose(1, Some("3"), 3, false).unwrap(), 0);
+        assert_eq!(choose(1, Some("GPU-8f0b1d2c"), 1, false).unwrap(), 0);
+    }
+
+    #[test]
+    fn more_ranks_than_gpus_are_refused_or_share() {
+        for (visible, expected) in [(None, "this host has 2 GPU(s)"), (Some("0,1"), "CUDA_VISIBLE_DEVICES=\"0,1\"")] {
+            let error = choose(2, visible, 5, false).unwrap_err().to_string();
+            assert!(error.contains("LOCAL_RANK=\"5\"") && error.contains(expected), "{error}");
+        }
+        assert!(choose(1, None, 1, false).is_err());
+        assert_eq!(choose(2, None, 5, true).unwrap(), 1);
+    }
+
+    #[test]
+    fn switches_are_off_when_empty_or_zero() {
+        assert_eq!(["", "0", "1", "yes"].map(|value| is_set(OsStr::new(value))), [false, false, true, true]);
+    }
+
+    #[test]
+    fn another_device_than_a_gpu_is_refused() {
+        let error = choose_device(Some(Device::Cpu), 0).unwrap_err().to_string();
+        assert!(error.contains("Cpu is not a CUDA device"), "{error}");
+    }
+}

@@ -1,0 +1,103 @@
+//! A call under way, as its `Work` holds it.
+use super::group::{Fence, Group};
+use super::status::NcclFailure;
+use super::stream::{Done, Streams};
+use crate::Result;
+use crate::backend::Completion;
+use crate::backend::call::Call;
+use candle_core::Tensor;
+use cudarc::driver::CudaEvent;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Keeps the tensors of a call in the GPU's memory until candle's stream comes after it.
+pub(super) struct Flight {
+    pub(super) group: Arc<Group>,
+    pub(super) streams: Streams,
+    pub(super) done: Arc<Done>,
+    pub(super) call: Call,
+    /// A barrier is one for the host.
+    pub(super) blocks_host: bool,
+    pub(super) _tensors: Vec<Tensor>,
+}
+
+impl Flight {
+    /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread.
+    fn done(&self) -> Result<&CudaEvent> {
+        self.group.wait_for(|| self.done.get().map(drop))?;
+        self.done.get().ok_or_else(|| self.failed("its fence is missing"))
+    }
+
+    fn failed(&self, reason: &str) -> crate::Error {
+        NcclFailure::other("waiting for a collective", &format!("{}: {reason}", self.call)).into_error(self.group.rank)
+    }
+
+    fn is_over(&self) -> Result<bool> {
+        self.done.is_over().map_err(|reason| self.failed(&reason))
+    }
+}
+
+impl Completion for Flight {
+    fn wait(&self) -> Result<()> {
+        if self.blocks_host {
+            return self.synchronize();
+        }
+        let done = self.done()?;
+        self.streams.hand_over(done).map_err(|error| self.failed(&super::cuda_error(error)))
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        const SPINS: u32 = 100;
+        const LONGEST: Duration = Duration::from_millis(1);
+        let done = self.done()?;
+        let mut pause = Duration::from_micros(20);
+        for round in 0.. {
+            let over = self.is_over()?;
+            // In this order: an abort ends calls on the GPU too, after the failure is known.
+            self.group.check()?;
+            if over {
+                break;
+            }
+            if round < SPINS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(LONGEST);
+            }
+        }
+        self.streams.hand_over(done).map_err(|error| self.failed(&super::cuda_error(error)))
+    }
+
+    fn is_completed(&self) -> bool {
+        self.done.is_over().unwrap_or(true) || self.group.failure().is_some()
+    }
+}
+
+impl Drop for Flight {
+    /// A tensor is freed in the order of candle's stream, which has to come after the call, also when nobody waited.
+    fn drop(&mut self) {
+        if let Some(done) = self.done.get()
+            && !matches!(self.done.is_over(), Ok(true))
+            && let Err(error) = self.streams.hand_over(done)
+        {
+            log::debug!("{}: {}", self.call, super::cuda_error(error));
+        }
+    }
+}
+
+/// A flight that is shared with the thread which starts it.
+pub(super) struct Shared(pub(super) Arc<Flight>);
+
+impl Completion for Shared {
+    fn wait(&self) -> Result<()> {
+        self.0.wait()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+
+    fn is_completed(&self) -> bool {
+        self.0.is_completed()
+    }
+}

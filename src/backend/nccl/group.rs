@@ -1,0 +1,327 @@
+//! What all threads of one rank know about their group: which calls are under way, and why it failed.
+use super::lock;
+use crate::Error;
+use crate::backend::call::{Call, Channel};
+use crate::backend::failure::Failure;
+use crate::backend::progress::Progress;
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How a call under way tells that it is over.
+pub(super) trait Fence: Send + Sync {
+    /// An error is one of the device, which nothing on it survives.
+    fn is_over(&self) -> Result<bool, String>;
+}
+
+/// One group, as seen by one of its ranks.
+pub(super) struct Group {
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    /// How long a call may take.
+    pub(super) timeout: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Something is wrong; what is behind it is being looked into.
+    trouble: Option<Trouble>,
+    failure: Option<Failure>,
+    /// The other ranks know of the failure, or told it.
+    published: bool,
+    collectives: Progress,
+    /// The sequence number of the last call on each channel.
+    started: HashMap<Channel, u64>,
+    /// The last collective that was seen to be over.
+    finished: u64,
+    outstanding: Vec<Outstanding>,
+    /// This rank is about to leave in good order.
+    leaving: bool,
+    /// The watchdog should end.
+    over: bool,
+}
+
+struct Outstanding {
+    channel: Channel,
+    sequence: u64,
+    call: Call,
+    deadline: Instant,
+    fence: Arc<dyn Fence>,
+}
+
+/// What the watchdog sees.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// NCCL or the device reported an error.
+    Broken(String),
+    /// A call has not ended in time.
+    Expired { channel: Channel, sequence: u64, call: Call },
+}
+
+/// How far one rank has come, for the others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Standing {
+    /// The last collective that was started; 0 before the first.
+    pub(super) started: u64,
+    /// The last collective that is over.
+    pub(super) finished: u64,
+    /// The last collectives up to `started`, as far back as they are remembered.
+    pub(super) calls: Vec<Call>,
+}
+
+impl Standing {
+    /// What was called at `sequence`, if it is remembered.
+    pub(super) fn call_at(&self, sequence: u64) -> Option<Call> {
+        let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
+        self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
+    }
+}
+
+impl Group {
+    pub(super) fn new(rank: usize, world_size: usize, timeout: Duration) -> Self {
+        Self { rank, world_size, timeout, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Notes that `call` is about to be started, and how it tells its end; its sequence number.
+    pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
+        if let Some(failure) = self.verdict() {
+            return Err(failure);
+        }
+        let mut state = self.state();
+        let sequence = state.started.get(&channel).map_or(1, |last| last + 1);
+        state.started.insert(channel, sequence);
+        if channel == Channel::Collectives {
+            state.collectives.start(sequence, call);
+        }
+        let deadline = later(Instant::now(), self.timeout);
+        state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence });
+        Ok(sequence)
+    }
+
+    /// Forgets calls that are over. The first that has not ended in time, or an error of the device.
+    pub(super) fn sweep(&self, now: Instant) -> Option<Trouble> {
+        let mut state = self.state();
+        let State { outstanding, finished, .. } = &mut *state;
+        let mut broken = None;
+        outstanding.retain(|call| match call.fence.is_over() {
+            Ok(true) => {
+                if call.channel == Channel::Collectives {
+                    *finished = call.sequence.max(*finished);
+                }
+                false
+            }
+            Ok(false) => true,
+            Err(reason) => {
+                broken = Some(Trouble::Broken(reason));
+                true
+            }
+        });
+        if outstanding.is_empty() {
+            self.changed.notify_all();
+        }
+        let expired = |call: &&Outstanding| call.deadline <= now;
+        broken.or_else(|| {
+            let Outstanding { channel, sequence, call, .. } = *outstanding.iter().find(expired)?;
+            Some(Trouble::Expired { channel, sequence, call })
+        })
+    }
+
+    /// Waits until nothing is under way; the failure, if that comes first. Every call has its deadline.
+    pub(super) fn drain(&self) -> Option<Failure> {
+        let mut state = self.state();
+        while state.failure.is_none() && !state.outstanding.is_empty() {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.failure.clone()
+    }
+
+    /// Whether any call is under way, as far as it is known without asking the device.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.state().outstanding.is_empty()
+    }
+
+    /// The collective that a rank which left after number `last` is missed in.
+    pub(super) fn missed_by(&self, last: u64) -> Option<(u64, Call)> {
+        let state = self.state();
+        let collectives = state.outstanding.iter().filter(|call| call.channel == Channel::Collectives);
+        collectives.filter(|call| call.sequence > last).map(|call| (call.sequence, call.call)).min_by_key(|call| call.0)
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        const REMEMBERED: u64 = 1000;
+        let state = self.state();
+        let started = state.started.get(&Channel::Collectives).copied().unwrap_or(0);
+        let first = started.saturating_sub(REMEMBERED) + 1;
+        let calls = (first..=started).filter_map(|sequence| state.collectives.call_at(sequence)).collect();
+        Standing { started, finished: state.finished, calls }
+    }
+
+    /// Something is wrong: from now on nobody believes that a call went well, until the failure is known.
+    pub(super) fn report(&self, trouble: Trouble) {
+        let mut state = self.state();
+        if state.failure.is_none() && state.trouble.is_none() {
+            log::debug!("rank {}: {trouble:?}", self.rank);
+            state.trouble = Some(trouble);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Ends the group with `failure`, unless it has one already; the first one.
+    pub(super) fn fail(&self, failure: Failure) -> Failure {
+        self.set_failure(failure, false)
+    }
+
+    /// The same with a failure that the other ranks know already.
+    pub(super) fn fail_as_published(&self, failure: Failure) -> Failure {
+        self.set_failure(failure, true)
+    }
+
+    fn set_failure(&self, failure: Failure, published: bool) -> Failure {
+        let mut state = self.state();
+        if let Some(first) = &state.failure {
+            return first.clone();
+        }
+        log::debug!("rank {}: the group failed: {failure:?}", self.rank);
+        state.failure = Some(failure.clone());
+        state.published = published;
+        self.changed.notify_all();
+        failure
+    }
+
+    /// What is being looked into.
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        self.state().trouble.clone()
+    }
+
+    pub(super) fn failure(&self) -> Option<Failure> {
+        self.state().failure.clone()
+    }
+
+    /// The failure, after waiting for it when there is trouble.
+    pub(super) fn verdict(&self) -> Option<Failure> {
+        let mut state = self.state();
+        while state.trouble.is_some() && state.failure.is_none() {
+            // The watchdog sees to it that this ends.
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.failure.clone()
+    }
+
+    /// The failure once there is one, or `None` after `patience`.
+    pub(super) fn await_failure(&self, patience: Duration) -> Option<Failure> {
+        self.wait_until(later(Instant::now(), patience), |state| state.failure.clone())
+    }
+
+    /// An error when the group has failed.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        self.verdict().map_or(Ok(()), |failure| Err(failure.into()))
+    }
+
+    /// For the sentinel: waits until there is something to do, or until `tick` is over.
+    pub(super) fn news(&self, tick: Duration) -> News {
+        self.wait_until(later(Instant::now(), tick), |state| {
+            let news = state.news();
+            (news != News::default()).then_some(news)
+        })
+        .unwrap_or_default()
+    }
+
+    /// The other ranks have heard of the failure.
+    pub(super) fn set_published(&self) {
+        self.state().published = true;
+    }
+
+    /// For the watchdog: whether it should end, after `tick` at the latest or when something happens.
+    pub(super) fn is_over(&self, tick: Duration) -> bool {
+        self.wait_until(later(Instant::now(), tick), |state| {
+            (state.over || state.failure.is_some() || state.trouble.is_some()).then_some(())
+        });
+        self.state().over
+    }
+
+    /// Tells the watchdog to end.
+    pub(super) fn end(&self) {
+        self.state().over = true;
+        self.changed.notify_all();
+    }
+
+    /// Tells the sentinel to say goodbye to the other ranks, and to end.
+    pub(super) fn leave(&self) {
+        self.state().leaving = true;
+        self.changed.notify_all();
+    }
+
+    /// Something that others wait for has happened outside of the state.
+    pub(super) fn notify(&self) {
+        // With the lock, so that nobody is between looking and waiting.
+        let _state = self.state();
+        self.changed.notify_all();
+    }
+
+    /// Waits until `found` finds something or the group is in trouble.
+    pub(super) fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
+        let mut state = self.state();
+        loop {
+            if state.trouble.is_some() || state.failure.is_some() {
+                drop(state);
+                return Err(self.verdict().unwrap_or_else(|| self.unknown()));
+            }
+            if let Some(result) = found() {
+                return Ok(result);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// `verdict` always has an answer after trouble; this is for the compiler.
+    fn unknown(&self) -> Failure {
+        Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
+    }
+
+    fn wait_until<T>(&self, deadline: Instant, found: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let mut state = self.state();
+        loop {
+            if let Some(result) = found(&state) {
+                return Some(result);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What the sentinel has to do.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct News {
+    /// To find out what is behind it.
+    pub(super) trouble: Option<Trouble>,
+    /// To tell the other ranks.
+    pub(super) unpublished: Option<Failure>,
+    /// To leave, after this collective.
+    pub(super) leaving: Option<u64>,
+}
+
+impl State {
+    fn news(&self) -> News {
+        let last = self.started.get(&Channel::Collectives).copied().unwrap_or(0);
+        News {
+            trouble: self.trouble.clone().filter(|_| self.failure.is_none()),
+            unpublished: self.failure.clone().filter(|_| !self.published),
+            leaving: self.leaving.then_some(last),
+        }
+    }
+}
+
+/// `start + duration`, or in ten years where the clock cannot express that.
+pub(super) fn later(start: Instant, duration: Duration) -> Instant {
+    start.checked_add(duration).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60))
+}

@@ -1,0 +1,256 @@
+//! An NCCL communicator, owned: how it is made, waited for, split, and ended.
+use super::group::{Group, Trouble};
+use super::status::{CallResult, NcclFailure, Status, int, status};
+use crate::Error;
+use crate::backend::failure::Failure;
+use cudarc::nccl::{result, sys};
+use std::ffi::c_int;
+use std::time::Duration;
+
+/// The oldest NCCL that does what this engine needs (`ncclCommSplit`), as NCCL numbers its versions.
+pub(super) const OLDEST_VERSION: i32 = 21_800;
+/// A rank that takes part in a split without being in any of the new communicators.
+const NO_COLOR: c_int = -1;
+
+/// What ranks need to find each other, made by one of them.
+pub(super) struct UniqueId(sys::ncclUniqueId);
+
+impl UniqueId {
+    /// A new one. The process that makes it listens on a port for the others, from then on.
+    pub(super) fn new() -> Result<Self, NcclFailure> {
+        result::get_uniqueid().map(Self).map_err(|error| NcclFailure::new("ncclGetUniqueId", error))
+    }
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        self.0.internal.iter().map(|byte| byte.cast_unsigned()).collect()
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: [u8; 128] = bytes.try_into().ok()?;
+        Some(Self(sys::ncclUniqueId { internal: bytes.map(u8::cast_signed) }))
+    }
+}
+
+/// Why waiting for NCCL ended early.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// NCCL failed.
+    Nccl(NcclFailure),
+    /// The group did, or its time was up.
+    Group(Failure),
+}
+
+impl From<NcclFailure> for Stop {
+    fn from(failure: NcclFailure) -> Self {
+        Self::Nccl(failure)
+    }
+}
+
+impl Stop {
+    /// Makes it known to the whole group; the group's failure.
+    pub(super) fn tell(self, group: &Group) -> Failure {
+        match self {
+            Self::Nccl(failure) => {
+                // What is behind it is known to the peer that caused it.
+                group.report(Trouble::Broken(failure.to_string()));
+                let unknown = || Failure::PeerFailed { peer: group.rank, reason: failure.to_string() };
+                group.verdict().unwrap_or_else(unknown)
+            }
+            Self::Group(failure) => group.fail(failure),
+        }
+    }
+
+    /// For a communicator that has no group yet.
+    pub(super) fn into_error(self, rank: usize) -> Error {
+        match self {
+            Self::Nccl(failure) => failure.into_error(rank),
+            Self::Group(failure) => failure.into(),
+        }
+    }
+}
+
+/// Asked again and again while waiting for NCCL: an error ends the wait.
+pub(super) type Patience<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
+
+/// The beginning of `ncclConfig_t`, as of NCCL 2.18. NCCL reads no more than `size` bytes of it, and takes its defaults
+/// for what newer versions have behind; so one program works with all of them.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const std::ffi::c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// Calls return at once, also when peers do not come.
+    fn nonblocking() -> Self {
+        const UNDEFINED: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: OLDEST_VERSION.cast_unsigned(),
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+/// A nonblocking communicator. It is used by one thread at a time, which `&mut self` makes sure of, and with the device's
+/// context bound to the thread. Dropping it aborts it.
+pub(super) struct Handle(pub(super) sys::ncclComm_t);
+
+// SAFETY: NCCL's communicators belong to no thread; only simultaneous use is forbidden.
+unsafe impl Send for Handle {}
+
+impl Handle {
+    /// Connects to the other ranks that were given the same id.
+    pub(super) fn connect(
+        id: &UniqueId,
+        rank: usize,
+        world_size: usize,
+        patience: Patience,
+    ) -> std::result::Result<Self, Stop> {
+        const CALL: &str = "ncclCommInitRankConfig";
+        let mut config = Config::nonblocking();
+        let mut comm: sys::ncclComm_t = std::ptr::null_mut();
+        let (ranks, rank) = (int(CALL, world_size)?, int(CALL, rank)?);
+        // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
+        // so in its `size`, and is copied before the call returns.
+        let begun = unsafe {
+            result::comm_init_rank_config(
+                &raw mut comm,
+                ranks,
+                id.0,
+                rank,
+                (&raw mut config).cast::<sys::ncclConfig_t>(),
+            )
+        };
+        let begun = status(CALL, begun);
+        if comm.is_null() {
+            begun?;
+            return Err(NcclFailure::other(CALL, "NCCL made no communicator").into());
+        }
+        let mut handle = Self(comm);
+        begun?;
+        handle.settle(CALL, patience)?;
+        Ok(handle)
+    }
+
+    /// A communicator of those ranks that give a color, numbered in the order of `key`. All ranks call it, none with
+    /// work in flight.
+    pub(super) fn split(
+        &mut self,
+        member: bool,
+        key: usize,
+        patience: Patience,
+    ) -> std::result::Result<Option<Self>, Stop> {
+        const CALL: &str = "ncclCommSplit";
+        let (color, key) = (if member { 0 } else { NO_COLOR }, int(CALL, key)?);
+        // A thread of NCCL's writes it, until this communicator has settled: not a variable on the stack, and never
+        // freed when the wait ends early.
+        let slot: *mut sys::ncclComm_t = Box::into_raw(Box::new(std::ptr::null_mut()));
+        // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
+        // communicator's own.
+        let begun = unsafe { sys::ncclCommSplit(self.0, color, key, slot, std::ptr::null_mut()) }.result();
+        status(CALL, begun)?;
+        self.settle(CALL, &mut *patience)?;
+        // SAFETY: it came from `Box::into_raw`, and NCCL is done with it.
+        let comm = *unsafe { Box::from_raw(slot) };
+        match (member, comm.is_null()) {
+            (false, _) => Ok(None),
+            (true, true) => Err(NcclFailure::other(CALL, "NCCL made no communicator").into()),
+            (true, false) => {
+                let mut handle = Self(comm);
+                handle.settle(CALL, patience)?;
+                Ok(Some(handle))
+            }
+        }
+    }
+
+    /// How the last call is doing, or what has broken since.
+    pub(super) fn status(&mut self, operation: &'static str) -> CallResult {
+        let mut state = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: the communicator is valid, `state` is written before the call returns.
+        let asked = unsafe { sys::ncclCommGetAsyncError(self.0, &raw mut state) }.result();
+        status(operation, asked)?;
+        status(operation, state.result())
+    }
+
+    /// Waits until the communicator can take the next call: spinning at first, since launches take microseconds.
+    pub(super) fn settle(&mut self, operation: &'static str, patience: Patience) -> std::result::Result<(), Stop> {
+        const SPINS: u32 = 200;
+        const LONGEST: Duration = Duration::from_millis(1);
+        let mut pause = Duration::from_micros(20);
+        for round in 0.. {
+            if self.status(operation)? == Status::Done {
+                break;
+            }
+            patience().map_err(Stop::Group)?;
+            if round < SPINS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(LONGEST);
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves in good order: flushes what is under way, and frees everything. Ranks of one host wait for each other.
+    pub(super) fn finalize(mut self, patience: Patience) -> std::result::Result<(), Stop> {
+        // SAFETY: the communicator is valid.
+        status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
+        self.settle("ncclCommFinalize", patience)?;
+        let comm = std::mem::replace(&mut self.0, std::ptr::null_mut());
+        // SAFETY: the communicator is valid and finalized, and nothing has it any more.
+        status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })?;
+        Ok(())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.0.is_null() {
+            return;
+        }
+        // SAFETY: the communicator is valid, and nothing has it any more. Kernels of its calls end.
+        if let Err(failure) = status("ncclCommAbort", unsafe { result::comm_abort(self.0) }) {
+            log::debug!("{failure}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_survive_their_journey_and_differ() {
+        let (a, b) = (UniqueId::new().unwrap().to_bytes(), UniqueId::new().unwrap().to_bytes());
+        assert_ne!(a, b);
+        assert_eq!(UniqueId::from_bytes(&a).unwrap().to_bytes(), a);
+        assert!(UniqueId::from_bytes(&a[1..]).is_none());
+    }
+
+    /// The fields of the configuration lie where the bindings have them.
+    #[test]
+    fn the_configuration_is_a_prefix_of_nccls() {
+        use std::mem::offset_of;
+        type Known = sys::ncclConfig_t;
+        assert_eq!(offset_of!(Config, blocking), offset_of!(Known, blocking));
+        assert_eq!(offset_of!(Config, max_ctas), offset_of!(Known, maxCTAs));
+        assert_eq!(offset_of!(Config, net_name), offset_of!(Known, netName));
+        assert_eq!(offset_of!(Config, split_share), offset_of!(Known, splitShare));
+        assert!(size_of::<Config>() <= size_of::<Known>());
+    }
+}

@@ -1,0 +1,144 @@
+//! Messages between two ranks in one direction.
+//!
+//! NCCL carries out the calls on a communicator one after the other, so that two ranks which both send first and then
+//! receive would wait for each other, and a message behind a collective for all ranks. Messages are promised neither. So
+//! each pair of ranks gets, for each direction in which it has something to say, a communicator of two and a stream of
+//! their own. They are made with the first message; since both ranks have to be there for that, a thread does it.
+use super::flight::Flight;
+use super::group::{Group, later};
+use super::handle::{Handle, Stop, UniqueId};
+use super::link::{Link, Links};
+use super::plan::Plan;
+use super::status::NcclFailure;
+use super::stream::Streams;
+use crate::rendezvous::Store;
+use crate::{Error, Result};
+use cudarc::driver::CudaEvent;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The messages from one rank to another, on either of them.
+pub(super) struct Lane {
+    jobs: Sender<Job>,
+    thread: JoinHandle<()>,
+    pub(super) streams: Streams,
+}
+
+/// A message to be started.
+pub(super) struct Job {
+    pub(super) plan: Plan,
+    pub(super) ready: CudaEvent,
+    pub(super) flight: Arc<Flight>,
+}
+
+/// What the thread of a lane needs.
+pub(super) struct Worker {
+    pub(super) group: Arc<Group>,
+    pub(super) links: Arc<Links>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) streams: Streams,
+}
+
+impl Lane {
+    pub(super) fn start(worker: Worker) -> Result<Self> {
+        let (jobs, queue) = channel();
+        let streams = worker.streams.clone();
+        let name = format!("nccl-{}-to-{}", worker.from, worker.to);
+        let body = move || {
+            let group = Arc::clone(&worker.group);
+            if catch_unwind(AssertUnwindSafe(|| worker.run(&queue))).is_err() {
+                group.fail(crate::backend::failure::Failure::PeerFailed {
+                    peer: group.rank,
+                    reason: "its thread for messages panicked".to_string(),
+                });
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(body)
+            .map_err(|error| Error::io("starting a thread for messages", error))?;
+        Ok(Self { jobs, thread, streams })
+    }
+
+    /// Puts a message behind those before it. A thread that is gone has left the reason in the group.
+    pub(super) fn push(&self, job: Job) {
+        let _ = self.jobs.send(job);
+    }
+
+    /// Ends the thread once everything is started, or the group has failed.
+    pub(super) fn end(self) {
+        drop(self.jobs);
+        if self.thread.join().is_err() {
+            log::error!("a thread for messages panicked");
+        }
+    }
+}
+
+impl Worker {
+    fn run(self, queue: &Receiver<Job>) {
+        let mut link: Option<Arc<Link>> = None;
+        for Job { plan, ready, flight } in queue {
+            let opened = match &link {
+                Some(link) => Ok(Arc::clone(link)),
+                None => self.connect(),
+            };
+            let started = opened.and_then(|opened| {
+                link = Some(Arc::clone(&opened));
+                opened.turn().launch(&self.group, &ready, &flight.done, |handle, target| {
+                    // SAFETY: the flight has the tensors, and lets go of them behind its fence.
+                    unsafe { plan.start(handle, target) }
+                })
+            });
+            if let Err(stop) = started {
+                // The rest of the queue fails as this one.
+                stop.tell(&self.group);
+            }
+            self.group.notify();
+        }
+    }
+
+    /// Meets the peer.
+    fn connect(&self) -> std::result::Result<Arc<Link>, Stop> {
+        let sends = self.group.rank == self.from;
+        let key = format!("message/{}-{}", self.from, self.to);
+        let cannot = |error: Error| Stop::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()));
+        self.streams.bind().map_err(super::cuda_failure)?;
+        let id = if sends {
+            let id = UniqueId::new()?;
+            self.store.set(&key, &id.to_bytes()).map_err(cannot)?;
+            id
+        } else {
+            self.await_id(&key).map_err(cannot)??
+        };
+        let mut patience = || self.group.failure().map_or(Ok(()), Err);
+        let handle = Handle::connect(&id, usize::from(!sends), 2, &mut patience)?;
+        let link = Arc::new(Link::new(handle, self.streams.clone()));
+        self.links.add(Arc::clone(&link));
+        Ok(link)
+    }
+
+    /// The sender's id, unless the group fails before it comes. The watchdog knows how long the message may take.
+    fn await_id(&self, key: &str) -> Result<std::result::Result<UniqueId, Stop>> {
+        const SLICE: Duration = Duration::from_millis(500);
+        let deadline = later(Instant::now(), self.group.timeout);
+        loop {
+            if let Some(failure) = self.group.failure() {
+                return Ok(Err(Stop::Group(failure)));
+            }
+            match self.store.wait(&[key], Some(SLICE)) {
+                Err(Error::StoreTimeout { .. }) if Instant::now() < deadline => {}
+                result => {
+                    result?;
+                    break;
+                }
+            }
+        }
+        let strange = || NcclFailure::other("meeting the peer of a message", "it left no id of NCCL's").into();
+        Ok(UniqueId::from_bytes(&self.store.get(key)?).ok_or_else(strange))
+    }
+}

@@ -1,0 +1,141 @@
+//! A communicator and the stream that its calls go to: what a collective is started on.
+use super::calls::Target;
+use super::handle::{Handle, Patience, Stop};
+use super::lock;
+use super::status::{CallResult, Status};
+use super::stream::{Done, Streams};
+use super::watchdog::Watched;
+use super::{cuda_error, cuda_failure, group::Group};
+use crate::backend::failure::Failure;
+use cudarc::driver::CudaEvent;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+
+pub(super) struct Link {
+    /// `None` once it was aborted or has left. The lock makes NCCL see one thread at a time.
+    handle: Mutex<Option<Handle>>,
+    pub(super) streams: Streams,
+}
+
+/// A link whose turn it is: calls started on it come in the order in which they got it.
+pub(super) struct Turn<'a> {
+    handle: MutexGuard<'a, Option<Handle>>,
+    streams: &'a Streams,
+}
+
+impl Link {
+    pub(super) fn new(handle: Handle, streams: Streams) -> Self {
+        Self { handle: Mutex::new(Some(handle)), streams }
+    }
+
+    pub(super) fn turn(&self) -> Turn<'_> {
+        Turn { handle: lock(&self.handle), streams: &self.streams }
+    }
+
+    /// What has broken since the last call. Nothing while another thread is in a call: it finds out itself.
+    pub(super) fn error(&self) -> Option<String> {
+        let mut handle = match self.handle.try_lock() {
+            Ok(handle) => handle,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        handle.as_mut()?.status("a collective").err().map(|failure| failure.to_string())
+    }
+
+    /// Ends all its calls. Whoever waits in a call of NCCL's sees that the group has failed, and lets the lock go.
+    pub(super) fn abort(&self) {
+        let handle = lock(&self.handle).take();
+        if handle.is_some()
+            && let Err(error) = self.streams.bind()
+        {
+            log::debug!("binding the device before an abort: {}", cuda_error(error));
+        }
+        drop(handle);
+    }
+
+    /// Leaves in good order, or aborts when the group's other ranks on this host do not leave too, or an error comes.
+    pub(super) fn finalize(&self, patience: Patience) {
+        let Some(handle) = lock(&self.handle).take() else { return };
+        let finalized = self.streams.bind().map_err(cuda_error).map(|()| handle.finalize(patience));
+        match finalized {
+            Ok(Ok(())) => {}
+            Ok(Err(Stop::Nccl(failure))) => log::debug!("leaving: {failure}"),
+            Ok(Err(Stop::Group(_))) => {
+                log::debug!("leaving: the other ranks of this host do not, so the rest is aborted")
+            }
+            Err(error) => log::debug!("leaving: {error}"),
+        }
+    }
+}
+
+impl Turn<'_> {
+    /// Puts `calls` on the stream: behind `ready`, and with `done` behind them. The host does not wait for them, only
+    /// until NCCL has launched them.
+    pub(super) fn launch(
+        &mut self,
+        group: &Group,
+        ready: &CudaEvent,
+        done: &Done,
+        calls: impl FnOnce(&mut Handle, Target) -> CallResult,
+    ) -> Result<(), Stop> {
+        let Some(handle) = self.handle.as_mut() else { return Err(gone(group)) };
+        self.streams.bind().map_err(cuda_failure)?;
+        self.streams.after(ready).map_err(cuda_failure)?;
+        let launched = match calls(handle, self.streams.target()) {
+            Ok(Status::Done) => Ok(()),
+            Ok(Status::InProgress) => {
+                handle.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err))
+            }
+            Err(failure) => Err(failure.into()),
+        };
+        // Also after an error: a part may be on the stream, and the tensors must outlive it.
+        let event = self.streams.done().map_err(cuda_failure)?;
+        let _ = done.set(event);
+        launched
+    }
+
+    /// See [`Handle::split`].
+    pub(super) fn split(
+        &mut self,
+        group: &Group,
+        member: bool,
+        key: usize,
+        patience: Patience,
+    ) -> Result<Option<Handle>, Stop> {
+        let Some(handle) = self.handle.as_mut() else { return Err(gone(group)) };
+        self.streams.bind().map_err(cuda_failure)?;
+        handle.split(member, key, patience)
+    }
+}
+
+/// The communicator was aborted: the group has failed.
+fn gone(group: &Group) -> Stop {
+    let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
+    Stop::Group(group.verdict().unwrap_or_else(closed))
+}
+
+/// All communicators of a group: the one of its collectives, and those of messages.
+pub(super) struct Links(Mutex<Vec<Arc<Link>>>);
+
+impl Links {
+    pub(super) fn new(collectives: Arc<Link>) -> Self {
+        Self(Mutex::new(vec![collectives]))
+    }
+
+    pub(super) fn add(&self, link: Arc<Link>) {
+        lock(&self.0).push(link);
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<Link>> {
+        lock(&self.0).clone()
+    }
+}
+
+impl Watched for Links {
+    fn error(&self) -> Option<String> {
+        self.all().iter().find_map(|link| link.error())
+    }
+
+    fn abort(&self) {
+        self.all().iter().for_each(|link| link.abort());
+    }
+}

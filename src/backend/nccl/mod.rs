@@ -1,0 +1,44 @@
+//! The GPU engine: collectives through NVIDIA's NCCL, on a stream of their own beside candle's.
+//!
+//! How it works (streams and events, threads, failures, messages) is told in the `README.md` beside this file. Tensors
+//! must be on the group's [`Device`](candle_core::Device) itself; a device made by another `Device::new_cuda` with the
+//! same ordinal is another one to candle. A tensor that holds NaN makes `ReduceOp::Min` and `Max` do what NCCL does.
+// This room talks to C libraries. Every block says why it is sound.
+#![allow(unsafe_code)]
+
+mod buffer;
+mod bulletin;
+mod calls;
+mod communicator;
+mod device;
+mod flight;
+mod group;
+mod handle;
+mod identity;
+mod lane;
+mod link;
+mod plan;
+mod sentinel;
+mod status;
+mod stream;
+mod watchdog;
+
+pub use communicator::{NcclCommunicator, NcclOptions};
+pub use device::{choose_device, device_count};
+pub use status::version;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks `mutex`, also after a panic: nothing in this engine leaves a value half-changed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `DriverError` in words.
+fn cuda_error(error: cudarc::driver::DriverError) -> String {
+    format!("{:?}: {error}", error.0)
+}
+
+fn cuda_failure(error: cudarc::driver::DriverError) -> status::NcclFailure {
+    status::NcclFailure::other("the CUDA driver", &cuda_error(error))
+}

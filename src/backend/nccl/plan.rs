@@ -1,0 +1,167 @@
+//! What a collective is made of: calls of NCCL on the memory of its tensors.
+use super::buffer::{input, output};
+use super::calls::{Memory, Target};
+use super::handle::Handle;
+use super::status::{CallResult, Status};
+use crate::backend::{Collective, ReduceOp};
+use candle_core::{Result, Tensor};
+use cudarc::driver::CudaStream;
+use cudarc::nccl::sys::ncclRedOp_t;
+
+/// A collective that was checked, with the memory that it moves.
+pub(super) enum Plan {
+    AllReduce {
+        memory: Memory,
+        op: ncclRedOp_t,
+    },
+    Broadcast {
+        memory: Memory,
+        root: usize,
+    },
+    Reduce {
+        memory: Memory,
+        op: ncclRedOp_t,
+        root: usize,
+        is_root: bool,
+    },
+    AllGather {
+        output: Memory,
+        input: Memory,
+    },
+    ReduceScatter {
+        output: Memory,
+        input: Memory,
+        op: ncclRedOp_t,
+    },
+    /// All at once: to each rank a part, from each rank a part.
+    Messages {
+        sends: Vec<(usize, Memory)>,
+        recvs: Vec<(usize, Memory)>,
+    },
+}
+
+/// Where the calling rank stands, and what it lends to the plan.
+pub(super) struct Place<'a> {
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    pub(super) candle: &'a CudaStream,
+    /// One element, for barriers.
+    pub(super) token: Memory,
+}
+
+impl Plan {
+    pub(super) fn new(collective: &Collective, place: &Place) -> Result<Self> {
+        let Place { rank, world_size, candle, token } = *place;
+        let parts = |memory: Memory| (0..world_size).map(move |peer| (peer, memory.part(peer, world_size))).collect();
+        Ok(match collective {
+            Collective::AllReduce { tensor, op } => {
+                Self::AllReduce { memory: output(tensor, candle)?, op: nccl_op(*op) }
+            }
+            Collective::Broadcast { tensor, root } => Self::Broadcast { memory: output(tensor, candle)?, root: *root },
+            Collective::Reduce { tensor, root, op } => {
+                Self::Reduce { memory: output(tensor, candle)?, op: nccl_op(*op), root: *root, is_root: *root == rank }
+            }
+            Collective::AllGather { output: all, input: own } => {
+                Self::AllGather { output: output(all, candle)?, input: input(own, candle)? }
+            }
+            Collective::ReduceScatter { output: own, input: all, op } => {
+                Self::ReduceScatter { output: output(own, candle)?, input: input(all, candle)?, op: nccl_op(*op) }
+            }
+            Collective::AllToAll { output: to, input: from } => {
+                Self::Messages { sends: parts(input(from, candle)?), recvs: parts(output(to, candle)?) }
+            }
+            Collective::Gather { output: all, input: own, root } => Self::Messages {
+                sends: vec![(*root, input(own, candle)?)],
+                recvs: match all {
+                    Some(all) => parts(output(all, candle)?),
+                    None => Vec::new(),
+                },
+            },
+            Collective::Scatter { output: own, input: all, root } => Self::Messages {
+                sends: match all {
+                    Some(all) => parts(input(all, candle)?),
+                    None => Vec::new(),
+                },
+                recvs: vec![(*root, output(own, candle)?)],
+            },
+            // Between two ranks only: on a communicator whose rank 0 sends and rank 1 receives.
+            Collective::Send { tensor, .. } => {
+                Self::Messages { sends: vec![(1, input(tensor, candle)?)], recvs: Vec::new() }
+            }
+            Collective::Recv { tensor, .. } => {
+                Self::Messages { sends: Vec::new(), recvs: vec![(0, output(tensor, candle)?)] }
+            }
+            Collective::Barrier => Self::AllReduce { memory: token, op: ncclRedOp_t::ncclSum },
+        })
+    }
+
+    /// Starts it. Nothing is called for no elements, which all ranks have alike.
+    ///
+    /// # Safety
+    /// The tensors that the plan was made from, or copies of them that share their storage, must live until the stream
+    /// has passed it.
+    pub(super) unsafe fn start(&self, handle: &mut Handle, target: Target) -> CallResult {
+        if self.is_empty() {
+            return Ok(Status::Done);
+        }
+        // SAFETY, of all calls: the memory is that of tensors on the communicator's device, which the caller keeps
+        // alive; their sizes were checked.
+        match self {
+            Self::AllReduce { memory, op } => unsafe { handle.all_reduce(*memory, *op, target) },
+            Self::Broadcast { memory, root } => unsafe { handle.broadcast(*memory, *root, target) },
+            Self::Reduce { memory, op, root, is_root } => unsafe {
+                handle.reduce(*memory, *op, *root, *is_root, target)
+            },
+            Self::AllGather { output, input } => unsafe { handle.all_gather(*output, *input, target) },
+            Self::ReduceScatter { output, input, op } => unsafe { handle.reduce_scatter(*output, *input, *op, target) },
+            Self::Messages { sends, recvs } => handle.together(|handle| {
+                for (peer, memory) in sends {
+                    // SAFETY: as above.
+                    unsafe { handle.send(*memory, *peer, target) }?;
+                }
+                for (peer, memory) in recvs {
+                    // SAFETY: as above.
+                    unsafe { handle.recv(*memory, *peer, target) }?;
+                }
+                Ok(())
+            }),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::AllReduce { memory, .. } | Self::Broadcast { memory, .. } | Self::Reduce { memory, .. } => {
+                memory.count == 0
+            }
+            Self::AllGather { input: part, .. } | Self::ReduceScatter { output: part, .. } => part.count == 0,
+            Self::Messages { sends, recvs } => sends.iter().chain(recvs).all(|(_, memory)| memory.count == 0),
+        }
+    }
+}
+
+fn nccl_op(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Prod => ncclRedOp_t::ncclProd,
+    }
+}
+
+/// All tensors of a collective.
+pub(super) fn tensors(collective: Collective) -> Vec<Tensor> {
+    match collective {
+        Collective::AllReduce { tensor, .. }
+        | Collective::Broadcast { tensor, .. }
+        | Collective::Reduce { tensor, .. }
+        | Collective::Send { tensor, .. }
+        | Collective::Recv { tensor, .. } => vec![tensor],
+        Collective::AllGather { output, input }
+        | Collective::ReduceScatter { output, input, .. }
+        | Collective::AllToAll { output, input } => vec![output, input],
+        Collective::Gather { output, input, .. } => output.into_iter().chain([input]).collect(),
+        Collective::Scatter { output, input, .. } => input.into_iter().chain([output]).collect(),
+        Collective::Barrier => Vec::new(),
+    }
+}

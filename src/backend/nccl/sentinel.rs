@@ -1,0 +1,347 @@
+//! The thread that keeps in touch with the other ranks through the store: it may wait for the network, and so is not the
+//! one that watches the calls.
+use super::bulletin::{Bulletin, Life, Question};
+use super::group::{Group, News, Standing, Trouble};
+use crate::Result;
+use crate::backend::call::{Call, Channel};
+use crate::backend::failure::Failure;
+use std::time::{Duration, Instant};
+
+/// How long other ranks are given to say where they are.
+pub(super) const PATIENCE: Duration = Duration::from_secs(4);
+
+/// Between two looks at the store while something is being found out.
+const PAUSE: Duration = Duration::from_millis(200);
+
+pub(super) struct Sentinel<'a> {
+    pub(super) group: &'a Group,
+    pub(super) bulletin: &'a Bulletin,
+    /// A peer that gives no sign of life for this long is taken for dead.
+    pub(super) lost_after: Duration,
+}
+
+/// What is remembered between two looks.
+struct Memory {
+    beats: u64,
+    /// The next rank in the ring that has not left: each rank watches one other, so that the store's work is small.
+    watched: Option<usize>,
+    /// Its last sign of life, and when that was new.
+    seen: (Life, Instant),
+    /// Since when the store has not answered, and what it said.
+    without_store: Option<(Instant, String)>,
+    answered: Option<Question>,
+}
+
+impl Sentinel<'_> {
+    /// Until this rank leaves.
+    pub(super) fn run(&self) {
+        let tick = Duration::from_secs(1).min(self.lost_after / 5);
+        let mut memory = Memory {
+            beats: 0,
+            watched: self.after(self.group.rank),
+            seen: (Life::Beats(0), Instant::now()),
+            without_store: None,
+            answered: None,
+        };
+        loop {
+            let News { trouble, unpublished, leaving } = self.group.news(tick);
+            if let Some(trouble) = trouble {
+                let failure = self.resolve(&trouble, &mut memory);
+                let first = self.bulletin.publish(&failure).unwrap_or(failure);
+                self.group.fail_as_published(first);
+            }
+            if let Some(failure) = unpublished {
+                // Once: a store that is gone does not come back with this key in it.
+                if let Err(error) = self.bulletin.publish(&failure) {
+                    log::debug!("rank {}: cannot tell the others of the failure: {error}", self.group.rank);
+                }
+                self.group.set_published();
+            }
+            if let Some(last) = leaving {
+                if let Err(error) = self.bulletin.leave(last) {
+                    log::debug!("rank {}: cannot say goodbye: {error}", self.group.rank);
+                }
+                return;
+            }
+            match self.round(&mut memory) {
+                Ok(()) => memory.without_store = None,
+                Err(error) => self.store_failed(&mut memory, error.to_string()),
+            }
+        }
+    }
+
+    /// The next rank in the ring, `None` in a world of one.
+    fn after(&self, rank: usize) -> Option<usize> {
+        let next = (rank + 1) % self.group.world_size;
+        (next != self.group.rank).then_some(next)
+    }
+
+    /// A sign of life, and a look at what the others say.
+    fn round(&self, memory: &mut Memory) -> Result<()> {
+        self.beat(memory)?;
+        let Some(peer) = memory.watched else {
+            // Everybody else has left: what is under way now ends in vain.
+            return Ok(());
+        };
+        let look = self.bulletin.look(peer)?;
+        if let Some(failure) = look.failure {
+            self.group.fail_as_published(failure);
+            return Ok(());
+        }
+        if look.question != memory.answered
+            && let Some(question) = look.question
+        {
+            self.bulletin.answer(&self.group.standing())?;
+            memory.answered = Some(question);
+        }
+        match look.life {
+            Life::Left(last) => match self.group.missed_by(last) {
+                Some((sequence, call)) => {
+                    let call = call.to_string();
+                    self.group.fail(Failure::PeerLeft { peer, left_after: last, call, sequence });
+                }
+                None => {
+                    memory.watched = self.after(peer);
+                    memory.seen = (Life::Beats(0), Instant::now());
+                }
+            },
+            life if life != memory.seen.0 => memory.seen = (life, Instant::now()),
+            _ if memory.seen.1.elapsed() >= self.lost_after => {
+                self.group.fail(self.lost(peer));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn beat(&self, memory: &mut Memory) -> Result<()> {
+        memory.beats += 1;
+        self.bulletin.beat(memory.beats)
+    }
+
+    fn lost(&self, peer: usize) -> Failure {
+        let reason = format!(
+            "it has given no sign of life for {:?}: its process was killed or stopped, or its host is out of reach. Look \
+             for the first error in its output",
+            self.lost_after
+        );
+        Failure::PeerFailed { peer, reason }
+    }
+
+    /// A store that is gone is no failure as long as the calls go on: at the end of a run its host may be the first to
+    /// leave. A call that hangs without it is one.
+    fn store_failed(&self, memory: &mut Memory, error: String) {
+        let (since, first) = memory.without_store.get_or_insert_with(|| {
+            log::debug!("rank {}: the store does not answer: {error}", self.group.rank);
+            (Instant::now(), error)
+        });
+        if since.elapsed() >= self.lost_after && self.group.is_busy() {
+            let reason = format!("it has waited for a collective since the store of the group was lost: {first}");
+            self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason });
+        }
+    }
+
+    /// Finds out what is behind `trouble`.
+    fn resolve(&self, trouble: &Trouble, memory: &mut Memory) -> Failure {
+        let result = match trouble {
+            Trouble::Broken(reason) => self.why_broken(reason, memory),
+            Trouble::Expired { channel: Channel::Collectives, sequence, call } => {
+                self.why_expired(*sequence, *call, memory)
+            }
+            Trouble::Expired { .. } => Ok(without_asking(self.group, trouble)),
+        };
+        result.unwrap_or_else(|error| {
+            log::debug!("rank {}: cannot ask the other ranks: {error}", self.group.rank);
+            without_asking(self.group, trouble)
+        })
+    }
+
+    /// NCCL often reports the death of a peer, or that it aborted, without saying which: whoever has ended the group on
+    /// purpose has said so in the store, and whoever is dead gives no more signs of life.
+    fn why_broken(&self, reason: &str, memory: &mut Memory) -> Result<Failure> {
+        let before = self.bulletin.lives()?;
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if let Some(failure) = self.bulletin.look(self.group.rank)?.failure {
+                return Ok(failure);
+            }
+            // Others look for signs of life, perhaps for the same reason.
+            self.beat(memory)?;
+            std::thread::sleep(PAUSE);
+        }
+        let after = self.bulletin.lives()?;
+        let dead = |peer: &usize| *peer != self.group.rank && before[*peer] == after[*peer];
+        let alive = |life: &Life| matches!(life, Life::Beats(_));
+        let dead = (0..before.len().min(after.len())).filter(|peer| alive(&after[*peer])).find(dead);
+        let own = Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() };
+        Ok(dead.map_or(own, |peer| Failure::PeerFailed {
+            peer,
+            reason: format!(
+                "it gives no sign of life any more (rank {}: {reason}). Look for the first error in its output",
+                self.group.rank
+            ),
+        }))
+    }
+
+    /// Asks all ranks where they are. When several ask, one does for all, and the others wait for its verdict.
+    fn why_expired(&self, sequence: u64, call: Call, memory: &mut Memory) -> Result<Failure> {
+        let question = self.bulletin.ask(sequence)?;
+        self.bulletin.answer(&self.group.standing())?;
+        let asked_first = question.rank == self.group.rank;
+        let deadline = Instant::now() + PATIENCE;
+        let mut standings = Vec::new();
+        while Instant::now() < deadline {
+            if let Some(failure) = self.bulletin.look(self.group.rank)?.failure {
+                return Ok(failure);
+            }
+            if asked_first {
+                standings = self.bulletin.standings()?;
+                if standings.iter().all(Option::is_some) {
+                    break;
+                }
+            }
+            // Others look for signs of life, perhaps for the same reason.
+            self.beat(memory)?;
+            std::thread::sleep(PAUSE);
+        }
+        if !asked_first {
+            // It has died over its question.
+            standings = self.bulletin.standings()?;
+        }
+        Ok(verdict(self.group, sequence, call, &standings))
+    }
+}
+
+/// What can be said without the other ranks.
+pub(super) fn without_asking(group: &Group, trouble: &Trouble) -> Failure {
+    let Group { rank, timeout, .. } = *group;
+    match trouble {
+        Trouble::Broken(reason) => Failure::PeerFailed { peer: rank, reason: reason.clone() },
+        Trouble::Expired { channel, sequence, call } => {
+            let reason = match channel {
+                Channel::Collectives => "the other ranks cannot be asked why".to_string(),
+                Channel::SendTo(peer) | Channel::RecvFrom(peer) => {
+                    format!("rank {peer} did not make the matching call")
+                }
+            };
+            Failure::TimedOut { rank, call: call.to_string(), sequence: *sequence, timeout, reason }
+        }
+    }
+}
+
+/// What the `standings` of all ranks say about `call`, number `sequence`, that has not ended in time.
+///
+/// Ranks that differed once may have gone on: with little data NCCL takes one call for another. So the first difference
+/// that is remembered counts, and not what they are in now.
+fn verdict(group: &Group, sequence: u64, call: Call, standings: &[Option<Standing>]) -> Failure {
+    let Group { rank, timeout, .. } = *group;
+    let ours = group.standing();
+    let peers = || standings.iter().enumerate().filter(|(peer, _)| *peer != rank);
+    let differences = peers().filter_map(|(peer, standing)| {
+        let standing = standing.as_ref()?;
+        let known = 1..=ours.started.min(standing.started);
+        let differ = |sequence: &u64| {
+            let (ours, theirs) = (ours.call_at(*sequence), standing.call_at(*sequence));
+            ours.is_some() && theirs.is_some() && ours != theirs
+        };
+        let sequence = known.skip_while(|sequence| ours.call_at(*sequence).is_none()).find(differ)?;
+        Some((sequence, (rank, ours.call_at(sequence)?), (peer, standing.call_at(sequence)?)))
+    });
+    if let Some((sequence, ours, theirs)) = differences.min_by_key(|difference| difference.0) {
+        return desync(sequence, ours, theirs);
+    }
+    let mut reasons = Vec::new();
+    for (peer, standing) in peers() {
+        let Some(standing) = standing else {
+            reasons.push(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
+            continue;
+        };
+        if standing.started >= sequence {
+            continue;
+        }
+        reasons.push(match standing.calls.last() {
+            Some(last) => {
+                format!(
+                    "rank {peer} has not started this collective: its last was sequence {}, {last}",
+                    standing.started
+                )
+            }
+            None => format!("rank {peer} has not started any collective"),
+        });
+    }
+    if reasons.is_empty() {
+        reasons
+            .push("all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string());
+    }
+    Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason: reasons.join("; ") }
+}
+
+/// The higher rank is named first, so that all say the same.
+fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
+    let (a, b) = if ours.0 > theirs.0 { (ours, theirs) } else { (theirs, ours) };
+    let (call_a, call_b) = a.1.describe_both(&b.1);
+    Failure::Desync { sequence, rank_a: a.0, call_a, rank_b: b.0, call_b }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::call::Operation;
+    use crate::backend::nccl::group::Fence;
+    use std::sync::Arc;
+
+    struct Never;
+
+    impl Fence for Never {
+        fn is_over(&self) -> std::result::Result<bool, String> {
+            Ok(false)
+        }
+    }
+
+    const BARRIER: Call = Call { operation: Operation::Barrier, element: None, reduction: None, root: None, count: 0 };
+    const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
+
+    /// What rank 0 makes of the others' standings after barriers and, as number 17, an all-reduce.
+    fn text(others: Vec<Option<Standing>>) -> String {
+        let group = Group::new(0, others.len() + 1, Duration::from_secs(7));
+        for call in [BARRIER; 16].into_iter().chain([ALL_REDUCE]) {
+            group.begin(Channel::Collectives, call, Arc::new(Never)).unwrap();
+        }
+        let standings: Vec<_> = std::iter::once(Some(group.standing())).chain(others).collect();
+        crate::Error::from(verdict(&group, 17, ALL_REDUCE, &standings)).to_string()
+    }
+
+    fn standing(calls: &[Call]) -> Option<Standing> {
+        let started = calls.len() as u64;
+        Some(Standing { started, finished: started.saturating_sub(1), calls: calls.to_vec() })
+    }
+
+    #[test]
+    fn a_rank_that_called_something_else_is_told_with_its_call() {
+        let text = text(vec![standing(&[BARRIER; 18]), None]);
+        assert!(text.contains("rank 1 called barrier() where rank 0 called all_reduce(), sequence 17"), "{text}");
+    }
+
+    #[test]
+    fn the_first_difference_counts() {
+        let mut calls = [BARRIER; 20];
+        calls[4] = ALL_REDUCE;
+        let text = text(vec![standing(&[BARRIER; 18]), standing(&calls)]);
+        assert!(text.contains("rank 2 called all_reduce() where rank 0 called barrier(), sequence 5"), "{text}");
+    }
+
+    #[test]
+    fn ranks_that_are_elsewhere_are_named() {
+        let same: Vec<Call> = [BARRIER; 16].into_iter().chain([ALL_REDUCE]).collect();
+        let behind = text(vec![standing(&same), standing(&same[..16]), standing(&[]), None]);
+        assert!(behind.contains("rank 0: all_reduce(), sequence 17, timed out after 7s"), "{behind}");
+        assert!(
+            behind.contains("rank 2 has not started this collective: its last was sequence 16, barrier()"),
+            "{behind}"
+        );
+        assert!(behind.contains("rank 3 has not started any collective"), "{behind}");
+        assert!(behind.contains("rank 4 does not answer") && !behind.contains("rank 1 "), "{behind}");
+        let slow = text(vec![standing(&same)]);
+        assert!(slow.contains("all ranks have started it"), "{slow}");
+    }
+}

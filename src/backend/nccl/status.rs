@@ -1,0 +1,98 @@
+//! NCCL's results: its version, its errors in words, and whether a call is over.
+use crate::{Error, Result};
+use cudarc::nccl::{result, sys};
+use std::ffi::{CStr, c_int};
+use std::fmt;
+
+/// The version of the NCCL library in use, as NCCL numbers it: 22809 is 2.28.9.
+pub fn version() -> Result<i32> {
+    result::get_nccl_version().map_err(|error| Error::Unavailable {
+        what: "NCCL".to_string(),
+        hint: format!("{}: its library does not even tell its version", NcclFailure::new("ncclGetVersion", error)),
+    })
+}
+
+/// An error of NCCL.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NcclFailure {
+    operation: &'static str,
+    reason: String,
+}
+
+impl NcclFailure {
+    pub(super) fn new(operation: &'static str, error: result::NcclError) -> Self {
+        let text = |pointer: *const std::ffi::c_char| {
+            if pointer.is_null() {
+                return String::new();
+            }
+            // SAFETY: both functions below return text that ends with a zero and stays where it is while the library
+            // is loaded.
+            unsafe { CStr::from_ptr(pointer) }.to_string_lossy().trim().to_string()
+        };
+        // SAFETY: any code may be asked for.
+        let name = text(unsafe { sys::ncclGetErrorString(error.0) });
+        // SAFETY: the communicator may be null, it is not used.
+        let last = text(unsafe { sys::ncclGetLastError(std::ptr::null_mut()) });
+        let last = if last.is_empty() { last } else { format!(" (NCCL's last message: {last})") };
+        Self { operation, reason: format!("{:?}, {name}{last}", error.0) }
+    }
+
+    /// An error that NCCL does not report as one.
+    pub(super) fn other(operation: &'static str, reason: &str) -> Self {
+        Self { operation, reason: reason.to_string() }
+    }
+
+    pub(super) fn into_error(self, rank: usize) -> Error {
+        Error::Nccl { rank, operation: self.operation.to_string(), reason: self.reason }
+    }
+}
+
+impl fmt::Display for NcclFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.operation, self.reason)
+    }
+}
+
+/// Whether a call is over. A communicator takes the next one only then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    Done,
+    InProgress,
+}
+
+pub(super) type CallResult = std::result::Result<Status, NcclFailure>;
+
+/// Tells errors from calls that are still going on.
+pub(super) fn status(
+    operation: &'static str,
+    result: std::result::Result<result::NcclStatus, result::NcclError>,
+) -> CallResult {
+    match result {
+        Ok(result::NcclStatus::Success) => Ok(Status::Done),
+        Ok(result::NcclStatus::InProgress) => Ok(Status::InProgress),
+        Ok(result::NcclStatus::NumResults) => Err(NcclFailure::other(operation, "an unknown result")),
+        Err(error) => Err(NcclFailure::new(operation, error)),
+    }
+}
+
+/// `value` as NCCL counts ranks.
+pub(super) fn int(operation: &'static str, value: usize) -> std::result::Result<c_int, NcclFailure> {
+    c_int::try_from(value).map_err(|_| NcclFailure::other(operation, "more ranks than NCCL can count"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nccl_tells_its_version() {
+        let version = version().unwrap();
+        assert!(version >= crate::backend::nccl::handle::OLDEST_VERSION, "{version}");
+    }
+
+    #[test]
+    fn errors_come_in_words() {
+        let text = NcclFailure::new("ncclSend", result::NcclError(sys::ncclResult_t::ncclInvalidUsage)).to_string();
+        assert!(text.starts_with("ncclSend: ncclInvalidUsage, invalid usage"), "{text}");
+    }
+}

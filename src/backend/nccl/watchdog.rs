@@ -1,0 +1,44 @@
+//! The thread that watches the calls of a group: errors of NCCL, and deadlines. It never waits for the network.
+use super::group::{Group, Trouble};
+use super::sentinel::PATIENCE;
+use crate::backend::failure::Failure;
+use std::time::{Duration, Instant};
+
+/// What is watched: the group's communicators.
+pub(super) trait Watched {
+    /// What has broken, if anything.
+    fn error(&self) -> Option<String>;
+
+    /// Ends all calls, on the GPU too.
+    fn abort(&self);
+}
+
+/// Until the group ends, well or with a failure.
+///
+/// `unasked` says what can be said about trouble when the sentinel, who asks the other ranks, does not answer in time.
+pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&Trouble) -> Failure) {
+    const TICK: Duration = Duration::from_millis(20);
+    loop {
+        let over = group.is_over(TICK);
+        if group.failure().is_none() && !over {
+            let seen = || watched.error().map(Trouble::Broken).or_else(|| group.sweep(Instant::now()));
+            // Others may have seen it first.
+            let trouble = group.trouble().or_else(seen);
+            let Some(trouble) = trouble else { continue };
+            group.report(trouble.clone());
+            if group.await_failure(PATIENCE + Duration::from_secs(4)).is_none() {
+                group.fail(unasked(&trouble));
+            }
+        }
+        if group.failure().is_some() {
+            watched.abort();
+            return;
+        }
+        if over {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! The threads of several ranks, over one store, with stand-ins for NCCL: what they decide and tell each other. What NCCL
+//! does is not tested here.
+use super::*;
+use crate::Error;
+use crate::backend::call::{Call, Channel, Operation};
+use crate::backend::nccl::bulletin::Bulletin;
+use crate::backend::nccl::group::Fence;
+use crate::backend::nccl::sentinel::{Sentinel, without_asking};
+use crate::rendezvous::{HashStore, Store};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+/// In place of communicators.
+#[derive(Default)]
+struct StandIn {
+    error: Mutex<Option<String>>,
+    aborted: AtomicBool,
+}
+
+impl Watched for StandIn {
+    fn error(&self) -> Option<String> {
+        self.error.lock().unwrap().clone()
+    }
+
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+    }
+}
+
+/// In place of an event.
+#[derive(Default)]
+struct Switch(AtomicBool);
+
+impl Fence for Switch {
+    fn is_over(&self) -> Result<bool, String> {
+        Ok(self.0.load(Ordering::SeqCst))
+    }
+}
+
+struct Rank {
+    group: Arc<Group>,
+    stand_in: Arc<StandIn>,
+    watchdog: Option<JoinHandle<()>>,
+    sentinel: Option<JoinHandle<()>>,
+}
+
+const LOST_AFTER: Duration = Duration::from_millis(1500);
+
+/// Rank `rank` of a group, at work.
+fn start(bulletin: Bulletin, rank: usize, world_size: usize, timeout: Duration) -> Rank {
+    let group = Arc::new(Group::new(rank, world_size, timeout));
+    let stand_in = Arc::new(StandIn::default());
+    let (ours, watched) = (group.clone(), stand_in.clone());
+    let watchdog = std::thread::spawn(move || {
+        run(&ours, &*watched, &|trouble| without_asking(&ours, trouble));
+    });
+    let ours = group.clone();
+    let sentinel = std::thread::spawn(move || {
+        Sentinel { group: &ours, bulletin: &bulletin, lost_after: LOST_AFTER }.run();
+    });
+    Rank { group, stand_in, watchdog: Some(watchdog), sentinel: Some(sentinel) }
+}
+
+/// The first `N` ranks of a group; the others have come, and do nothing.
+fn ranks_of<const N: usize>(world_size: usize, timeout: Duration) -> [Rank; N] {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
+    let mut bulletins: Vec<Bulletin> =
+        (0..world_size).map(|rank| Bulletin::new(Arc::clone(&store), rank, world_size).unwrap()).collect();
+    let mut bulletins = bulletins.drain(..N).enumerate();
+    std::array::from_fn(|_| {
+        let (rank, bulletin) = bulletins.next().unwrap();
+        start(bulletin, rank, world_size, timeout)
+    })
+}
+
+fn ranks<const N: usize>(timeout: Duration) -> [Rank; N] {
+    ranks_of(N, timeout)
+}
+
+impl Rank {
+    fn begin(&self, call: Call) -> Arc<Switch> {
+        let switch = Arc::new(Switch::default());
+        self.group.begin(Channel::Collectives, call, switch.clone()).unwrap();
+        switch
+    }
+
+    /// The failure, once the communicators are aborted too.
+    fn end(&self) -> String {
+        let failure = self.group.await_failure(Duration::from_secs(15)).expect("the group should fail");
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while !self.stand_in.aborted.load(Ordering::SeqCst) {
+            assert!(Instant::now() < deadline, "the communicators were not aborted");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Error::from(failure).to_string()
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        self.group.leave();
+        self.group.end();
+        self.watchdog.take().into_iter().chain(self.sentinel.take()).for_each(|thread| thread.join().unwrap());
+    }
+}
+
+fn all_reduce(count: u64) -> Call {
+    Call { count, ..Call::bare(Operation::AllReduce) }
+}
+
+#[test]
+fn an_abort_ends_the_group_on_every_rank_with_its_reason() {
+    let ranks: [Rank; 3] = ranks(Duration::from_secs(60));
+    let reason = "backward failed: out of memory".to_string();
+    ranks[1].group.fail(Failure::PeerFailed { peer: 1, reason });
+    for rank in &ranks {
+        assert_eq!(rank.end(), "rank 1 ended the group: backward failed: out of memory");
+        assert!(rank.group.begin(Channel::Collectives, all_reduce(1), Arc::new(Switch::default())).is_err());
+    }
+}
+
+#[test]
+fn calls_that_end_in_time_are_forgotten() {
+    let [rank] = ranks(Duration::from_millis(300));
+    for _ in 0..3 {
+        rank.begin(all_reduce(5)).0.store(true, Ordering::SeqCst);
+    }
+    assert_eq!(rank.group.drain(), None);
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(rank.group.failure(), None);
+    assert_eq!(rank.group.standing().finished, 3);
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_the_one_that_waits() {
+    let [waiting, late] = ranks(Duration::from_millis(300));
+    let _switch = waiting.begin(all_reduce(5));
+    let text = waiting.end();
+    assert!(text.contains("rank 0: all_reduce(), sequence 1, timed out after 300ms"), "{text}");
+    assert!(text.contains("rank 1 has not started any collective"), "{text}");
+    assert_eq!(late.end(), text);
+}
+
+#[test]
+fn ranks_that_call_different_things_are_told_so() {
+    let ranks: [Rank; 3] = ranks(Duration::from_millis(300));
+    let _switches: Vec<_> = [all_reduce(20), all_reduce(20), Call::bare(Operation::Broadcast)]
+        .into_iter()
+        .zip(&ranks)
+        .map(|(call, rank)| rank.begin(call))
+        .collect();
+    for rank in &ranks {
+        let text = rank.end();
+        assert!(
+            text.contains("rank 2 called broadcast()") && text.contains("called all_reduce(), sequence 1"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn an_error_of_nccl_is_laid_to_the_rank_that_said_why() {
+    let [noticing, culprit] = ranks(Duration::from_secs(60));
+    culprit.group.fail(Failure::PeerFailed { peer: 1, reason: "disk full".to_string() });
+    *noticing.stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
+    assert_eq!(noticing.end(), "rank 1 ended the group: disk full");
+}
+
+#[test]
+fn an_error_of_nccl_that_nobody_explains_is_told_as_it_is() {
+    let [noticing, other] = ranks(Duration::from_secs(60));
+    *noticing.stand_in.error.lock().unwrap() = Some("ncclSystemError, no route".to_string());
+    let text = "rank 0 ended the group: ncclSystemError, no route";
+    assert_eq!((noticing.end().as_str(), other.end().as_str()), (text, text));
+}
+
+#[test]
+fn nobody_believes_in_a_call_while_the_cause_of_trouble_is_looked_for() {
+    let [noticing, _other] = ranks(Duration::from_secs(60));
+    *noticing.stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
+    while noticing.group.trouble().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(noticing.group.failure(), None);
+    assert!(noticing.group.check().is_err());
+}
+
+#[test]
+fn a_rank_without_a_sign_of_life_ends_the_group() {
+    let ranks: [Rank; 2] = ranks_of(3, Duration::from_secs(60));
+    for rank in &ranks {
+        let text = rank.end();
+        assert!(text.starts_with("rank 2 ended the group: it has given no sign of life for 1.5s"), "{text}");
+    }
+}
+
+#[test]
+fn an_error_of_nccl_is_laid_to_the_rank_that_gives_no_more_signs_of_life() {
+    let ranks: [Rank; 2] = ranks_of(4, Duration::from_secs(60));
+    // Rank 1 watches rank 2 and would find it lost; rank 3 is watched by nobody.
+    *ranks[0].stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
+    let text = ranks[0].end();
+    assert!(text.starts_with("rank 2 ended the group: it "), "{text}");
+}
+
+#[test]
+fn leaving_takes_nothing_from_those_who_stay() {
+    let [a, b, leaving] = ranks(Duration::from_secs(60));
+    drop(leaving);
+    std::thread::sleep(LOST_AFTER * 2);
+    assert_eq!((a.group.failure(), b.group.failure()), (None, None));
+}
+
+#[test]
+fn leaving_early_is_told_to_those_who_wait() {
+    let [a, b] = ranks(Duration::from_secs(60));
+    a.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
+    b.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
+    let _second = a.begin(all_reduce(7));
+    assert_eq!(b.group.drain(), None);
+    drop(b);
+    let text = a.end();
+    assert!(text.contains("rank 1 left the group after sequence 1") && text.contains("sequence 2"), "{text}");
+}

@@ -1,0 +1,89 @@
+//! What goes wrong when either fence between candle's stream and NCCL's is missing.
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use candle_nn::{Init, VarBuilder, VarMap};
+use std::time::Duration;
+
+/// 64 MiB: long enough on its way that a reader who does not wait comes too early.
+const COUNT: usize = 16 << 20;
+const ROUNDS: usize = 3;
+
+/// Gives candle's stream a tenth of a second and more to do; the host does not wait for it.
+fn keep_busy(device: &Device) -> Result<Tensor> {
+    let matrix = (Tensor::ones((4096, 4096), DType::F32, device)? / 4096.0)?;
+    let mut product = matrix.clone();
+    for _ in 0..60 {
+        product = product.matmul(&matrix)?;
+    }
+    Ok(product)
+}
+
+fn assert_all(tensor: &Tensor, expected: f32, what: &str) -> Result<()> {
+    let (low, high) =
+        (tensor.flatten_all()?.min(0)?.to_vec0::<f32>()?, tensor.flatten_all()?.max(0)?.to_vec0::<f32>()?);
+    assert_eq!((low, high), (expected, expected), "{what}");
+    Ok(())
+}
+
+/// Rank 0 lets the others wait, who have started their part meanwhile.
+fn come_late(pg: &ProcessGroup) {
+    if pg.rank() == 0 {
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// The data is written behind a lot of other work, and reduced at once.
+pub(crate) fn first(pg: &ProcessGroup) -> Result<()> {
+    for round in 1..=ROUNDS {
+        let source = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;
+        let tensor = Tensor::zeros(COUNT, DType::F32, pg.device())?;
+        pg.device().synchronize()?;
+        let _product = keep_busy(pg.device())?;
+        tensor.slice_set(&source, 0, 0)?;
+        pg.all_reduce_async(&tensor, ReduceOp::Sum)?.wait()?;
+        let world_size = pg.world_size();
+        let expected = (0..world_size).map(|rank| (rank + round) as f32).sum();
+        assert_all(&tensor, expected, "the all-reduce came before its data")?;
+    }
+    Ok(())
+}
+
+/// The result is read at once, although the all-reduce has not even begun: rank 0 comes late.
+pub(crate) fn second(pg: &ProcessGroup) -> Result<()> {
+    for round in 1..=ROUNDS {
+        let tensor = Tensor::full(round as f32, COUNT, pg.device())?;
+        pg.device().synchronize()?;
+        pg.barrier()?;
+        come_late(pg);
+        let work = pg.all_reduce_async(&tensor, ReduceOp::Sum)?;
+        work.wait()?;
+        // On candle's stream: without the fence it runs now.
+        let seen = tensor.copy()?;
+        assert_all(&seen, (round * pg.world_size()) as f32, "the result was read before it was there")?;
+    }
+    Ok(())
+}
+
+/// Both, in a backward pass with two large buckets: y = mean of a × x + b × x.
+pub(crate) fn backward(pg: &ProcessGroup) -> Result<()> {
+    struct Net(Tensor, Tensor);
+    let build = |vb: VarBuilder| -> candle_core::Result<Net> {
+        Ok(Net(vb.get_with_hints(COUNT, "a", Init::Const(0.5))?, vb.get_with_hints(COUNT, "b", Init::Const(0.5))?))
+    };
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    for round in 1..=ROUNDS {
+        let x = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;
+        pg.barrier()?;
+        come_late(pg);
+        let _product = keep_busy(pg.device())?;
+        let loss = ddp.call(|Net(a, b)| (a * &x)?.sum_all()? + (b * &x)?.sum_all()?)?;
+        let grads = ddp.backward(&loss)?;
+        let world_size = pg.world_size();
+        let mean = (0..world_size).map(|rank| (rank + round) as f32).sum::<f32>() / world_size as f32;
+        for var in ddp.parameters() {
+            let gradient = grads.get(&var).expect("it was used").copy()?;
+            assert_all(&gradient, mean, "a gradient was read before it was averaged, or averaged before it was there")?;
+        }
+    }
+    Ok(())
+}

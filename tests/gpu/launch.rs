@@ -1,0 +1,189 @@
+//! Ranks as processes on one or several GPUs.
+use candle_ddp::backend::nccl::device_count;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Names the job of a rank; unset in the test's own process.
+const JOB: &str = "CANDLE_DDP_TEST_JOB";
+/// The folder in which ranks meet, and leave what they found.
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+/// NCCL takes ranks on one GPU when each seems to be on a host of its own.
+const SHARED: [(&str, &str); 12] = [
+    ("CANDLE_DDP_ALLOW_SHARED_GPU", "1"),
+    ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+    ("NCCL_NET", "Socket"),
+    ("NCCL_IB_DISABLE", "1"),
+    ("NCCL_SOCKET_IFNAME", "lo"),
+    ("NCCL_P2P_DISABLE", "1"),
+    ("NCCL_SHM_DISABLE", "1"),
+    ("NCCL_MNNVL_ENABLE", "0"),
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_CUMEM_HOST_ENABLE", "0"),
+    ("NCCL_RAS_ENABLE", "0"),
+    ("NCCL_MAX_CTAS", "2"),
+];
+
+/// How many GPUs there are. Without any, says that `test` is skipped, or fails where `CANDLE_DDP_REQUIRE_GPU` is set.
+pub(crate) fn gpus(test: &str) -> Option<usize> {
+    let reason = match device_count() {
+        Ok(count) => return Some(count),
+        Err(reason) => reason,
+    };
+    assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: {reason}");
+    // Not `eprintln!`, which the test harness would swallow.
+    let line = format!("SKIPPED {test}: {reason}\n");
+    let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+    None
+}
+
+/// What a rank knows of itself.
+pub(crate) struct Place {
+    pub(crate) job: String,
+    folder: PathBuf,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+}
+
+impl Place {
+    /// `None` in the test's own process.
+    pub(crate) fn of_this_process() -> Option<Self> {
+        let number = |name| std::env::var(name).unwrap().parse().unwrap();
+        let job = std::env::var(JOB).ok()?;
+        let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
+        Some(Self { job, folder, rank: number("RANK"), world_size: number("WORLD_SIZE") })
+    }
+
+    pub(crate) fn store(&self) -> PathBuf {
+        self.folder.join("store")
+    }
+
+    /// Tells the test what this rank found.
+    pub(crate) fn report(&self, text: &str) {
+        std::fs::write(report_of(&self.folder, self.rank), text).unwrap();
+    }
+
+    /// Tells the test that this rank is in the middle of its job.
+    pub(crate) fn sign(&self) {
+        std::fs::write(sign_of(&self.folder, self.rank), "").unwrap();
+    }
+}
+
+fn report_of(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("report{rank}"))
+}
+
+fn sign_of(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("sign{rank}"))
+}
+
+/// The ranks of a job.
+pub(crate) struct Ranks {
+    children: Vec<Child>,
+    folder: TempDir,
+}
+
+const PATIENCE: Duration = Duration::from_secs(300);
+
+impl Ranks {
+    /// Starts them, on one GPU each if there are enough.
+    pub(crate) fn start(world_size: usize, job: &str) -> Self {
+        Self::start_with(world_size, job, device_count().unwrap_or(0) < world_size)
+    }
+
+    pub(crate) fn start_without_sharing(world_size: usize, job: &str) -> Self {
+        Self::start_with(world_size, job, false)
+    }
+
+    fn start_with(world_size: usize, job: &str, shared: bool) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let start = |rank: usize| {
+            let output = File::create(folder.path().join(format!("output{rank}"))).unwrap();
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["rank_of_another_test", "--exact", "--nocapture", "--test-threads=1"]);
+            command.env(JOB, job).env(FOLDER, folder.path());
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+            command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", world_size.to_string());
+            if shared {
+                command.envs(SHARED).env("NCCL_HOSTID", format!("rank{rank}"));
+            }
+            command.stdout(output.try_clone().unwrap()).stderr(output).spawn().unwrap()
+        };
+        let children = (0..world_size).map(start).collect();
+        Self { children, folder }
+    }
+
+    fn output(&self, rank: usize) -> String {
+        std::fs::read_to_string(self.folder.path().join(format!("output{rank}"))).unwrap_or_default()
+    }
+
+    /// Waits for rank `rank`; whether it did its job.
+    fn wait(&mut self, rank: usize, deadline: Instant) -> bool {
+        loop {
+            if let Some(status) = self.children[rank].try_wait().unwrap() {
+                return status.success();
+            }
+            assert!(Instant::now() < deadline, "rank {rank} hangs:\n{}", self.output(rank));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Waits for all ranks to do their job; what they report.
+    pub(crate) fn finish(mut self) -> Vec<String> {
+        let ranks: Vec<usize> = (0..self.children.len()).collect();
+        self.reports(&ranks)
+    }
+
+    /// Waits for these ranks to do their job; what they report.
+    pub(crate) fn reports(&mut self, ranks: &[usize]) -> Vec<String> {
+        let deadline = Instant::now() + PATIENCE;
+        for &rank in ranks {
+            assert!(self.wait(rank, deadline), "rank {rank} failed:\n{}", self.output(rank));
+        }
+        ranks
+            .iter()
+            .map(|rank| std::fs::read_to_string(report_of(self.folder.path(), *rank)).unwrap_or_default())
+            .collect()
+    }
+
+    /// Waits for all ranks to end; what they printed.
+    pub(crate) fn outputs(mut self) -> Vec<String> {
+        let deadline = Instant::now() + PATIENCE;
+        (0..self.children.len())
+            .map(|rank| {
+                self.wait(rank, deadline);
+                self.output(rank)
+            })
+            .collect()
+    }
+
+    /// Waits until all ranks are in the middle of their job.
+    pub(crate) fn await_signs(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        for rank in 0..self.children.len() {
+            while !sign_of(self.folder.path(), rank).exists() {
+                assert!(self.children[rank].try_wait().unwrap().is_none(), "rank {rank} ended:\n{}", self.output(rank));
+                assert!(Instant::now() < deadline, "rank {rank} does not start:\n{}", self.output(rank));
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+    }
+
+    /// As the system does when memory is short.
+    pub(crate) fn kill(&mut self, rank: usize) {
+        self.children[rank].kill().unwrap();
+        self.children[rank].wait().unwrap();
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The GPU suite:
+//!
+//! ```text
+//! cargo test --release --features nccl --test gpu
+//! ```
+//!
+//! Ranks are processes: this test binary again, told by an environment variable what to do. When there are fewer GPUs than
+//! ranks, they share: over the loopback interface, as if each were on a host of its own, which is slow and right. Without
+//! a GPU every test says that it is skipped, or fails where CANDLE_DDP_REQUIRE_GPU is set.
+#![cfg(feature = "nccl")]
+#![allow(clippy::unwrap_used)]
+#[path = "../common/mod.rs"]
+mod common;
+mod fences;
+mod launch;
+#[path = "../collectives/matrix.rs"]
+mod matrix;
+#[path = "../collectives/order.rs"]
+#[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
+mod order;
+mod training;
+
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::Communicator;
+use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
+use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
+use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
+use launch::{Place, Ranks, gpus};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An engine under test, on one of its ranks.
+pub(crate) struct Engine {
+    pub(crate) name: &'static str,
+    pub(crate) device: Device,
+    communicator: NcclCommunicator,
+}
+
+impl Engine {
+    fn new(place: &Place) -> Self {
+        let pg = group(place, Duration::from_secs(60));
+        let store: Arc<dyn Store> = Arc::new(FileStore::open(place.store(), Duration::from_secs(60)).unwrap());
+        let store = Arc::new(PrefixStore::new("engine", store));
+        let options = NcclOptions { timeout: Duration::from_secs(60), ..Default::default() };
+        let communicator = NcclCommunicator::new(store, place.rank, place.world_size, pg.device(), options).unwrap();
+        Self { name: "NCCL", device: pg.device().clone(), communicator }
+    }
+
+    /// Runs `body` on this rank, if the world has that size.
+    pub(crate) fn on_ranks<T>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T) -> Vec<T> {
+        if world_size == self.communicator.world_size() { vec![body(&self.communicator)] } else { Vec::new() }
+    }
+}
+
+/// Runs `body` on this rank.
+pub(crate) fn in_all_worlds(engine: &Engine, body: impl Fn(&dyn Communicator)) {
+    body(&engine.communicator);
+}
+
+/// This rank's group.
+fn group(place: &Place, timeout: Duration) -> ProcessGroup {
+    let init_method = format!("file://{}", place.store().display());
+    let options = InitOptions { backend: Backend::Nccl, init_method, timeout, ..Default::default() };
+    init_process_group(options).unwrap()
+}
+
+/// The entrance for ranks: libtest runs it in every process, and it does nothing in the test's own.
+#[test]
+fn rank_of_another_test() {
+    let Some(place) = Place::of_this_process() else { return };
+    match place.job.as_str() {
+        "matrix" => matrix_of(&place),
+        "messages" => {
+            let engine = Engine::new(&place);
+            order::messages_do_not_wait_for_collectives(&engine);
+            order::large_messages_cross(&engine);
+        }
+        "dropped" => order::dropped_works_are_carried_out(&Engine::new(&place)),
+        "auto" => {
+            let options =
+                InitOptions { init_method: format!("file://{}", place.store().display()), ..Default::default() };
+            assert_eq!(init_process_group(options).unwrap().backend(), Backend::Nccl);
+        }
+        "subgroups" => subgroups(&group(&place, Duration::from_secs(60))).unwrap(),
+        "first fence" => fences::first(&group(&place, Duration::from_secs(60))).unwrap(),
+        "second fence" => fences::second(&group(&place, Duration::from_secs(60))).unwrap(),
+        "fences of a backward pass" => fences::backward(&group(&place, Duration::from_secs(60))).unwrap(),
+        "train" => place.report(&training::train(&group(&place, Duration::from_secs(60))).unwrap()),
+        "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
+        "killed" => place.report(&until_failure(&place, &group(&place, Duration::from_secs(300)))),
+        "desync" => place.report(&disagree(&group(&place, Duration::from_secs(3)))),
+        "wrong device" => wrong_device(&group(&place, Duration::from_secs(20))),
+        other => panic!("no such job: {other}"),
+    }
+}
+
+fn matrix_of(place: &Place) {
+    let engine = Engine::new(place);
+    matrix::all_reduce(&engine);
+    matrix::broadcast(&engine);
+    matrix::reduce(&engine);
+    matrix::all_gather(&engine);
+    matrix::reduce_scatter(&engine);
+    matrix::all_to_all(&engine);
+    matrix::gather_and_scatter(&engine);
+    matrix::send_and_recv(&engine);
+    matrix::barrier(&engine);
+    matrix::views_keep_their_surroundings(&engine);
+}
+
+#[test]
+fn collectives_in_a_world_of_one() {
+    collectives(1);
+}
+
+#[test]
+fn collectives_in_a_world_of_two() {
+    collectives(2);
+}
+
+#[test]
+fn collectives_in_a_world_of_three() {
+    collectives(3);
+}
+
+fn collectives(world_size: usize) {
+    if gpus("collectives").is_some() {
+        Ranks::start(world_size, "matrix").finish();
+    }
+}
+
+#[test]
+fn messages_cross_and_do_not_wait_for_collectives() {
+    if gpus("messages_cross_and_do_not_wait_for_collectives").is_some() {
+        Ranks::start(2, "messages").finish();
+    }
+}
+
+#[test]
+fn dropped_works_are_carried_out() {
+    if gpus("dropped_works_are_carried_out").is_some() {
+        Ranks::start(3, "dropped").finish();
+    }
+}
+
+#[test]
+fn auto_takes_nccl_where_there_is_a_gpu() {
+    if gpus("auto_takes_nccl_where_there_is_a_gpu").is_some() {
+        Ranks::start(2, "auto").finish();
+    }
+}
+
+#[test]
+fn ranks_on_one_gpu_are_refused_by_name() {
+    let Some(count) = gpus("ranks_on_one_gpu_are_refused_by_name") else { return };
+    let reports = Ranks::start_without_sharing(count + 1, "auto").outputs();
+    let refusals = ["each rank needs one of its own", "are both on the GPU", "ended the group"];
+    let refused = |report: &String| refusals.iter().any(|refusal| report.contains(refusal));
+    assert!(reports.iter().all(refused), "{reports:#?}");
+}
+
+#[test]
+fn subgroups_are_split_off() {
+    if gpus("subgroups_are_split_off").is_some() {
+        Ranks::start(3, "subgroups").finish();
+    }
+}
+
+/// Groups of the ranks 2 and 0, in that order, and of rank 1.
+fn subgroups(pg: &ProcessGroup) -> Result<()> {
+    let rank = pg.rank();
+    let both = pg.new_group(&[2, 0])?;
+    let one = pg.new_group(&[1])?;
+    assert_eq!((both.is_some(), one.is_some()), (rank != 1, rank == 1));
+    if let Some(both) = &both {
+        assert_eq!(both.rank(), if rank == 2 { 0 } else { 1 });
+        let tensor = Tensor::full(rank as f32 + 1.0, 10, pg.device())?;
+        both.broadcast(&tensor, 0)?;
+        assert_eq!(tensor.to_vec1::<f32>()?, [3.0; 10]);
+        both.all_reduce(&tensor, ReduceOp::Sum)?;
+        assert_eq!(tensor.to_vec1::<f32>()?, [6.0; 10]);
+    }
+    drop((both, one));
+    let tensor = Tensor::ones(5, DType::F32, pg.device())?;
+    pg.all_reduce(&tensor, ReduceOp::Sum)?;
+    assert_eq!(tensor.to_vec1::<f32>()?, [3.0; 5]);
+    Ok(())
+}
+
+#[test]
+fn a_call_comes_after_what_candle_was_told_before() {
+    if gpus("a_call_comes_after_what_candle_was_told_before").is_some() {
+        Ranks::start(2, "first fence").finish();
+    }
+}
+
+#[test]
+fn what_candle_is_told_after_a_wait_comes_after_the_call() {
+    if gpus("what_candle_is_told_after_a_wait_comes_after_the_call").is_some() {
+        Ranks::start(2, "second fence").finish();
+    }
+}
+
+#[test]
+fn gradients_come_after_their_all_reduce() {
+    if gpus("gradients_come_after_their_all_reduce").is_some() {
+        Ranks::start(2, "fences of a backward pass").finish();
+    }
+}
+
+#[test]
+fn ranks_train_like_one_process_with_the_whole_batch() {
+    if gpus("ranks_train_like_one_process_with_the_whole_batch").is_none() {
+        return;
+    }
+    for world_size in [1, 2] {
+        let reports = Ranks::start(world_size, "train").finish();
+        training::assert_like_plain_candle(world_size, &reports);
+    }
+}
+
+#[test]
+fn unused_parameters_hang_nobody() {
+    if gpus("unused_parameters_hang_nobody").is_some() {
+        Ranks::start(2, "unused").finish();
+    }
+}
+
+#[test]
+fn the_death_of_a_rank_ends_all_others_within_seconds() {
+    if gpus("the_death_of_a_rank_ends_all_others_within_seconds").is_none() {
+        return;
+    }
+    let mut ranks = Ranks::start(3, "killed");
+    ranks.await_signs();
+    ranks.kill(1);
+    let start = std::time::Instant::now();
+    for report in ranks.reports(&[0, 2]) {
+        assert!(report.contains("rank 1"), "{report}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(40), "it took {:?}", start.elapsed());
+}
+
+/// All-reduces until one fails; its error.
+fn until_failure(place: &Place, pg: &ProcessGroup) -> String {
+    let tensor = Tensor::ones(4 << 20, DType::F32, pg.device()).unwrap();
+    loop {
+        let reduced = pg.all_reduce_async(&tensor, ReduceOp::Max).and_then(|work| work.synchronize());
+        match reduced {
+            Ok(()) => place.sign(),
+            Err(error) => return error.to_string(),
+        }
+    }
+}
+
+#[test]
+fn ranks_that_call_different_things_are_told_so() {
+    if gpus("ranks_that_call_different_things_are_told_so").is_none() {
+        return;
+    }
+    for report in Ranks::start(2, "desync").finish() {
+        assert!(
+            report.contains("rank 1 called broadcast(f32[10]) where rank 0 called all_reduce(f32[20])"),
+            "{report}"
+        );
+    }
+}
+
+fn disagree(pg: &ProcessGroup) -> String {
+    let tensor = |count| Tensor::ones(count, DType::F32, pg.device()).unwrap();
+    let work = if pg.rank() == 0 {
+        pg.all_reduce_async(&tensor(20), ReduceOp::Sum)
+    } else {
+        pg.broadcast_async(&tensor(10), 0)
+    };
+    // A second call, since one of NCCL's may end without the other side when the data is small.
+    work.and_then(|work| work.synchronize()).and_then(|()| pg.barrier()).unwrap_err().to_string()
+}
+
+#[test]
+fn tensors_of_other_devices_are_refused() {
+    if gpus("tensors_of_other_devices_are_refused").is_some() {
+        Ranks::start(1, "wrong device").finish();
+    }
+}
+
+fn wrong_device(pg: &ProcessGroup) {
+    let refused = |device: &Device| {
+        let tensor = Tensor::ones(3, DType::F32, device).unwrap();
+        pg.all_reduce(&tensor, ReduceOp::Sum).unwrap_err().to_string()
+    };
+    let error = refused(&Device::Cpu);
+    assert!(error.contains("is on Cpu") && error.contains("to_device(pg.device())"), "{error}");
+    let error = refused(&Device::new_cuda(0).unwrap());
+    assert!(error.contains("another candle Device"), "{error}");
+    // Nothing was sent, and the group goes on.
+    pg.barrier().unwrap();
+}

@@ -1,0 +1,78 @@
+//! DistributedDataParallel on GPUs.
+use super::common::{assert_close, fill, floats, tensor, var};
+use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+
+struct Net(Linear, Linear);
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"];
+const STEPS: usize = 20;
+const PER_RANK: usize = 5;
+
+/// Twenty steps, with tiny buckets; the final parameters.
+pub(crate) fn train(pg: &ProcessGroup) -> Result<String> {
+    let varmap = VarMap::new();
+    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    fill(&varmap, 3);
+    let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
+    let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
+    let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
+    for _ in 0..STEPS {
+        let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
+        optimizer.step(&ddp.backward(&loss)?)?;
+    }
+    let parameters = NAMES.map(|name| floats(&var(&varmap, name))).concat();
+    Ok(parameters.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))
+}
+
+/// The same with the whole batch in plain candle, on the CPU.
+pub(crate) fn assert_like_plain_candle(world_size: usize, reports: &[String]) {
+    let varmap = VarMap::new();
+    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 3);
+    let mut optimizer = SGD::new(NAMES.map(|name| var(&varmap, name)).to_vec(), 0.3).unwrap();
+    let x = tensor(&[world_size * PER_RANK, 4], 1);
+    for _ in 0..STEPS {
+        optimizer.backward_step(&net.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+    }
+    let expected = NAMES.map(|name| floats(&var(&varmap, name))).concat();
+    assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");
+    let found: Vec<f32> = reports[0].split(' ').map(|value| value.parse().unwrap()).collect();
+    assert_close(&found, &expected, 1e-4, &format!("{world_size} ranks"));
+}
+
+/// Each rank uses a layer that the other does not, and nobody a third.
+pub(crate) fn unused(pg: &ProcessGroup) -> Result<()> {
+    struct Branches([Linear; 3]);
+    let build = |vb: VarBuilder| -> candle_core::Result<Branches> {
+        Ok(Branches([linear(4, 4, vb.pp("0"))?, linear(4, 4, vb.pp("1"))?, linear(4, 4, vb.pp("2"))?]))
+    };
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, DdpOptions::default())?;
+    let x = Tensor::ones((2, 4), DType::F32, pg.device())?;
+    for _ in 0..3 {
+        let loss = ddp.call(|Branches(layers)| layers[pg.rank() % 2].forward(&x)?.sum_all())?;
+        let grads = ddp.backward(&loss)?;
+        for layer in 0..2 {
+            // Two rows of ones, from one of two ranks.
+            let gradient = grads.get(&var(&varmap, &format!("{layer}.bias"))).expect("a rank used it");
+            assert_eq!(floats(gradient), [1.0; 4]);
+        }
+        assert!(grads.get(&var(&varmap, "2.weight")).is_none());
+    }
+    Ok(())
+}
