@@ -26,6 +26,8 @@ pub struct CpuOptions {
     pub timeout: Duration,
     /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
     pub address: Option<IpAddr>,
+    /// What the data travels through. For tests and measurements.
+    pub transport: CpuTransport,
     /// Bytes that travel at a time where data is reduced or handed on; 128 KiB by default. For tests and measurements.
     pub segment_bytes: usize,
     /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; 128 KiB by
@@ -38,13 +40,47 @@ impl Default for CpuOptions {
         Self {
             timeout: Duration::from_secs(30 * 60),
             address: None,
+            transport: CpuTransport::Auto,
             segment_bytes: 128 * 1024,
             small_bytes: 128 * 1024,
         }
     }
 }
 
-/// One rank of a group whose ranks are connected by TCP and whose tensors are on the CPU.
+/// What the data of a [`CpuCommunicator`] travels through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CpuTransport {
+    /// What the environment variable `CANDLE_DDP_CPU_TRANSPORT` says (`auto`, `tcp` or `shm`; for tests and
+    /// measurements). `auto`, the default, is shared memory when all ranks can map each other's, TCP otherwise.
+    #[default]
+    Auto,
+    /// TCP, also between ranks of one host.
+    Tcp,
+    /// Shared memory; that ranks cannot share it is an error.
+    SharedMemory,
+}
+
+impl CpuTransport {
+    const VARIABLE: &'static str = "CANDLE_DDP_CPU_TRANSPORT";
+
+    /// With `Auto` looked up in the environment.
+    fn resolve(self) -> Result<Self> {
+        let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
+        match value.to_str() {
+            Some("" | "auto") => Ok(Self::Auto),
+            Some("tcp") => Ok(Self::Tcp),
+            Some("shm") => Ok(Self::SharedMemory),
+            _ => Err(Error::InvalidEnvironment {
+                variable: Self::VARIABLE.to_string(),
+                value: value.to_string_lossy().into_owned(),
+                reason: "it is one of auto, tcp, shm".to_string(),
+            }),
+        }
+    }
+}
+
+/// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; otherwise data travels over TCP.
 ///
 /// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
 /// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
@@ -78,7 +114,8 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
         }
-        let CpuOptions { timeout, address, segment_bytes, small_bytes } = options;
+        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes } = options;
+        let transport = transport.resolve()?;
         let tuning = Tuning { segment: segment_bytes, small: small_bytes };
         let start = Instant::now();
         // A time-out beyond what the clock can express means ten years.
@@ -92,13 +129,13 @@ impl CpuCommunicator {
             timeout,
             deadline,
         };
-        let Connections { data, direct, control } = match world_size {
-            1 => Connections { data: vec![], direct: vec![], control: vec![] },
-            _ => connector.connect()?,
+        let (Connections { data, direct, control }, room) = match world_size {
+            1 => (Connections { data: vec![], direct: vec![], control: vec![] }, None),
+            _ => connector.connect().and_then(|connections| connector.share(connections, transport, segment_bytes))?,
         };
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
         let timeout = deadline - start;
-        let group = Group::new(rank, world_size, timeout, Transport::new(data), Transport::new(direct), control);
+        let group = Group::new(rank, world_size, timeout, room, Transport::new(data), Transport::new(direct), control);
         let group = Arc::new(group);
         let lane = |channel| Lane::new(group.clone(), channel, tuning);
         let mut communicator = Self {

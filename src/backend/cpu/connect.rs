@@ -90,7 +90,7 @@ impl Connector<'_> {
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
-    fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
+    pub(super) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 

@@ -6,6 +6,7 @@ use super::failure::Failure;
 use super::frame::{Answer, Farewell, Frame};
 use super::lock;
 use super::progress::Progress;
+use super::shm::Room;
 use super::transport::Transport;
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -17,6 +18,8 @@ pub(super) struct Group {
     pub(super) world_size: usize,
     /// How long a call may take.
     pub(super) timeout: Duration,
+    /// What everything but the control connections is replaced by where all ranks share memory.
+    pub(super) room: Option<Room>,
     /// For collectives.
     pub(super) data: Transport,
     /// For `send` and `recv`, which must not wait for a collective.
@@ -104,6 +107,7 @@ impl Group {
         rank: usize,
         world_size: usize,
         timeout: Duration,
+        room: Option<Room>,
         data: Transport,
         direct: Transport,
         control: Control,
@@ -116,7 +120,8 @@ impl Group {
             next_query: 0,
             over: false,
         };
-        Self { rank, world_size, timeout, data, direct, control, state: Mutex::new(state), changed: Condvar::new() }
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self { rank, world_size, timeout, room, data, direct, control, state, changed }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -170,6 +175,7 @@ impl Group {
         // First the reason, then the end of the data: peers that see the latter wait for the former.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
+        self.room.iter().for_each(Room::close);
         self.data.close();
         self.direct.close();
         failure

@@ -4,6 +4,7 @@ use super::call::{Call, Header};
 use super::failure::Failure;
 use super::group::{Channel, Group};
 use super::session::Session;
+use super::shm::Room;
 use super::{lock, storage};
 use crate::backend::{Collective, Completion, Work};
 use crate::{Error, Result};
@@ -186,7 +187,10 @@ impl Turn<'_> {
         // A panic, which would be a mistake in this engine, must not leave those waiting who queue behind it.
         let result = catch_unwind(AssertUnwindSafe(|| {
             let mut session = Session::new(group, *channel, header, deadline);
-            execute(&mut session, &mut lock(scratch), *tuning, header.call, collective)
+            match &group.room {
+                Some(room) => execute_shared(&session, room, *tuning, header.call, collective),
+                None => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
+            }
         }));
         group.finish(*channel);
         let reason = match result {
@@ -206,6 +210,26 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// Carries out a call through shared memory.
+fn execute_shared(
+    session: &Session,
+    room: &Room,
+    tuning: Tuning,
+    call: Call,
+    collective: &Collective,
+) -> candle_core::Result<Result<(), Failure>> {
+    use storage::{with_mut, with_ref};
+    match collective {
+        Collective::Send { tensor, peer } => with_ref(tensor, |data| session.send_shared(room, data, *peer)),
+        Collective::Recv { tensor, peer } => with_mut(tensor, |data| session.receive_shared(room, data, *peer)),
+        _ => {
+            let result = algorithm::shared::execute(&mut session.post(room), tuning, call, collective)?;
+            Ok(result.map_err(|stall| session.failure(stall)))
+        }
+    }
+}
+
+/// Carries out a call over TCP.
 fn execute(
     session: &mut Session,
     scratch: &mut Scratch,

@@ -1,4 +1,4 @@
-//! The CPU engine: collectives over TCP between the ranks of one host or many.
+//! The CPU engine: collectives over shared memory between the ranks of one host, and over TCP between hosts.
 //!
 //! How it is made (connections, threads, frames, failures, determinism) is told in the `README.md` beside this file.
 mod algorithm;
@@ -13,10 +13,12 @@ mod kernels;
 mod lane;
 mod monitor;
 mod session;
+mod share;
+mod shm;
 mod storage;
 mod transport;
 
-pub use communicator::{CpuCommunicator, CpuOptions};
+pub use communicator::{CpuCommunicator, CpuOptions, CpuTransport};
 
 // Shared with the other engines.
 use super::{call, failure, progress, wire};

@@ -2,6 +2,7 @@
 use super::call::{Call, Header, Operation};
 use super::failure::Failure;
 use super::group::{Channel, Group};
+use super::shm::{Post, Room};
 use super::transport::{Inflow, Outflow, Stall, Transport};
 use std::time::Instant;
 
@@ -74,6 +75,23 @@ impl<'a> Session<'a> {
         self.transport().exchange(&mut outflows, &mut inflows, self.deadline).map_err(|stall| self.failure(stall))
     }
 
+    /// The streams of the collectives in shared memory, for this call.
+    pub(super) fn post<'r>(&self, room: &'r Room) -> Post<'r> {
+        room.post(self.outgoing_head, self.deadline)
+    }
+
+    /// Sends to a peer through shared memory.
+    pub(super) fn send_shared(&self, room: &Room, data: &[u8], peer: usize) -> Result<(), Failure> {
+        let sent = room.send(peer, &self.outgoing_head, data, self.deadline);
+        sent.map_err(|stall| self.failure(stall))
+    }
+
+    /// Receives from a peer through shared memory.
+    pub(super) fn receive_shared(&self, room: &Room, data: &mut [u8], peer: usize) -> Result<(), Failure> {
+        let received = room.receive(peer, &self.incoming_head, data, self.deadline);
+        received.map_err(|stall| self.failure(stall))
+    }
+
     fn transport(&self) -> &'a Transport {
         match self.channel {
             Channel::Collectives => &self.group.data,
@@ -82,7 +100,7 @@ impl<'a> Session<'a> {
     }
 
     /// Finds out what is behind `stall`, and ends the group with it.
-    fn failure(&self, stall: Stall) -> Failure {
+    pub(super) fn failure(&self, stall: Stall) -> Failure {
         match stall {
             Stall::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
             Stall::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),

@@ -61,6 +61,10 @@ impl Transport {
         Self { sockets }
     }
 
+    pub(super) fn into_sockets(self) -> Vec<Option<TcpStream>> {
+        self.sockets
+    }
+
     /// Ends every exchange, now and later, on this rank and (once it has read what came before) on its peers.
     pub(super) fn close(&self) {
         for socket in self.sockets.iter().flatten() {

@@ -5,6 +5,7 @@
 mod all_reduce;
 mod broadcast;
 mod direct;
+pub(super) mod shared;
 
 pub(super) use all_reduce::all_reduce;
 pub(super) use broadcast::{broadcast_from_here, broadcast_to_here};

@@ -1,0 +1,137 @@
+//! How a thread waits for a peer: first awake, then asleep until the peer rings its bell.
+use super::layout::{Layout, Sleeper};
+use super::segment::Segment;
+use super::transport::Stall;
+use rustix::io::Errno;
+use rustix::thread::futex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::time::{Duration, Instant};
+
+/// The bell of one thread of one rank, in that rank's segment.
+///
+/// The sleeper notes for whom it waits before it looks a last time and sleeps; a peer changes what is waited for before
+/// it looks whether somebody waits for it. Each does so with a sequentially consistent fence in between, so that one of
+/// them sees the other. A number that changes with every ring makes a ring between the last look and the sleep end the
+/// sleep, too.
+pub(super) struct Bell {
+    segment: Arc<Segment>,
+    rings: usize,
+    awaited: usize,
+}
+
+/// Nobody sleeps.
+const NOBODY: u32 = 0;
+
+impl Bell {
+    pub(super) fn new(segment: &Arc<Segment>, layout: &Layout, sleeper: Sleeper) -> Self {
+        let offset = layout.bell(sleeper);
+        Self { segment: segment.clone(), rings: offset, awaited: offset + 4 }
+    }
+
+    fn rings(&self) -> &AtomicU32 {
+        self.segment.word(self.rings)
+    }
+
+    fn awaited(&self) -> &AtomicU32 {
+        self.segment.word(self.awaited)
+    }
+
+    /// After rank `rank` has changed what the sleeper may wait for: wakes it if it does.
+    pub(super) fn ring_if_awaited(&self, rank: usize) {
+        fence(Ordering::SeqCst);
+        if self.awaited().load(Ordering::Relaxed) == rank as u32 + 1 {
+            self.ring();
+        }
+    }
+
+    pub(super) fn ring(&self) {
+        self.rings().fetch_add(1, Ordering::Release);
+        // It fails for no reason that could be helped, and sleepers look again now and then.
+        let _ = futex::wake(self.rings(), futex::Flags::empty(), 1);
+    }
+}
+
+/// How long to wait awake.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// With a processor to itself, which costs nothing.
+    pub(super) spin: Duration,
+    /// Letting others run, where ranks outnumber processors.
+    pub(super) yielding: Duration,
+}
+
+/// What a thread waits with.
+pub(super) struct Waiter<'a> {
+    pub(super) bell: &'a Bell,
+    /// The group has failed.
+    pub(super) closed: &'a AtomicBool,
+    pub(super) patience: Patience,
+    pub(super) deadline: Instant,
+}
+
+impl Waiter<'_> {
+    /// Returns once `ready` says so, which `peer` makes happen.
+    pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), Stall> {
+        /// Looks between two looks at the clock.
+        const LOOKS: usize = 32;
+        if ready() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let mut waited = Duration::ZERO;
+        while waited < self.patience.spin {
+            for _ in 0..LOOKS {
+                if ready() {
+                    return Ok(());
+                }
+                std::hint::spin_loop();
+            }
+            self.check_closed(peer)?;
+            waited = start.elapsed();
+        }
+        while waited < self.patience.spin + self.patience.yielding {
+            std::thread::yield_now();
+            if ready() {
+                return Ok(());
+            }
+            self.check_closed(peer)?;
+            waited = start.elapsed();
+        }
+        let result = self.sleep(peer, ready);
+        self.bell.awaited().store(NOBODY, Ordering::Relaxed);
+        result
+    }
+
+    fn sleep(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), Stall> {
+        /// A peer that was killed between its change and the bell leaves no trace but the change.
+        const LONGEST: Duration = Duration::from_millis(100);
+        loop {
+            let rings = self.bell.rings().load(Ordering::Acquire);
+            self.bell.awaited().store(peer as u32 + 1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if ready() {
+                return Ok(());
+            }
+            self.check_closed(peer)?;
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Stall::TimedOut { peers: vec![peer] });
+            }
+            let longest = left.min(LONGEST);
+            let timeout =
+                rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
+            match futex::wait(self.bell.rings(), futex::Flags::empty(), rings, Some(&timeout)) {
+                Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => {}
+                Err(error) => return Err(Stall::System(format!("futex: {error}"))),
+            }
+        }
+    }
+
+    fn check_closed(&self, peer: usize) -> Result<(), Stall> {
+        match self.closed.load(Ordering::Acquire) {
+            false => Ok(()),
+            true => Err(Stall::Closed { peer, reason: "the group has ended".into() }),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Where what lies in a segment.
+use std::ops::Range;
+
+/// The layout of every rank's segment: equal on all ranks, and a function of these numbers alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) struct Layout {
+    pub(super) world_size: usize,
+    /// Slots of a rank's outbox for collectives, which all peers read; a power of two.
+    pub(super) slots: usize,
+    /// Bytes of such a slot.
+    pub(super) capacity: usize,
+    /// Slots of a rank's outbox for messages to one peer; a power of two.
+    pub(super) direct_slots: usize,
+    /// Bytes of such a slot.
+    pub(super) direct_capacity: usize,
+}
+
+/// A ring of slots: first a line for each slot's stamp and header, then the slots themselves.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ring {
+    offset: usize,
+    pub(super) slots: usize,
+    pub(super) capacity: usize,
+}
+
+/// What different ranks write stands two cache lines apart, since processors fetch lines in pairs.
+const LINE: usize = 128;
+const PAGE: usize = 4096;
+
+/// Who sleeps.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Sleeper {
+    Collectives,
+    SendTo(usize),
+    RecvFrom(usize),
+}
+
+impl Layout {
+    /// How many slots a rank can fill before the slowest reader has read the first.
+    const SLOTS: usize = 8;
+    const DIRECT_SLOTS: usize = 4;
+    /// The most that all outboxes of a rank take, per kind; a rank pair's are 4 MiB and 1 MiB at most.
+    const LARGEST_SLOT: usize = 2 << 20;
+    const LARGEST_DIRECT: usize = 4 << 20;
+    const DIRECT_SLOT: usize = 128 << 10;
+
+    /// For slots that hold `part` bytes for each peer, in a world of at least two.
+    pub(in super::super) fn new(world_size: usize, part: usize) -> Self {
+        let peers = world_size - 1;
+        let capacity = part.saturating_mul(peers).min(Self::LARGEST_SLOT.max(part)).max(LINE * peers);
+        let direct = part.min(Self::DIRECT_SLOT).min(Self::LARGEST_DIRECT / (Self::DIRECT_SLOTS * peers)).max(LINE);
+        Self {
+            world_size,
+            slots: Self::SLOTS,
+            capacity: round_up(capacity, LINE),
+            direct_slots: Self::DIRECT_SLOTS,
+            direct_capacity: round_up(direct, LINE),
+        }
+    }
+
+    /// Two words: the bell of one of this rank's threads, and whom it waits for.
+    pub(super) fn bell(&self, sleeper: Sleeper) -> usize {
+        let index = match sleeper {
+            Sleeper::Collectives => 0,
+            Sleeper::SendTo(peer) => 1 + 2 * peer,
+            Sleeper::RecvFrom(peer) => 2 + 2 * peer,
+        };
+        LINE * index
+    }
+
+    /// A word: how many slots of `peer`'s outbox for collectives this rank is done with.
+    pub(super) fn passed(&self, peer: usize) -> usize {
+        LINE * (1 + 2 * self.world_size + peer)
+    }
+
+    /// A word: the same for the messages of `peer` to this rank.
+    pub(super) fn direct_passed(&self, peer: usize) -> usize {
+        LINE * (1 + 3 * self.world_size + peer)
+    }
+
+    pub(super) fn ring(&self) -> Ring {
+        let offset = round_up(LINE * (1 + 4 * self.world_size), PAGE);
+        Ring { offset, slots: self.slots, capacity: self.capacity }
+    }
+
+    /// This rank's messages to the `index`-th of its peers.
+    fn direct(&self, index: usize) -> Ring {
+        let first = Ring { offset: self.ring().end(), slots: self.direct_slots, capacity: self.direct_capacity };
+        Ring { offset: first.offset + index * (first.end() - first.offset), ..first }
+    }
+
+    /// The messages of rank `from` to rank `to`, in the segment of the former.
+    pub(super) fn direct_ring(&self, from: usize, to: usize) -> Ring {
+        self.direct(to - usize::from(to > from))
+    }
+
+    /// Bytes of a segment. Absurd sizes are the system's to refuse.
+    pub(super) fn size(&self) -> usize {
+        self.direct(self.world_size - 1).offset
+    }
+}
+
+impl Ring {
+    /// Where the stamp and the header of a slot stand.
+    pub(super) fn line(&self, position: u32) -> usize {
+        self.offset + LINE * self.index(position)
+    }
+
+    pub(super) fn slot(&self, position: u32) -> Range<usize> {
+        let start = self.offset + LINE * self.slots + self.capacity * self.index(position);
+        start..start + self.capacity
+    }
+
+    fn index(&self, position: u32) -> usize {
+        position as usize % self.slots
+    }
+
+    fn end(&self) -> usize {
+        round_up(self.offset.saturating_add(self.slots.saturating_mul(LINE.saturating_add(self.capacity))), PAGE)
+    }
+}
+
+fn round_up(bytes: usize, unit: usize) -> usize {
+    bytes.checked_next_multiple_of(unit).unwrap_or(usize::MAX / unit * unit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps() {
+        for world_size in [2, 3, 8, 64] {
+            for part in [1, 100, 128 << 10, 1 << 20] {
+                let layout = Layout::new(world_size, part);
+                let mut pieces: Vec<Range<usize>> = Vec::new();
+                let mut word = |offset: usize| pieces.push(offset..offset + 8);
+                word(layout.bell(Sleeper::Collectives));
+                for peer in 0..world_size {
+                    word(layout.bell(Sleeper::SendTo(peer)));
+                    word(layout.bell(Sleeper::RecvFrom(peer)));
+                    word(layout.passed(peer));
+                    word(layout.direct_passed(peer));
+                }
+                let own = world_size / 2;
+                let direct = (0..world_size).filter(|peer| *peer != own).map(|peer| layout.direct_ring(own, peer));
+                for ring in std::iter::once(layout.ring()).chain(direct) {
+                    for position in 0..ring.slots as u32 {
+                        pieces.push(ring.line(position)..ring.line(position) + 64);
+                        pieces.push(ring.slot(position));
+                    }
+                }
+                pieces.sort_by_key(|piece| piece.start);
+                assert!(pieces.windows(2).all(|pair| pair[0].end <= pair[1].start), "{layout:?}");
+                assert!(pieces.last().unwrap().end <= layout.size());
+                // What the README promises.
+                assert!(layout.size() <= (16 << 20) / 2 * (world_size - 1), "{layout:?}: {}", layout.size());
+            }
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! The shared memory of one group, as one of its ranks uses it.
+use super::bell::{Bell, Patience, Waiter};
+use super::call::Header;
+use super::kernels::Source;
+use super::layout::{Layout, Sleeper};
+use super::lock;
+use super::segment::Segment;
+use super::slot::Slot;
+use super::stream::{Inbox, Outbox, Reader};
+use super::transport::Stall;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// All streams of one rank.
+pub(in super::super) struct Room {
+    rank: usize,
+    layout: Layout,
+    patience: Patience,
+    /// The group has failed: nobody waits any more.
+    closed: AtomicBool,
+    own: Arc<Segment>,
+    collectives: Mutex<Streams>,
+    /// By peer; `None` for this rank itself.
+    sends: Vec<Option<Mutex<(Bell, Outbox)>>>,
+    recvs: Vec<Option<Mutex<(Bell, Inbox)>>>,
+}
+
+/// The streams of the collectives: one from every rank to all others.
+struct Streams {
+    bell: Bell,
+    outbox: Outbox,
+    /// By rank; `None` for this rank itself.
+    inboxes: Vec<Option<Inbox>>,
+}
+
+impl Room {
+    /// Over the segments of all ranks, in rank order, which are as `layout` says.
+    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>], patience: Patience) -> Self {
+        let own = segments[rank].clone();
+        let bell = |rank: usize, sleeper: Sleeper| Bell::new(&segments[rank], &layout, sleeper);
+        let reader = |peer: usize, passed: usize, sleeper: Sleeper| {
+            Reader { rank: peer, bell: bell(peer, sleeper), segment: segments[peer].clone(), passed, seen: 0 }
+        };
+        let outbox = |ring, readers: Vec<Reader>| Outbox { rank, ring, segment: own.clone(), readers, position: 0 };
+        let inbox = |writer: usize, ring, passed: usize, sleeper: Sleeper| Inbox {
+            rank,
+            writer,
+            ring,
+            segment: segments[writer].clone(),
+            own: own.clone(),
+            passed,
+            writer_bell: bell(writer, sleeper),
+            position: 0,
+        };
+        let collectives = Streams {
+            bell: bell(rank, Sleeper::Collectives),
+            outbox: outbox(
+                layout.ring(),
+                (0..layout.world_size)
+                    .filter(|peer| *peer != rank)
+                    .map(|peer| reader(peer, layout.passed(rank), Sleeper::Collectives))
+                    .collect(),
+            ),
+            inboxes: by_peer(rank, layout, |peer| {
+                inbox(peer, layout.ring(), layout.passed(peer), Sleeper::Collectives)
+            }),
+        };
+        let sends = by_peer(rank, layout, |peer| {
+            let reader = reader(peer, layout.direct_passed(rank), Sleeper::RecvFrom(rank));
+            let outbox = outbox(layout.direct_ring(rank, peer), vec![reader]);
+            Mutex::new((bell(rank, Sleeper::SendTo(peer)), outbox))
+        });
+        let recvs = by_peer(rank, layout, |peer| {
+            let (ring, passed) = (layout.direct_ring(peer, rank), layout.direct_passed(peer));
+            Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
+        });
+        let collectives = Mutex::new(collectives);
+        Self { rank, layout, patience, closed: AtomicBool::new(false), collectives, sends, recvs, own }
+    }
+
+    /// Ends every wait of this rank, now and later.
+    pub(in super::super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        let direct = (0..self.layout.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
+        for sleeper in direct.chain([Sleeper::Collectives]) {
+            Bell::new(&self.own, &self.layout, sleeper).ring();
+        }
+    }
+
+    /// The streams of the collectives for one call, whose slots begin with `head`.
+    pub(in super::super) fn post(&self, head: [u8; Header::BYTES], deadline: Instant) -> Post<'_> {
+        Post { room: self, streams: lock(&self.collectives), head, deadline }
+    }
+
+    /// Sends `data` to rank `peer`.
+    pub(in super::super) fn send(
+        &self,
+        peer: usize,
+        head: &[u8; Header::BYTES],
+        data: &[u8],
+        deadline: Instant,
+    ) -> Result<(), Stall> {
+        let (bell, outbox) = &mut *lock(stream(&self.sends, peer)?);
+        let waiter = self.waiter(bell, deadline);
+        for piece in pieces(data.len(), self.layout.direct_capacity) {
+            outbox.publish(&waiter, head, |slot| slot.write(&data[piece]))?;
+        }
+        Ok(())
+    }
+
+    /// `data` becomes what rank `peer` sends.
+    pub(in super::super) fn receive(
+        &self,
+        peer: usize,
+        head: &[u8; Header::BYTES],
+        data: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), Stall> {
+        let (bell, inbox) = &mut *lock(stream(&self.recvs, peer)?);
+        let waiter = self.waiter(bell, deadline);
+        for piece in pieces(data.len(), self.layout.direct_capacity) {
+            inbox.receive(&waiter, head)?;
+            inbox.slot().read(&mut data[piece]);
+            inbox.release();
+        }
+        Ok(())
+    }
+
+    fn waiter<'a>(&'a self, bell: &'a Bell, deadline: Instant) -> Waiter<'a> {
+        Waiter { bell, closed: &self.closed, patience: self.patience, deadline }
+    }
+}
+
+fn by_peer<T>(rank: usize, layout: Layout, make: impl Fn(usize) -> T) -> Vec<Option<T>> {
+    (0..layout.world_size).map(|peer| (peer != rank).then(|| make(peer))).collect()
+}
+
+fn stream<T>(streams: &[Option<T>], peer: usize) -> Result<&T, Stall> {
+    let stream = streams.get(peer).and_then(Option::as_ref);
+    stream.ok_or_else(|| Stall::System(format!("there is no shared memory with rank {peer}")))
+}
+
+/// What fits into the slots of a message of `bytes`, one after the other. An empty message takes one slot, too.
+pub(in super::super) fn pieces(bytes: usize, capacity: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes.max(1)).step_by(capacity).map(move |start| start..start.saturating_add(capacity).min(bytes))
+}
+
+/// One call's use of the streams of the collectives. All ranks publish, receive and skip as the call demands, so that
+/// they agree on what every slot of every stream holds.
+pub(in super::super) struct Post<'a> {
+    room: &'a Room,
+    streams: MutexGuard<'a, Streams>,
+    head: [u8; Header::BYTES],
+    deadline: Instant,
+}
+
+impl Post<'_> {
+    pub(in super::super) fn rank(&self) -> usize {
+        self.room.rank
+    }
+
+    pub(in super::super) fn world_size(&self) -> usize {
+        self.room.layout.world_size
+    }
+
+    pub(in super::super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank();
+        (0..self.world_size()).filter(move |peer| *peer != rank)
+    }
+
+    /// Bytes of a slot.
+    pub(in super::super) fn capacity(&self) -> usize {
+        self.room.layout.capacity
+    }
+
+    /// Sends a slot to all peers. `fill` writes its payload, and may read the slots that were received last.
+    pub(in super::super) fn publish(&mut self, fill: impl FnOnce(Slot, Arrived)) -> Result<(), Stall> {
+        let Streams { bell, outbox, inboxes } = &mut *self.streams;
+        outbox.publish(&self.room.waiter(bell, self.deadline), &self.head, |slot| fill(slot, Arrived(inboxes)))
+    }
+
+    /// Waits for the next slot of every peer.
+    pub(in super::super) fn receive_all(&mut self) -> Result<(), Stall> {
+        let Streams { bell, inboxes, .. } = &mut *self.streams;
+        let waiter = self.room.waiter(bell, self.deadline);
+        inboxes.iter_mut().flatten().try_for_each(|inbox| inbox.receive(&waiter, &self.head))
+    }
+
+    /// The slots that were received last.
+    pub(in super::super) fn arrived(&self) -> Arrived<'_> {
+        Arrived(&self.streams.inboxes)
+    }
+
+    /// Gives back what was received from all peers.
+    pub(in super::super) fn release_all(&mut self) {
+        self.streams.inboxes.iter().flatten().for_each(Inbox::release);
+    }
+
+    /// Waits for the next slot of rank `peer`, gives it to `read`, and gives it back.
+    pub(in super::super) fn take(&mut self, peer: usize, read: impl FnOnce(Slot)) -> Result<(), Stall> {
+        let Streams { bell, inboxes, .. } = &mut *self.streams;
+        let inbox = inbox_mut(inboxes, peer)?;
+        inbox.receive(&self.room.waiter(bell, self.deadline), &self.head)?;
+        read(inbox.slot());
+        inbox.release();
+        Ok(())
+    }
+
+    /// Passes the next `count` slots of rank `peer`, which are for others.
+    pub(in super::super) fn skip(&mut self, peer: usize, count: usize) -> Result<(), Stall> {
+        inbox_mut(&mut self.streams.inboxes, peer)?.skip(count);
+        Ok(())
+    }
+}
+
+fn inbox_mut(inboxes: &mut [Option<Inbox>], peer: usize) -> Result<&mut Inbox, Stall> {
+    let inbox = inboxes.get_mut(peer).and_then(Option::as_mut);
+    inbox.ok_or_else(|| Stall::System(format!("there is no shared memory with rank {peer}")))
+}
+
+/// The slots that were received last, one from each peer.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Arrived<'a>(&'a [Option<Inbox>]);
+
+impl<'a> Arrived<'a> {
+    /// What is reduced, in rank order: `own` of this rank, and of every peer the given part of its slot.
+    pub(in super::super) fn sources(self, own: Source<'a>, part: impl Fn(usize) -> Range<usize>) -> Vec<Source<'a>> {
+        let source = |(rank, inbox): (usize, &'a Option<Inbox>)| match inbox {
+            Some(inbox) => Source::Shared(inbox.slot().part(part(rank))),
+            None => own,
+        };
+        self.0.iter().enumerate().map(source).collect()
+    }
+}

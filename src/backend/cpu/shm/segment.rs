@@ -1,0 +1,89 @@
+//! One piece of memory, made by one rank and mapped by all.
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::ffi::c_void;
+use std::io::{Error, Result};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32;
+
+/// A mapping of shared memory. It has no name in any file system: it is gone with the last process that maps it.
+pub(super) struct Segment {
+    base: NonNull<u8>,
+    size: usize,
+}
+
+// SAFETY: the mapping belongs to no thread. All access goes through atomics, or through raw pointers within its bounds
+// (`Slot`), so that it is sound whatever other threads and processes do to the bytes.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+/// What a segment's size can no longer do.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+impl Segment {
+    /// Makes `size` bytes of zeros, all of them reserved: that there is not enough memory comes out here, and not as a
+    /// signal later. Peers find the file under `/proc`, by its name.
+    pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, size as u64)?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
+        // Nobody can take the memory away under a peer, which would die of it.
+        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        Ok((Self::map(&fd, size)?, fd))
+    }
+
+    /// Maps the segment that process `pid` made as `fd`, if it is there, and is what it should be.
+    pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<Self> {
+        let path = format!("/proc/{pid}/fd/{fd}");
+        // In another process namespace the same numbers stand for something else, which must not be touched.
+        let link = rustix::fs::readlink(&path, Vec::new())?;
+        let expected = format!("/memfd:{name} (deleted)");
+        if link.as_bytes() != expected.as_bytes() {
+            return Err(Error::other(format!("{path} is {link:?} here, and not {expected:?}")));
+        }
+        let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+        let found = rustix::fs::fstat(&fd)?.st_size;
+        if u64::try_from(found) != Ok(size as u64) || !rustix::fs::fcntl_get_seals(&fd)?.contains(SEALS) {
+            return Err(Error::other(format!("{path} is no segment of {size} bytes")));
+        }
+        Self::map(&fd, size)
+    }
+
+    fn map(fd: &OwnedFd, size: usize) -> Result<Self> {
+        debug_assert!(fd.as_raw_fd() >= 0);
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a new mapping, at an address that the system chooses, overlaps nothing.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)?
+        };
+        let base = NonNull::new(base.cast()).ok_or_else(|| Error::other("mmap returned address 0"))?;
+        Ok(Self { base, size })
+    }
+
+    /// The word at `offset`, for which the layout is responsible.
+    pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.size, "no word at {offset} of {}", self.size);
+        // SAFETY: within the mapping, which lives as long as `self`, and aligned, since mappings begin at pages. Words
+        // are accessed as atomics only, by all processes: the layout keeps payload away from them.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// Where the `length` bytes at `offset` begin.
+    pub(super) fn bytes(&self, offset: usize, length: usize) -> NonNull<u8> {
+        assert!(offset.checked_add(length).is_some_and(|end| end <= self.size), "no {length} bytes at {offset}");
+        // SAFETY: within the mapping.
+        unsafe { self.base.add(offset) }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: nothing borrows the mapping any more: `word` and `Slot` borrow `self`.
+        let result = unsafe { rustix::mm::munmap(self.base.as_ptr().cast::<c_void>(), self.size) };
+        if let Err(error) = result {
+            log::error!("munmap: {error}");
+        }
+    }
+}

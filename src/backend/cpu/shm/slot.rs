@@ -1,0 +1,51 @@
+//! Payload in shared memory.
+use super::segment::Segment;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// Bytes in shared memory, which are only ever copied in and out.
+///
+/// There is never a reference to them. Writer and readers take turns (see `stream.rs`), but that is a matter between
+/// processes, which this one cannot rely on for its soundness: a peer that does not keep to it makes the values that are
+/// read meaningless, and nothing else, since no decision depends on them.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Slot<'a> {
+    start: NonNull<u8>,
+    length: usize,
+    segment: PhantomData<&'a Segment>,
+}
+
+impl<'a> Slot<'a> {
+    pub(super) fn new(segment: &'a Segment, range: Range<usize>) -> Self {
+        Self { start: segment.bytes(range.start, range.len()), length: range.len(), segment: PhantomData }
+    }
+
+    pub(in super::super) fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.length, "{range:?} of a slot of {} bytes", self.length);
+        // SAFETY: within the slot.
+        Self { start: unsafe { self.start.add(range.start) }, length: range.len(), segment: PhantomData }
+    }
+
+    pub(super) fn len(self) -> usize {
+        self.length
+    }
+
+    pub(super) fn as_ptr(self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Copies `bytes` to the start of the slot.
+    pub(in super::super) fn write(self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.length);
+        // SAFETY: as long as both; private memory and a mapping do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
+    }
+
+    /// Copies the start of the slot to `bytes`.
+    pub(in super::super) fn read(self, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.length);
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(self.as_ptr(), bytes.as_mut_ptr(), bytes.len()) }
+    }
+}

@@ -1,0 +1,127 @@
+//! A stream of slots from one rank to others, through a ring in the writer's segment.
+//!
+//! Slots are numbered from 0, and slot `n` lies in the ring at `n` modulo its length. The stamp of slot `n` is `n + 1`,
+//! written last and with release order; a reader that sees it, with acquire order, sees the header and the payload. A
+//! reader counts in a word of its own segment the slots that it has passed, with release order, and the writer reuses a
+//! slot when all readers have passed it. Numbers wrap; differences do not.
+use super::bell::{Bell, Waiter};
+use super::call::Header;
+use super::layout::Ring;
+use super::segment::Segment;
+use super::slot::Slot;
+use super::transport::Stall;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The writer's end.
+pub(in super::super) struct Outbox {
+    pub(super) rank: usize,
+    pub(super) ring: Ring,
+    pub(super) segment: Arc<Segment>,
+    pub(super) readers: Vec<Reader>,
+    /// The number of the next slot.
+    pub(super) position: u32,
+}
+
+/// Who reads, as the writer sees it.
+pub(super) struct Reader {
+    pub(super) rank: usize,
+    pub(super) bell: Bell,
+    pub(super) segment: Arc<Segment>,
+    /// Where in its segment it counts what it has passed.
+    pub(super) passed: usize,
+    /// What it had passed when that was last needed.
+    pub(super) seen: u32,
+}
+
+/// A reader's end.
+pub(in super::super) struct Inbox {
+    pub(super) rank: usize,
+    pub(super) writer: usize,
+    pub(super) ring: Ring,
+    pub(super) segment: Arc<Segment>,
+    /// In the reader's own segment.
+    pub(super) own: Arc<Segment>,
+    pub(super) passed: usize,
+    pub(super) writer_bell: Bell,
+    /// The number of the next slot.
+    pub(super) position: u32,
+}
+
+/// The words of a header as they lie behind the stamp.
+const HEADER_WORDS: usize = Header::BYTES / 4;
+
+/// The words of an encoded header.
+fn words(header: &[u8; Header::BYTES]) -> impl Iterator<Item = u32> + '_ {
+    header.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word))
+}
+
+impl Outbox {
+    /// Sends a slot that `fill` writes the payload of.
+    pub(super) fn publish(
+        &mut self,
+        waiter: &Waiter,
+        header: &[u8; Header::BYTES],
+        fill: impl FnOnce(Slot),
+    ) -> Result<(), Stall> {
+        let (position, slots) = (self.position, self.ring.slots as u32);
+        for reader in &mut self.readers {
+            // A reader may be ahead: it passes slots that are not for it before they are written.
+            let is_free = |passed: u32| (position.wrapping_sub(passed) as i32) < slots as i32;
+            if !is_free(reader.seen) {
+                let passed = reader.segment.word(reader.passed);
+                waiter.wait(reader.rank, || is_free(passed.load(Ordering::Acquire)))?;
+                reader.seen = passed.load(Ordering::Acquire);
+            }
+        }
+        let line = self.ring.line(position);
+        for (index, word) in words(header).enumerate() {
+            self.segment.word(line + 4 + 4 * index).store(word, Ordering::Relaxed);
+        }
+        fill(Slot::new(&self.segment, self.ring.slot(position)));
+        self.position = position.wrapping_add(1);
+        self.segment.word(line).store(self.position, Ordering::Release);
+        for reader in &self.readers {
+            reader.bell.ring_if_awaited(self.rank);
+        }
+        Ok(())
+    }
+}
+
+impl Inbox {
+    /// Waits for the next slot, and checks that it belongs to the same call. It stays until [`release`](Self::release).
+    pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), Stall> {
+        let line = self.ring.line(self.position);
+        let stamp = self.position.wrapping_add(1);
+        let word = self.segment.word(line);
+        waiter.wait(self.writer, || word.load(Ordering::Acquire) == stamp)?;
+        let header: [&AtomicU32; HEADER_WORDS] = std::array::from_fn(|index| self.segment.word(line + 4 + 4 * index));
+        let header = header.map(|word| word.load(Ordering::Relaxed));
+        if !words(expected).eq(header) {
+            let mut received = [0; Header::BYTES];
+            for (bytes, word) in received.as_chunks_mut::<4>().0.iter_mut().zip(header) {
+                *bytes = word.to_ne_bytes();
+            }
+            return Err(Stall::Header { peer: self.writer, received });
+        }
+        self.position = stamp;
+        Ok(())
+    }
+
+    /// The slot that was received last.
+    pub(super) fn slot(&self) -> Slot<'_> {
+        Slot::new(&self.segment, self.ring.slot(self.position.wrapping_sub(1)))
+    }
+
+    /// Gives the slots that were received back to the writer.
+    pub(super) fn release(&self) {
+        self.own.word(self.passed).store(self.position, Ordering::Release);
+        self.writer_bell.ring_if_awaited(self.rank);
+    }
+
+    /// Passes `count` slots that are not for this rank.
+    pub(super) fn skip(&mut self, count: usize) {
+        self.position = self.position.wrapping_add(count as u32);
+        self.release();
+    }
+}
