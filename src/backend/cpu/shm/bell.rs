@@ -52,21 +52,20 @@ impl Bell {
     }
 }
 
-/// How long to wait awake.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    /// With a processor to itself, which costs nothing.
-    pub(super) spin: Duration,
-    /// Letting others run, where ranks outnumber processors.
-    pub(super) yielding: Duration,
-}
+/// How long to wait awake: first without letting go of the processor, which is fastest when the peer runs on another
+/// one, then letting others run, which is fastest when it does not.
+///
+/// Measured with 2 and 4 ranks on 2 cores that were busy with other programs, too: without the second, an `all_reduce` of
+/// 8 bytes took 2.5 ms with a spin of 1 ms and 90 us with one of 50 us, and with it 12 to 17 us with a spin of 2 to 5 us;
+/// 0.8 us in all cases while both ranks had a core each. With both at zero, small messages took 1.5 times as long.
+const SPIN: Duration = Duration::from_micros(1);
+const YIELD: Duration = Duration::from_micros(50);
 
 /// What a thread waits with.
 pub(super) struct Waiter<'a> {
     pub(super) bell: &'a Bell,
     /// The group has failed.
     pub(super) closed: &'a AtomicBool,
-    pub(super) patience: Patience,
     pub(super) deadline: Instant,
 }
 
@@ -80,7 +79,7 @@ impl Waiter<'_> {
         }
         let start = Instant::now();
         let mut waited = Duration::ZERO;
-        while waited < self.patience.spin {
+        while waited < SPIN {
             for _ in 0..LOOKS {
                 if ready() {
                     return Ok(());
@@ -90,7 +89,7 @@ impl Waiter<'_> {
             self.check_closed(peer)?;
             waited = start.elapsed();
         }
-        while waited < self.patience.spin + self.patience.yielding {
+        while waited < SPIN + YIELD {
             std::thread::yield_now();
             if ready() {
                 return Ok(());

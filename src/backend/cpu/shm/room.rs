@@ -1,5 +1,5 @@
 //! The shared memory of one group, as one of its ranks uses it.
-use super::bell::{Bell, Patience, Waiter};
+use super::bell::{Bell, Waiter};
 use super::call::Header;
 use super::kernels::Source;
 use super::layout::{Layout, Sleeper};
@@ -17,7 +17,6 @@ use std::time::Instant;
 pub(in super::super) struct Room {
     rank: usize,
     layout: Layout,
-    patience: Patience,
     /// The group has failed: nobody waits any more.
     closed: AtomicBool,
     own: Arc<Segment>,
@@ -37,7 +36,7 @@ struct Streams {
 
 impl Room {
     /// Over the segments of all ranks, in rank order, which are as `layout` says.
-    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>], patience: Patience) -> Self {
+    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
         let own = segments[rank].clone();
         let bell = |rank: usize, sleeper: Sleeper| Bell::new(&segments[rank], &layout, sleeper);
         let reader = |peer: usize, passed: usize, sleeper: Sleeper| {
@@ -77,7 +76,7 @@ impl Room {
             Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
         });
         let collectives = Mutex::new(collectives);
-        Self { rank, layout, patience, closed: AtomicBool::new(false), collectives, sends, recvs, own }
+        Self { rank, layout, closed: AtomicBool::new(false), collectives, sends, recvs, own }
     }
 
     /// Ends every wait of this rank, now and later.
@@ -129,7 +128,7 @@ impl Room {
     }
 
     fn waiter<'a>(&'a self, bell: &'a Bell, deadline: Instant) -> Waiter<'a> {
-        Waiter { bell, closed: &self.closed, patience: self.patience, deadline }
+        Waiter { bell, closed: &self.closed, deadline }
     }
 }
 
@@ -185,7 +184,20 @@ impl Post<'_> {
     pub(in super::super) fn receive_all(&mut self) -> Result<(), Stall> {
         let Streams { bell, inboxes, .. } = &mut *self.streams;
         let waiter = self.room.waiter(bell, self.deadline);
-        inboxes.iter_mut().flatten().try_for_each(|inbox| inbox.receive(&waiter, &self.head))
+        for index in 0..inboxes.len() {
+            let Some(inbox) = &inboxes[index] else { continue };
+            // A peer that is in another call may be the reason why the one in turn does not come.
+            let is_foreign = |inbox: &Inbox| inbox.is_foreign(&self.head);
+            let others = &inboxes[index + 1..];
+            waiter.wait(inbox.writer, || inbox.has_arrived() || others.iter().flatten().any(is_foreign))?;
+            if let Some(foreign) = inboxes[index..].iter_mut().flatten().find(|inbox| is_foreign(inbox)) {
+                return foreign.accept(&self.head);
+            }
+            if let Some(inbox) = &mut inboxes[index] {
+                inbox.accept(&self.head)?;
+            }
+        }
+        Ok(())
     }
 
     /// The slots that were received last.
