@@ -91,7 +91,10 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
     // One rank does not want to: the others hear which one.
     let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Tcp)]);
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
-    assert!(warnings.len() == 1 && warnings[0].contains("rank 0: no memory is shared with rank(s) [1]"), "{warnings:?}");
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("rank 0: no memory is shared with rank(s) [1]"),
+        "{warnings:?}"
+    );
 
     // No memory, but no way without it.
     let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };

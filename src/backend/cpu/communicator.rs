@@ -136,7 +136,9 @@ impl CpuCommunicator {
         };
         let (Connections { data, direct, control }, room) = match world_size {
             1 => (Connections { data: vec![], direct: vec![], control: vec![] }, None),
-            _ => connector.connect().and_then(|connections| connector.share(connections, transport, tune(Tuning::SHARED).segment))?,
+            _ => connector
+                .connect()
+                .and_then(|connections| connector.share(connections, transport, tune(Tuning::SHARED).segment))?,
         };
         let tuning = tune(if room.is_some() { Tuning::SHARED } else { Tuning::TCP });
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;

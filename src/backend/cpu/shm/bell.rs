@@ -118,8 +118,7 @@ impl Waiter<'_> {
                 return Err(Stall::TimedOut { peers: vec![peer] });
             }
             let longest = left.min(LONGEST);
-            let timeout =
-                rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
+            let timeout = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
             match futex::wait(self.bell.rings(), futex::Flags::empty(), rings, Some(&timeout)) {
                 Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => {}
                 Err(error) => return Err(Stall::System(format!("futex: {error}"))),

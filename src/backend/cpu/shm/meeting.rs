@@ -18,7 +18,11 @@ use std::time::Instant;
 pub(in super::super) enum Meeting {
     Room(Room),
     /// Ranks on several hosts, or told to use TCP, or this host refuses: what there is to say.
-    Apart { peers: Vec<usize>, reason: String, same_host: bool },
+    Apart {
+        peers: Vec<usize>,
+        reason: String,
+        same_host: bool,
+    },
 }
 
 /// Meets the other ranks. `layout` is `None` on a rank that wants TCP.

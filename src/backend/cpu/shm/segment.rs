@@ -19,6 +19,9 @@ unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
+/// Far beyond what any layout with the engine's own sizes needs.
+const LARGEST: usize = 256 << 20;
+
 /// What a segment's size can no longer do.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
@@ -26,6 +29,10 @@ impl Segment {
     /// Makes `size` bytes of zeros, all of them reserved: that there is not enough memory comes out here, and not as a
     /// signal later. Peers find the file under `/proc`, by its name.
     pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
+        // The system would reserve page after page, until it has to end a process for want of memory.
+        if size > LARGEST {
+            return Err(Error::other(format!("that is more than the {LARGEST} that a rank may take")));
+        }
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, size as u64)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
@@ -55,9 +62,8 @@ impl Segment {
         debug_assert!(fd.as_raw_fd() >= 0);
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping, at an address that the system chooses, overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)?
-        };
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)? };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::other("mmap returned address 0"))?;
         Ok(Self { base, size })
     }
