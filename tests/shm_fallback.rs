@@ -1,4 +1,5 @@
 //! Ranks that cannot share memory, or shall not: they use TCP, and say so once.
+#![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};

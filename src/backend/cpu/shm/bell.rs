@@ -2,8 +2,6 @@
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
 use super::transport::Stall;
-use rustix::io::Errno;
-use rustix::thread::futex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
@@ -47,8 +45,7 @@ impl Bell {
 
     pub(super) fn ring(&self) {
         self.rings().fetch_add(1, Ordering::Release);
-        // It fails for no reason that could be helped, and sleepers look again now and then.
-        let _ = futex::wake(self.rings(), futex::Flags::empty(), 1);
+        wake(self.rings());
     }
 }
 
@@ -117,12 +114,7 @@ impl Waiter<'_> {
             if left.is_zero() {
                 return Err(Stall::TimedOut { peers: vec![peer] });
             }
-            let longest = left.min(LONGEST);
-            let timeout = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
-            match futex::wait(self.bell.rings(), futex::Flags::empty(), rings, Some(&timeout)) {
-                Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => {}
-                Err(error) => return Err(Stall::System(format!("futex: {error}"))),
-            }
+            sleep(self.bell.rings(), rings, left.min(LONGEST))?;
         }
     }
 
@@ -132,4 +124,32 @@ impl Waiter<'_> {
             true => Err(Stall::Closed { peer, reason: "the group has ended".into() }),
         }
     }
+}
+
+/// Wakes who sleeps on `word`, in any process.
+fn wake(word: &AtomicU32) {
+    // It fails for no reason that could be helped, and sleepers look again now and then.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), 1);
+    #[cfg(not(target_os = "linux"))]
+    let _ = word;
+}
+
+/// Sleeps for at most `longest`, under a second, while `word` is `value`.
+#[cfg(target_os = "linux")]
+fn sleep(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), Stall> {
+    use rustix::io::Errno;
+    use rustix::thread::futex;
+    let timeout = futex::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
+    match futex::wait(word, futex::Flags::empty(), value, Some(&timeout)) {
+        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Err(error) => Err(Stall::System(format!("futex: {error}"))),
+    }
+}
+
+/// Not reached: these systems make no segments.
+#[cfg(not(target_os = "linux"))]
+fn sleep(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), Stall> {
+    std::thread::sleep(longest.min(Duration::from_millis(1)));
+    Ok(())
 }
