@@ -17,6 +17,9 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 const WORLD_SIZE: usize = 4;
 const VICTIM: usize = 2;
 
+/// What the ranks' data travels through; as the environment variable says it.
+const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
+
 const RANK: &str = "CANDLE_DDP_TEST_RANK";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
@@ -122,10 +125,11 @@ impl Drop for Ranks {
     }
 }
 
-fn start(folder: &Path) -> Ranks {
+fn start(folder: &Path, transport: &str) -> Ranks {
     let rank = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "rank_process"]).env(RANK, rank.to_string()).env(FOLDER, folder);
+        command.env("CANDLE_DDP_CPU_TRANSPORT", transport);
         command.stdout(Stdio::null()).spawn().unwrap()
     };
     let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
@@ -150,27 +154,58 @@ fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
 
 #[test]
 fn every_survivor_names_a_killed_rank_at_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut ranks = start(folder.path());
-    // Kills it in the middle of something else every time.
-    std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
-    ranks.0[VICTIM].kill().unwrap();
-    // Much less than the time-out; the rest is for slow machines.
-    for error in survivors(folder.path(), TIMEOUT) {
-        assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{error}");
-        assert!(error.contains("closed during all_reduce(f32[4194304])"), "{error}");
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start(folder.path(), transport);
+        // Kills it in the middle of something else every time.
+        std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
+        ranks.0[VICTIM].kill().unwrap();
+        // Much less than the time-out; the rest is for slow machines.
+        for error in survivors(folder.path(), TIMEOUT) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport}: {error}");
+            assert!(error.contains("closed during all_reduce(f32[4194304])"), "{transport}: {error}");
+        }
     }
 }
 
 #[test]
 fn every_survivor_names_a_stopped_rank_in_time() {
-    let folder = tempfile::tempdir().unwrap();
-    let ranks = start(folder.path());
-    let pid = Pid::from_child(&ranks.0[VICTIM]);
-    kill_process(pid, Signal::STOP).unwrap();
-    let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
-    for error in errors {
-        assert!(error.contains("all_reduce(f32[4194304])") && error.contains("timed out after 3s"), "{error}");
-        assert!(error.contains("rank 2 does not answer: its process is stopped"), "{error}");
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let ranks = start(folder.path(), transport);
+        let pid = Pid::from_child(&ranks.0[VICTIM]);
+        kill_process(pid, Signal::STOP).unwrap();
+        let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
+        for error in errors {
+            assert!(error.contains("all_reduce(f32[4194304])"), "{transport}: {error}");
+            assert!(error.contains("timed out after 3s"), "{transport}: {error}");
+            assert!(error.contains("rank 2 does not answer: its process is stopped"), "{transport}: {error}");
+        }
     }
+}
+
+/// Shared memory has no name that could stay behind, and no descriptor that a child could inherit.
+#[test]
+fn nothing_is_left_of_killed_ranks() {
+    let named = || -> Vec<String> {
+        let entries = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    };
+    let before = named();
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks = start(folder.path(), "shm");
+    for rank in &ranks.0 {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+        assert!(maps.contains("/memfd:candle-ddp-"), "it does not use shared memory: {maps}");
+        for descriptor in std::fs::read_dir(format!("/proc/{}/fd", rank.id())).unwrap().flatten() {
+            let target = std::fs::read_link(descriptor.path()).unwrap_or_default();
+            assert!(!target.to_string_lossy().contains("candle-ddp-"), "{target:?} is still open");
+        }
+    }
+    for rank in &mut ranks.0 {
+        rank.kill().unwrap();
+        rank.wait().unwrap();
+    }
+    let left: Vec<String> = named().into_iter().filter(|name| !before.contains(name)).collect();
+    assert!(left.iter().all(|name| !name.contains("candle")), "{left:?}");
 }

@@ -1,7 +1,7 @@
 //! How the ranks of a test get their communicators.
 use candle_core::Device;
 use candle_ddp::backend::Communicator;
-use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 use candle_ddp::rendezvous::{HashStore, Store};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,11 +18,21 @@ pub(crate) struct Engine {
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The CPU engine over shared memory.
+pub(crate) fn shared_memory() -> Vec<Engine> {
+    cpu(CpuTransport::SharedMemory)
+}
+
+/// The CPU engine over TCP.
+pub(crate) fn tcp() -> Vec<Engine> {
+    cpu(CpuTransport::Tcp)
+}
+
 /// The CPU engine as it is, and with sizes that lead through the other algorithms with little data.
-pub(crate) fn cpu() -> Vec<Engine> {
-    let usual = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
-    let tiny = CpuOptions { segment_bytes: 100, small_bytes: 0, ..usual.clone() };
-    let at_once = CpuOptions { small_bytes: usize::MAX, ..usual.clone() };
+fn cpu(transport: CpuTransport) -> Vec<Engine> {
+    let usual = CpuOptions { timeout: TIMEOUT, transport, ..CpuOptions::default() };
+    let tiny = CpuOptions { segment_bytes: Some(100), small_bytes: Some(0), ..usual.clone() };
+    let at_once = CpuOptions { small_bytes: Some(usize::MAX), ..usual.clone() };
     [("as it is", usual), ("in tiny segments", tiny), ("all at once", at_once)]
         .into_iter()
         .map(|(name, options)| Engine {

@@ -7,9 +7,12 @@ mod reproducible;
 
 use engine::Engine;
 
-/// One `#[test]` for each case, run with the given engine.
+/// One `#[test]` for each case and engine.
 macro_rules! suite {
-    ($engine:ident: $($module:ident :: $case:ident),* $(,)?) => {
+    ($($engine:ident),*: $cases:tt) => {
+        $(suite!(@ $engine $cases);)*
+    };
+    (@ $engine:ident [$($module:ident :: $case:ident),* $(,)?]) => {
         mod $engine {
             $(
                 #[test]
@@ -23,7 +26,7 @@ macro_rules! suite {
     };
 }
 
-suite!(cpu:
+suite!(shared_memory, tcp: [
     matrix::all_reduce,
     matrix::broadcast,
     matrix::reduce,
@@ -42,7 +45,7 @@ suite!(cpu:
     order::messages_do_not_wait_for_collectives,
     order::large_messages_cross,
     order::a_barrier_holds_everybody_back,
-);
+]);
 
 /// The worlds of the matrix.
 const WORLDS: [usize; 5] = [1, 2, 3, 4, 7];

@@ -36,7 +36,7 @@ fn a_rank_that_never_comes_is_named() {
 
 #[test]
 fn ranks_with_other_options_are_refused_on_both_sides() {
-    let other = CpuOptions { segment_bytes: 1, ..options() };
+    let other = CpuOptions { segment_bytes: Some(1), ..options() };
     for (rank_1, expected) in [((1, 3, options()), "its world_size is"), ((1, 2, other), "its segment_bytes is")] {
         for error in errors(&[(0, 2, options()), rank_1]) {
             assert!(error.contains(expected), "{error}");

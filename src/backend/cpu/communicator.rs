@@ -28,11 +28,12 @@ pub struct CpuOptions {
     pub address: Option<IpAddr>,
     /// What the data travels through. For tests and measurements.
     pub transport: CpuTransport,
-    /// Bytes that travel at a time where data is reduced or handed on; 128 KiB by default. For tests and measurements.
-    pub segment_bytes: usize,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; 128 KiB by
-    /// default. For tests and measurements.
-    pub small_bytes: usize,
+    /// Bytes that travel at a time between two ranks where data is reduced or handed on; what was measured to be best
+    /// for the transport by default. For tests and measurements.
+    pub segment_bytes: Option<usize>,
+    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; what was
+    /// measured to be best for the transport by default. For tests and measurements.
+    pub small_bytes: Option<usize>,
 }
 
 impl Default for CpuOptions {
@@ -41,8 +42,8 @@ impl Default for CpuOptions {
             timeout: Duration::from_secs(30 * 60),
             address: None,
             transport: CpuTransport::Auto,
-            segment_bytes: 128 * 1024,
-            small_bytes: 128 * 1024,
+            segment_bytes: None,
+            small_bytes: None,
         }
     }
 }
@@ -116,7 +117,11 @@ impl CpuCommunicator {
         }
         let CpuOptions { timeout, address, transport, segment_bytes, small_bytes } = options;
         let transport = transport.resolve()?;
-        let tuning = Tuning { segment: segment_bytes, small: small_bytes };
+        let tune = |by_default: Tuning| Tuning {
+            segment: segment_bytes.unwrap_or(by_default.segment),
+            small: small_bytes.unwrap_or(by_default.small),
+        };
+        let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let start = Instant::now();
         // A time-out beyond what the clock can express means ten years.
         let deadline =
@@ -124,15 +129,18 @@ impl CpuCommunicator {
         let connector = Connector {
             store: &*store,
             rank,
-            terms: Terms { world_size, segment: segment_bytes as u64, small: small_bytes as u64 },
+            terms: Terms { world_size, segment: term(segment_bytes), small: term(small_bytes) },
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
         };
         let (Connections { data, direct, control }, room) = match world_size {
             1 => (Connections { data: vec![], direct: vec![], control: vec![] }, None),
-            _ => connector.connect().and_then(|connections| connector.share(connections, transport, segment_bytes))?,
+            _ => connector
+                .connect()
+                .and_then(|connections| connector.share(connections, transport, tune(Tuning::SHARED).segment))?,
         };
+        let tuning = tune(if room.is_some() { Tuning::SHARED } else { Tuning::TCP });
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
         let timeout = deadline - start;
         let group = Group::new(rank, world_size, timeout, room, Transport::new(data), Transport::new(direct), control);

@@ -31,6 +31,7 @@ pub(super) struct Hello {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Terms {
     pub(super) world_size: usize,
+    /// The options of the same names; `u64::MAX` where they are left to the engine.
     pub(super) segment: u64,
     pub(super) small: u64,
 }
@@ -100,7 +101,8 @@ impl Terms {
             ("small_bytes", self.small, other.small),
         ];
         let (name, theirs, ours) = fields.into_iter().find(|(_, theirs, ours)| theirs != ours)?;
-        Some(format!("its {name} is {theirs}, this rank's {ours}: all ranks must use the same"))
+        let text = |value: u64| if value == u64::MAX { "the default".to_string() } else { value.to_string() };
+        Some(format!("its {name} is {}, this rank's {}: all ranks must use the same", text(theirs), text(ours)))
     }
 }
 

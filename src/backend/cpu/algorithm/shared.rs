@@ -85,13 +85,7 @@ fn barrier(post: &mut Post) -> Result<(), Stall> {
     post.peers().try_for_each(|peer| post.take(peer, |_| ()))
 }
 
-fn all_reduce(
-    post: &mut Post,
-    tuning: Tuning,
-    data: &mut [u8],
-    element: Element,
-    op: ReduceOp,
-) -> Result<(), Stall> {
+fn all_reduce(post: &mut Post, tuning: Tuning, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
     if data.len().saturating_mul(post.world_size() - 1) <= tuning.small && data.len() <= post.capacity() {
         all_reduce_at_once(post, data, element, op)
     } else {
@@ -220,7 +214,13 @@ fn publish_to(post: &mut Post, root: usize, data: &[u8]) -> Result<(), Stall> {
 fn reduce_to_here(post: &mut Post, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
     for piece in pieces(data.len(), post.capacity()) {
         post.receive_all()?;
-        reduce(element, op, &post.arrived().sources(Source::Output, |_| 0..piece.len()), &mut data[piece.clone()], None);
+        reduce(
+            element,
+            op,
+            &post.arrived().sources(Source::Output, |_| 0..piece.len()),
+            &mut data[piece.clone()],
+            None,
+        );
         post.release_all();
     }
     Ok(())
@@ -249,7 +249,6 @@ fn scatter_from_here(post: &mut Post, output: &mut [u8], input: &[u8]) -> Result
 /// `output` becomes this rank's part of what rank `root` holds.
 fn scatter_to_here(post: &mut Post, root: usize, output: &mut [u8]) -> Result<(), Stall> {
     let parts = Parts::new(post);
-    pieces(output.len(), parts.length).try_for_each(|piece| {
-        post.take(root, |slot| slot.part(parts.from(root, piece.len())).read(&mut output[piece]))
-    })
+    pieces(output.len(), parts.length)
+        .try_for_each(|piece| post.take(root, |slot| slot.part(parts.from(root, piece.len())).read(&mut output[piece])))
 }

@@ -2,8 +2,6 @@
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
 use super::transport::Stall;
-use rustix::io::Errno;
-use rustix::thread::futex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
@@ -47,26 +45,24 @@ impl Bell {
 
     pub(super) fn ring(&self) {
         self.rings().fetch_add(1, Ordering::Release);
-        // It fails for no reason that could be helped, and sleepers look again now and then.
-        let _ = futex::wake(self.rings(), futex::Flags::empty(), 1);
+        wake(self.rings());
     }
 }
 
-/// How long to wait awake.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    /// With a processor to itself, which costs nothing.
-    pub(super) spin: Duration,
-    /// Letting others run, where ranks outnumber processors.
-    pub(super) yielding: Duration,
-}
+/// How long to wait awake: first without letting go of the processor, which is fastest when the peer runs on another
+/// one, then letting others run, which is fastest when it does not.
+///
+/// Measured with 2 and 4 ranks on 2 cores that were busy with other programs, too: without the second, an `all_reduce` of
+/// 8 bytes took 2.5 ms with a spin of 1 ms and 90 us with one of 50 us, and with it 12 to 17 us with a spin of 2 to 5 us;
+/// 0.8 us in all cases while both ranks had a core each. With both at zero, small messages took 1.5 times as long.
+const SPIN: Duration = Duration::from_micros(1);
+const YIELD: Duration = Duration::from_micros(50);
 
 /// What a thread waits with.
 pub(super) struct Waiter<'a> {
     pub(super) bell: &'a Bell,
     /// The group has failed.
     pub(super) closed: &'a AtomicBool,
-    pub(super) patience: Patience,
     pub(super) deadline: Instant,
 }
 
@@ -80,7 +76,7 @@ impl Waiter<'_> {
         }
         let start = Instant::now();
         let mut waited = Duration::ZERO;
-        while waited < self.patience.spin {
+        while waited < SPIN {
             for _ in 0..LOOKS {
                 if ready() {
                     return Ok(());
@@ -90,7 +86,7 @@ impl Waiter<'_> {
             self.check_closed(peer)?;
             waited = start.elapsed();
         }
-        while waited < self.patience.spin + self.patience.yielding {
+        while waited < SPIN + YIELD {
             std::thread::yield_now();
             if ready() {
                 return Ok(());
@@ -118,13 +114,7 @@ impl Waiter<'_> {
             if left.is_zero() {
                 return Err(Stall::TimedOut { peers: vec![peer] });
             }
-            let longest = left.min(LONGEST);
-            let timeout =
-                rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
-            match futex::wait(self.bell.rings(), futex::Flags::empty(), rings, Some(&timeout)) {
-                Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => {}
-                Err(error) => return Err(Stall::System(format!("futex: {error}"))),
-            }
+            sleep(self.bell.rings(), rings, left.min(LONGEST))?;
         }
     }
 
@@ -134,4 +124,32 @@ impl Waiter<'_> {
             true => Err(Stall::Closed { peer, reason: "the group has ended".into() }),
         }
     }
+}
+
+/// Wakes who sleeps on `word`, in any process.
+fn wake(word: &AtomicU32) {
+    // It fails for no reason that could be helped, and sleepers look again now and then.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), 1);
+    #[cfg(not(target_os = "linux"))]
+    let _ = word;
+}
+
+/// Sleeps for at most `longest`, under a second, while `word` is `value`.
+#[cfg(target_os = "linux")]
+fn sleep(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), Stall> {
+    use rustix::io::Errno;
+    use rustix::thread::futex;
+    let timeout = futex::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
+    match futex::wait(word, futex::Flags::empty(), value, Some(&timeout)) {
+        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Err(error) => Err(Stall::System(format!("futex: {error}"))),
+    }
+}
+
+/// Not reached: these systems make no segments.
+#[cfg(not(target_os = "linux"))]
+fn sleep(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), Stall> {
+    std::thread::sleep(longest.min(Duration::from_millis(1)));
+    Ok(())
 }

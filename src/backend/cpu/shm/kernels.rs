@@ -177,3 +177,61 @@ unsafe fn sum_as<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::segment::Segment;
+    use super::*;
+
+    /// Values of many magnitudes, so that the order of additions shows in the bits.
+    fn bytes(seed: u64, length: usize) -> Vec<u8> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as f32 / 1000.0 - (state >> 50) as f32 * 100.0
+        };
+        (0..length.div_ceil(4)).flat_map(|_| next().to_le_bytes()).take(length).collect()
+    }
+
+    #[test]
+    fn bits_are_those_of_the_other_kernels() {
+        let (segment, _fd) = Segment::create("candle-ddp-test", 1 << 20).unwrap();
+        let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
+        let elements = [Element::F32, Element::F64, Element::BF16, Element::F16, Element::I64];
+        for (element, op) in elements.into_iter().flat_map(|element| ops.map(|op| (element, op))) {
+            for (count, own) in [(1, 0), (31, 1), (100, 2), (3000, 1)] {
+                let length = count * element.size();
+                let parts: Vec<Vec<u8>> = (0..3).map(|rank| bytes(rank + 1, length)).collect();
+                let mut expected = parts[own].clone();
+                let slices: Vec<_> = (0..3).map(|rank| (rank != own).then_some(parts[rank].as_slice())).collect();
+                let mut aligned = vec![0_u64; 3 * 3000];
+                let (a, rest) = bytemuck::cast_slice_mut::<u64, u8>(&mut aligned).split_at_mut(24_000);
+                let (b, c) = rest.split_at_mut(24_000);
+                for (to, from) in [&mut *a, b, c].into_iter().zip(&parts) {
+                    to[..length].copy_from_slice(from);
+                }
+                let copies = [&a[..length], &b[..length], &c[..length]];
+                let slices: Vec<_> = slices.iter().zip(copies).map(|(part, copy)| part.map(|_| copy)).collect();
+                let mut out = vec![0_u64; 3000];
+                let out: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut out)[..length];
+                out.copy_from_slice(&expected);
+                block_kernels::reduce(element, op, &slices, out);
+                expected.copy_from_slice(out);
+
+                let slot = |index: usize| Slot::new(&segment, index * 24_064..index * 24_064 + length);
+                let sources: Vec<Source> = (0..3)
+                    .map(|rank| {
+                        slot(rank).write(&parts[rank]);
+                        if rank == own { Source::Output } else { Source::Shared(slot(rank)) }
+                    })
+                    .collect();
+                out.copy_from_slice(&parts[own]);
+                reduce(element, op, &sources, out, Some(slot(4)));
+                assert!(*out == expected[..], "{element:?}[{count}], {op}");
+                let mut result = vec![0; length];
+                slot(4).read(&mut result);
+                assert!(result == expected, "{element:?}[{count}], {op}: what is published");
+            }
+        }
+    }
+}

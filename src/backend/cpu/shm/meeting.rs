@@ -3,8 +3,7 @@
 //! Every rank makes a segment and tells the others, over TCP, where it is; every rank tries to map those of the others,
 //! and tells which ones it could. It is done when everybody sees everybody's. Nothing is configured and no name is
 //! compared: who can map the memory of that random name shares it.
-use super::bell::Patience;
-use super::card::{Card, Offer, Processors, name};
+use super::card::{Card, Offer, name};
 use super::layout::Layout;
 use super::room::Room;
 use super::segment::Segment;
@@ -13,13 +12,17 @@ use rustix::fd::AsRawFd;
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// What came of it.
 pub(in super::super) enum Meeting {
     Room(Room),
     /// Ranks on several hosts, or told to use TCP, or this host refuses: what there is to say.
-    Apart { peers: Vec<usize>, reason: String, same_host: bool },
+    Apart {
+        peers: Vec<usize>,
+        reason: String,
+        same_host: bool,
+    },
 }
 
 /// Meets the other ranks. `layout` is `None` on a rank that wants TCP.
@@ -45,7 +48,7 @@ pub(in super::super) fn meet(
         token,
         layout: *layout,
     });
-    let own = Card { boot: boot_id(), processors: Processors::available(), offer };
+    let own = Card { boot: boot_id(), offer };
     let cards = gather(transport, rank, world_size, &own.encode(), deadline)?;
     let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::decode(card)).collect();
 
@@ -69,10 +72,8 @@ pub(in super::super) fn meet(
     let same_host = cards.iter().flatten().all(|card| card.boot == own.boot);
     match created {
         Some((layout, ..)) if blind.is_empty() => {
-            let processors = Processors::together(cards.iter().flatten().map(|card| &card.processors));
-            let patience = patience(world_size, processors);
-            log::debug!("rank {rank}: {world_size} ranks share memory, and {processors} processors: {patience:?}");
-            Ok(Meeting::Room(Room::new(rank, layout, &segments, patience)))
+            log::debug!("rank {rank}: {world_size} ranks share memory");
+            Ok(Meeting::Room(Room::new(rank, layout, &segments)))
         }
         _ => {
             let (peers, reason) = match complaints.is_empty() {
@@ -117,14 +118,6 @@ fn gather(
     transport.exchange(&mut sends, &mut recvs, deadline)?;
     drop(recvs);
     Ok(all)
-}
-
-fn patience(ranks: usize, processors: u32) -> Patience {
-    if ranks <= processors as usize {
-        Patience { spin: Duration::from_micros(50), yielding: Duration::ZERO }
-    } else {
-        Patience { spin: Duration::ZERO, yielding: Duration::from_micros(50) }
-    }
 }
 
 fn random_token() -> u128 {

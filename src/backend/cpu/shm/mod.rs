@@ -13,7 +13,6 @@ mod segment;
 mod slot;
 mod stream;
 
-
 pub(super) use kernels::{Source, reduce};
 pub(super) use layout::Layout;
 pub(super) use meeting::{Meeting, meet};

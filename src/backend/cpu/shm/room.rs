@@ -1,5 +1,5 @@
 //! The shared memory of one group, as one of its ranks uses it.
-use super::bell::{Bell, Patience, Waiter};
+use super::bell::{Bell, Waiter};
 use super::call::Header;
 use super::kernels::Source;
 use super::layout::{Layout, Sleeper};
@@ -17,7 +17,6 @@ use std::time::Instant;
 pub(in super::super) struct Room {
     rank: usize,
     layout: Layout,
-    patience: Patience,
     /// The group has failed: nobody waits any more.
     closed: AtomicBool,
     own: Arc<Segment>,
@@ -37,11 +36,15 @@ struct Streams {
 
 impl Room {
     /// Over the segments of all ranks, in rank order, which are as `layout` says.
-    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>], patience: Patience) -> Self {
+    pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
         let own = segments[rank].clone();
         let bell = |rank: usize, sleeper: Sleeper| Bell::new(&segments[rank], &layout, sleeper);
-        let reader = |peer: usize, passed: usize, sleeper: Sleeper| {
-            Reader { rank: peer, bell: bell(peer, sleeper), segment: segments[peer].clone(), passed, seen: 0 }
+        let reader = |peer: usize, passed: usize, sleeper: Sleeper| Reader {
+            rank: peer,
+            bell: bell(peer, sleeper),
+            segment: segments[peer].clone(),
+            passed,
+            seen: 0,
         };
         let outbox = |ring, readers: Vec<Reader>| Outbox { rank, ring, segment: own.clone(), readers, position: 0 };
         let inbox = |writer: usize, ring, passed: usize, sleeper: Sleeper| Inbox {
@@ -77,7 +80,7 @@ impl Room {
             Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
         });
         let collectives = Mutex::new(collectives);
-        Self { rank, layout, patience, closed: AtomicBool::new(false), collectives, sends, recvs, own }
+        Self { rank, layout, closed: AtomicBool::new(false), collectives, sends, recvs, own }
     }
 
     /// Ends every wait of this rank, now and later.
@@ -129,7 +132,7 @@ impl Room {
     }
 
     fn waiter<'a>(&'a self, bell: &'a Bell, deadline: Instant) -> Waiter<'a> {
-        Waiter { bell, closed: &self.closed, patience: self.patience, deadline }
+        Waiter { bell, closed: &self.closed, deadline }
     }
 }
 
@@ -185,7 +188,20 @@ impl Post<'_> {
     pub(in super::super) fn receive_all(&mut self) -> Result<(), Stall> {
         let Streams { bell, inboxes, .. } = &mut *self.streams;
         let waiter = self.room.waiter(bell, self.deadline);
-        inboxes.iter_mut().flatten().try_for_each(|inbox| inbox.receive(&waiter, &self.head))
+        for index in 0..inboxes.len() {
+            let Some(inbox) = &inboxes[index] else { continue };
+            // A peer that is in another call may be the reason why the one in turn does not come.
+            let is_foreign = |inbox: &Inbox| inbox.is_foreign(&self.head);
+            let others = &inboxes[index + 1..];
+            waiter.wait(inbox.writer, || inbox.has_arrived() || others.iter().flatten().any(is_foreign))?;
+            if let Some(foreign) = inboxes[index..].iter_mut().flatten().find(|inbox| is_foreign(inbox)) {
+                return foreign.accept(&self.head);
+            }
+            if let Some(inbox) = &mut inboxes[index] {
+                inbox.accept(&self.head)?;
+            }
+        }
+        Ok(())
     }
 
     /// The slots that were received last.
@@ -232,5 +248,99 @@ impl<'a> Arrived<'a> {
             None => own,
         };
         self.0.iter().enumerate().map(source).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const PART: usize = 256;
+
+    /// The rooms of a world of `world_size`, all of whose streams have passed `position` slots already.
+    fn rooms(world_size: usize, position: u32) -> Vec<Room> {
+        let layout = Layout::new(world_size, PART);
+        let segment = |_| Arc::new(Segment::create("candle-ddp-test", layout.size()).unwrap().0);
+        let segments: Vec<_> = (0..world_size).map(segment).collect();
+        let rooms: Vec<Room> = (0..world_size).map(|rank| Room::new(rank, layout, &segments)).collect();
+        for room in &rooms {
+            let Streams { outbox, inboxes, .. } = &mut *lock(&room.collectives);
+            outbox.position = position;
+            outbox.readers.iter_mut().for_each(|reader| reader.seen = position);
+            for inbox in inboxes.iter_mut().flatten() {
+                inbox.position = position;
+                inbox.release();
+            }
+        }
+        rooms
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    const HEAD: [u8; Header::BYTES] = [7; Header::BYTES];
+
+    /// Sends 100 slots from rank 0 to the others, which read them one after the other.
+    fn stream(rooms: &[Room]) {
+        std::thread::scope(|scope| {
+            for room in rooms {
+                scope.spawn(move || {
+                    let mut post = room.post(HEAD, soon());
+                    for number in 0..100_u8 {
+                        if room.rank == 0 {
+                            post.publish(|slot, _| slot.write(&[number; PART])).unwrap();
+                        } else if number == 50 {
+                            post.skip(0, 1).unwrap();
+                        } else {
+                            let mut read = [0; PART];
+                            post.take(0, |slot| slot.read(&mut read)).unwrap();
+                            assert_eq!(read, [number; PART]);
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn streams_outlive_their_rings_and_their_numbers() {
+        for position in [0, 5, u32::MAX - 30, i32::MAX as u32 - 30] {
+            stream(&rooms(3, position));
+        }
+    }
+
+    #[test]
+    fn closing_ends_a_sleep() {
+        let rooms = rooms(2, 0);
+        std::thread::scope(|scope| {
+            let sleeper = scope.spawn(|| rooms[1].post(HEAD, soon()).take(0, |_| ()));
+            let receiver = scope.spawn(|| rooms[1].receive(0, &HEAD, &mut [0; 5], soon()));
+            std::thread::sleep(Duration::from_millis(20));
+            rooms[1].close();
+            for result in [sleeper.join().unwrap(), receiver.join().unwrap()] {
+                assert!(matches!(result, Err(Stall::Closed { peer: 0, .. })), "{result:?}");
+            }
+        });
+    }
+
+    /// Rank 1 is in another call, and rank 0, which is waited for first, does not come.
+    #[test]
+    fn another_call_is_noticed_whoever_is_waited_for() {
+        let rooms = rooms(3, 0);
+        let other = [8; Header::BYTES];
+        rooms[1].post(other, soon()).publish(|_, _| ()).unwrap();
+        let result = rooms[2].post(HEAD, soon()).receive_all();
+        assert!(matches!(result, Err(Stall::Header { peer: 1, received }) if received == other), "{result:?}");
+    }
+
+    #[test]
+    fn a_deadline_ends_a_wait_for_space_too() {
+        let rooms = rooms(2, 0);
+        let mut post = rooms[0].post(HEAD, Instant::now() + Duration::from_millis(30));
+        let error = (0..).find_map(|_| post.publish(|_, _| ()).err());
+        assert!(matches!(error, Some(Stall::TimedOut { peers }) if peers == [1]));
+        assert_eq!(post.streams.outbox.position as usize, rooms[0].layout.slots);
     }
 }

@@ -1,6 +1,5 @@
 //! One piece of memory, made by one rank and mapped by all.
-use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fd::OwnedFd;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::c_void;
 use std::io::{Error, Result};
@@ -19,45 +18,34 @@ unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// What a segment's size can no longer do.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+/// Far beyond what any layout with the engine's own sizes needs.
+const LARGEST: usize = 256 << 20;
 
 impl Segment {
     /// Makes `size` bytes of zeros, all of them reserved: that there is not enough memory comes out here, and not as a
     /// signal later. Peers find the file under `/proc`, by its name.
     pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, size as u64)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
-        // Nobody can take the memory away under a peer, which would die of it.
-        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        // The system would reserve page after page, until it has to end a process for want of memory.
+        if size > LARGEST {
+            return Err(Error::other(format!("that is more than the {LARGEST} that a rank may take")));
+        }
+        let fd = file::create(name, size)?;
         Ok((Self::map(&fd, size)?, fd))
     }
 
     /// Maps the segment that process `pid` made as `fd`, if it is there, and is what it should be.
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<Self> {
-        let path = format!("/proc/{pid}/fd/{fd}");
-        // In another process namespace the same numbers stand for something else, which must not be touched.
-        let link = rustix::fs::readlink(&path, Vec::new())?;
-        let expected = format!("/memfd:{name} (deleted)");
-        if link.as_bytes() != expected.as_bytes() {
-            return Err(Error::other(format!("{path} is {link:?} here, and not {expected:?}")));
-        }
-        let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
-        let found = rustix::fs::fstat(&fd)?.st_size;
-        if u64::try_from(found) != Ok(size as u64) || !rustix::fs::fcntl_get_seals(&fd)?.contains(SEALS) {
-            return Err(Error::other(format!("{path} is no segment of {size} bytes")));
-        }
-        Self::map(&fd, size)
+        Self::map(&file::open(pid, fd, name, size)?, size)
     }
 
     fn map(fd: &OwnedFd, size: usize) -> Result<Self> {
-        debug_assert!(fd.as_raw_fd() >= 0);
+        #[cfg(target_os = "linux")]
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        #[cfg(not(target_os = "linux"))]
+        let flags = MapFlags::SHARED;
         // SAFETY: a new mapping, at an address that the system chooses, overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)?
-        };
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)? };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::other("mmap returned address 0"))?;
         Ok(Self { base, size })
     }
@@ -85,5 +73,55 @@ impl Drop for Segment {
         if let Err(error) = result {
             log::error!("munmap: {error}");
         }
+    }
+}
+
+/// Memory as a file without a place in any file system.
+#[cfg(target_os = "linux")]
+mod file {
+    use super::OwnedFd;
+    use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+    use std::io::{Error, Result};
+
+    /// What its size can no longer do: nobody can take the memory away under a peer, which would die of it.
+    const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+    pub(super) fn create(name: &str, size: usize) -> Result<OwnedFd> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, size as u64)?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        Ok(fd)
+    }
+
+    pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<OwnedFd> {
+        let path = format!("/proc/{pid}/fd/{fd}");
+        // In another process namespace the same numbers stand for something else, which must not be touched.
+        let link = rustix::fs::readlink(&path, Vec::new())?;
+        let expected = format!("/memfd:{name} (deleted)");
+        if link.as_bytes() != expected.as_bytes() {
+            return Err(Error::other(format!("{path} is {link:?} here, and not {expected:?}")));
+        }
+        let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+        let found = rustix::fs::fstat(&fd)?.st_size;
+        if u64::try_from(found) != Ok(size as u64) || !rustix::fs::fcntl_get_seals(&fd)?.contains(SEALS) {
+            return Err(Error::other(format!("{path} is no segment of {size} bytes")));
+        }
+        Ok(fd)
+    }
+}
+
+/// Other systems have no such files: their ranks use TCP.
+#[cfg(not(target_os = "linux"))]
+mod file {
+    use super::OwnedFd;
+    use std::io::{Error, ErrorKind, Result};
+
+    pub(super) fn create(_: &str, _: usize) -> Result<OwnedFd> {
+        Err(Error::new(ErrorKind::Unsupported, "this system has no memory files"))
+    }
+
+    pub(super) fn open(_: u32, _: i32, _: &str, _: usize) -> Result<OwnedFd> {
+        create("", 0)
     }
 }

@@ -11,7 +11,7 @@ use super::segment::Segment;
 use super::slot::Slot;
 use super::transport::Stall;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 /// The writer's end.
 pub(in super::super) struct Outbox {
@@ -91,12 +91,23 @@ impl Outbox {
 impl Inbox {
     /// Waits for the next slot, and checks that it belongs to the same call. It stays until [`release`](Self::release).
     pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), Stall> {
-        let line = self.ring.line(self.position);
-        let stamp = self.position.wrapping_add(1);
-        let word = self.segment.word(line);
-        waiter.wait(self.writer, || word.load(Ordering::Acquire) == stamp)?;
-        let header: [&AtomicU32; HEADER_WORDS] = std::array::from_fn(|index| self.segment.word(line + 4 + 4 * index));
-        let header = header.map(|word| word.load(Ordering::Relaxed));
+        waiter.wait(self.writer, || self.has_arrived())?;
+        self.accept(expected)
+    }
+
+    /// Whether the next slot is there.
+    pub(super) fn has_arrived(&self) -> bool {
+        self.segment.word(self.ring.line(self.position)).load(Ordering::Acquire) == self.position.wrapping_add(1)
+    }
+
+    /// Whether the next slot is there, and belongs to another call.
+    pub(super) fn is_foreign(&self, expected: &[u8; Header::BYTES]) -> bool {
+        self.has_arrived() && !words(expected).eq(self.header())
+    }
+
+    /// Takes the next slot, which has arrived.
+    pub(super) fn accept(&mut self, expected: &[u8; Header::BYTES]) -> Result<(), Stall> {
+        let header = self.header();
         if !words(expected).eq(header) {
             let mut received = [0; Header::BYTES];
             for (bytes, word) in received.as_chunks_mut::<4>().0.iter_mut().zip(header) {
@@ -104,8 +115,13 @@ impl Inbox {
             }
             return Err(Stall::Header { peer: self.writer, received });
         }
-        self.position = stamp;
+        self.position = self.position.wrapping_add(1);
         Ok(())
+    }
+
+    fn header(&self) -> [u32; HEADER_WORDS] {
+        let line = self.ring.line(self.position);
+        std::array::from_fn(|index| self.segment.word(line + 4 + 4 * index).load(Ordering::Relaxed))
     }
 
     /// The slot that was received last.

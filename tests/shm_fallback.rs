@@ -1,0 +1,106 @@
+//! Ranks that cannot share memory, or shall not: they use TCP, and say so once.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::{HashStore, Store};
+use candle_ddp::{ReduceOp, Result};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Keeps the warnings.
+struct Log(Mutex<Vec<String>>);
+
+impl log::Log for Log {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record) {
+        if record.level() <= log::Level::Warn {
+            self.0.lock().unwrap().push(record.args().to_string());
+        }
+    }
+    fn flush(&self) {}
+}
+
+static LOG: Log = Log(Mutex::new(Vec::new()));
+
+/// Whether this process maps an engine's memory.
+fn is_mapped() -> bool {
+    std::fs::read_to_string("/proc/self/maps").unwrap().contains("/memfd:candle-ddp-")
+}
+
+/// Ranks with the given options all-reduce, and say whether memory was mapped meanwhile; with the warnings.
+fn run(options: &[CpuOptions]) -> (Vec<Result<bool>>, Vec<String>) {
+    LOG.0.lock().unwrap().clear();
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+    let world_size = options.len();
+    let results = std::thread::scope(|scope| {
+        let rank = |(rank, options): (usize, &CpuOptions)| {
+            let (store, options) = (store.clone(), CpuOptions { timeout: TIMEOUT, ..options.clone() });
+            scope.spawn(move || {
+                let communicator = CpuCommunicator::new(store, rank, world_size, options)?;
+                for count in [1, 100_000] {
+                    let tensor = Tensor::ones(count, DType::F32, &Device::Cpu)?;
+                    communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
+                    assert_eq!(tensor.to_vec1::<f32>()?, vec![world_size as f32; count]);
+                }
+                let is_mapped = is_mapped();
+                communicator.run(Collective::Barrier)?;
+                Ok(is_mapped)
+            })
+        };
+        let ranks: Vec<_> = options.iter().enumerate().map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    (results, LOG.0.lock().unwrap().clone())
+}
+
+fn over(transport: CpuTransport) -> CpuOptions {
+    CpuOptions { transport, ..CpuOptions::default() }
+}
+
+/// One test, since the log and the mappings are the process's.
+#[test]
+fn ranks_use_tcp_where_they_cannot_share_memory() {
+    log::set_logger(&LOG).unwrap();
+    log::set_max_level(log::LevelFilter::Warn);
+
+    // The rule.
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto), over(CpuTransport::Auto)]);
+    assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
+    assert!(warnings.is_empty(), "{warnings:?}");
+    assert!(!is_mapped(), "memory stays mapped after the communicators are gone");
+
+    // On purpose.
+    let (results, warnings) = run(&[over(CpuTransport::Tcp), over(CpuTransport::Tcp)]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert!(warnings.is_empty(), "{warnings:?}");
+
+    // More memory than the system has.
+    let greedy = CpuOptions { segment_bytes: Some(1 << 50), ..over(CpuTransport::Auto) };
+    let (results, warnings) = run(&[greedy.clone(), greedy.clone()]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    for warning in warnings {
+        assert!(warning.contains("bytes of shared memory: ") && warning.contains("TCP, which is slower"), "{warning}");
+    }
+
+    // One rank does not want to: the others hear which one.
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Tcp)]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("rank 0: no memory is shared with rank(s) [1]"),
+        "{warnings:?}"
+    );
+
+    // No memory, but no way without it.
+    let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };
+    for result in run(&[greedy.clone(), greedy]).0 {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("they share no memory with this rank") && error.contains("bytes of shared"), "{error}");
+    }
+}
