@@ -7,7 +7,7 @@
 //! Both train side by side in one process, a few steps of the one and of the other in alternating order; the device is
 //! waited for at the end of each few, and not in between. A time line of kernels and all-reduces comes from NVIDIA's
 //! `nsys profile --trace=cuda` in front of the bench's program. Without a GPU it says so and does nothing.
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -132,8 +132,7 @@ impl Plain {
     fn new(model: &Model, device: &Device) -> Result<Self> {
         let varmap = VarMap::new();
         let net = (model.build)(VarBuilder::from_varmap(&varmap, model.dtype, device))?;
-        let trained = varmap.all_vars().into_iter().filter(|var| var.dtype() != DType::U32).collect();
-        Ok(Self { net, optimizer: AdamW::new(trained, adamw())? })
+        Ok(Self { net, optimizer: AdamW::new(varmap.all_vars(), adamw())? })
     }
 
     fn step(&mut self, input: &Tensor) -> Result<()> {
