@@ -40,6 +40,7 @@
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
+//! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
@@ -52,6 +53,7 @@ pub mod ddp;
 pub mod error;
 #[cfg(feature = "launcher")]
 pub mod launch;
+pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
 pub mod trace;
