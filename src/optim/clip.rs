@@ -85,7 +85,8 @@ fn change(
     for var in vars {
         let Some(gradient) = grads.get(var) else { continue };
         let in_place = gradient.device().is_cpu() && gradient.is_contiguous();
-        let done = in_place && dispatch!(gradient.dtype(), E => { change_in_place::<E>(gradient, change)?; true }, else => false);
+        let done = in_place
+            && dispatch!(gradient.dtype(), E => { change_in_place::<E>(gradient, change)?; true }, else => false);
         if !done {
             let changed = otherwise(gradient)?.detach();
             grads.insert(var, changed);
@@ -107,7 +108,15 @@ fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change
         Change::Clamp(limit) => {
             let (low, high) = (real(-limit), real(limit));
             // A NaN stays one: both comparisons are false.
-            let clamp = |x: E::Real| if x < low { low } else if x > high { high } else { x };
+            let clamp = |x: E::Real| {
+                if x < low {
+                    low
+                } else if x > high {
+                    high
+                } else {
+                    x
+                }
+            };
             storage::write::<E>(gradient, |values| {
                 values.iter_mut().for_each(|value| *value = E::store(clamp(value.load())));
             })

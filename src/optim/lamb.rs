@@ -105,7 +105,8 @@ impl Kernel for ParamsLamb {
         for ((parameter, gradient), (m, v)) in pairs.zip(m.iter_mut().zip(v.iter_mut())) {
             moments(m, v, gradient.load() * scale + parameter.load() * coupled, &rates);
         }
-        let direction = |value: E::Real, m: E::Real, v: E::Real| m * inverse1 / (v.sqrt() * root2 + eps) + value * decay;
+        let direction =
+            |value: E::Real, m: E::Real, v: E::Real| m * inverse1 / (v.sqrt() * root2 + eps) + value * decay;
         let mut ratio = 1.;
         if self.use_nvlamb || self.weight_decay != 0. {
             let norm = sum_of_squares(slices.parameter).sqrt();

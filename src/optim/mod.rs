@@ -33,21 +33,32 @@
 //! # }
 //! ```
 mod adam;
+mod averager;
 mod clip;
 mod element;
+mod ema;
 mod fused;
 mod lamb;
+mod plateau;
 mod rule;
+mod schedule;
 mod sgd;
 mod state;
 mod storage;
 
 pub use adam::ParamsAdam;
+pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
+pub use ema::Ema;
 pub use fused::{FusedOptimizer, ParameterGroup};
 pub use lamb::ParamsLamb;
+pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
 pub use rule::UpdateRule;
+pub use schedule::{
+    Anneal, CosineAnnealingLr, LrScheduler, MultiStepLr, OneCycleLr, ParamsCosineAnnealingLr, ParamsMultiStepLr,
+    ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, StepLr, WarmupCosine,
+};
 pub use sgd::ParamsSgd;
 pub use state::StateDict;
 

@@ -48,7 +48,8 @@ pub(crate) fn write_file(path: &Path, tensors: &HashMap<String, Tensor>) -> Resu
     temporary.push(name);
     temporary.push(format!(".{}-{}.tmp", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed)));
     let temporary = path.with_file_name(temporary);
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
     let io = |source: std::io::Error| Error::io(format!("writing {}", path.display()), source);
     let write = || -> Result<()> {
         candle_core::safetensors::save(tensors, &temporary)
