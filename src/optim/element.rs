@@ -121,27 +121,22 @@ const BLOCK: usize = 2048;
 /// Sums that are made side by side, so that the compiler can use vector instructions.
 const LANES: usize = 16;
 
-/// The sum of `term(a, b)` over the elements of both slices, which are equally long.
-#[inline(always)]
-pub(super) fn sum2<A: Copy, B: Copy, R: Real>(a: &[A], b: &[B], term: impl Fn(A, B) -> R) -> f64 {
-    let mut total = 0f64;
-    for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
-        let mut lanes = [R::default(); LANES];
-        let (mut a, mut b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-        for (a, b) in a.by_ref().zip(b.by_ref()) {
-            for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-                *lane = *lane + term(*a, *b);
-            }
-        }
-        total += lanes.into_iter().map(Real::to_f64).sum::<f64>();
-        total += a.remainder().iter().zip(b.remainder()).map(|(a, b)| term(*a, *b).to_f64()).sum::<f64>();
-    }
-    total
-}
-
 /// The sum of the squares.
 pub(super) fn sum_of_squares<E: Element>(values: &[E]) -> f64 {
-    sum2(values, values, |value, _| value.load() * value.load())
+    let mut total = 0f64;
+    for block in values.chunks(BLOCK) {
+        let mut lanes = [E::Real::default(); LANES];
+        let mut vectors = block.chunks_exact(LANES);
+        for vector in vectors.by_ref() {
+            for (lane, value) in lanes.iter_mut().zip(vector) {
+                let value = value.load();
+                *lane = *lane + value * value;
+            }
+        }
+        let rest = vectors.remainder().iter().map(|value| (value.load() * value.load()).to_f64());
+        total += lanes.into_iter().map(Real::to_f64).sum::<f64>() + rest.sum::<f64>();
+    }
+    total
 }
 
 /// The largest absolute value; NaN if there is one, as in PyTorch.

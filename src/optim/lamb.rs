@@ -1,6 +1,6 @@
 //! LAMB: Adam whose step is as long as the parameter's norm allows.
 use super::adam::MOMENTS;
-use super::element::{Element, Real, sum_of_squares, sum2};
+use super::element::{Element, Real, sum_of_squares};
 use super::rule::{Kernel, Moment, MomentRates, Slices, bias_correction, fraction, moments, not_negative};
 use crate::{Error, Result};
 
@@ -50,6 +50,9 @@ impl Default for ParamsLamb {
         }
     }
 }
+
+/// How many elements are gone through at a time.
+const BLOCK: usize = 1024;
 
 impl Kernel for ParamsLamb {
     const NAME: &'static str = "Lamb";
@@ -101,44 +104,31 @@ impl Kernel for ParamsLamb {
         let (coupled, decay) = if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) };
         let (coupled, decay) = (real(coupled), real(decay));
 
-        let pairs = slices.parameter.iter().zip(slices.gradient);
-        for ((parameter, gradient), (m, v)) in pairs.zip(m.iter_mut().zip(v.iter_mut())) {
-            moments(m, v, gradient.load() * scale + parameter.load() * coupled, &rates);
-        }
         let direction =
             |value: E::Real, m: E::Real, v: E::Real| m * inverse1 / (v.sqrt() * root2 + eps) + value * decay;
-        let mut ratio = 1.;
-        if self.use_nvlamb || self.weight_decay != 0. {
-            let norm = sum_of_squares(slices.parameter).sqrt();
-            let update_norm = update_norm(slices.parameter, m, v, direction).sqrt();
-            if norm != 0. && update_norm != 0. {
-                ratio = norm / update_norm;
+        let adapt = self.use_nvlamb || self.weight_decay != 0.;
+        let (mut norm, mut update_norm) = (0., 0.);
+        // In blocks that stay in the cache.
+        let mut updates = [E::Real::default(); BLOCK];
+        let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
+        for ((p, g), (m, v)) in slices.parameter.chunks(BLOCK).zip(slices.gradient.chunks(BLOCK)).zip(states) {
+            for ((p, g), (m, v)) in p.iter().zip(g).zip(m.iter_mut().zip(v.iter_mut())) {
+                moments(m, v, g.load() * scale + p.load() * coupled, &rates);
+            }
+            if adapt {
+                for (((update, p), m), v) in updates.iter_mut().zip(p).zip(m).zip(v) {
+                    *update = direction(p.load(), *m, *v);
+                }
+                norm += sum_of_squares(p);
+                update_norm += sum_of_squares(updates.get(..p.len()).unwrap_or_default());
             }
         }
+        // Both are zero, and the ratio 1, where there is none.
+        let ratio = if norm != 0. && update_norm != 0. { (norm / update_norm).sqrt() } else { 1. };
         let rate = real(self.lr * ratio);
         for (parameter, (m, v)) in slices.parameter.iter_mut().zip(m.iter().zip(v.iter())) {
             let value = parameter.load();
             *parameter = E::store(value - direction(value, *m, *v) * rate);
         }
     }
-}
-
-/// The sum of the squares of `direction`.
-fn update_norm<E: Element>(
-    parameter: &[E],
-    m: &[E::Real],
-    v: &[E::Real],
-    direction: impl Fn(E::Real, E::Real, E::Real) -> E::Real,
-) -> f64 {
-    const BLOCK: usize = 1024;
-    let mut total = 0.;
-    let mut block = [E::Real::default(); BLOCK];
-    for ((parameter, m), v) in parameter.chunks(BLOCK).zip(m.chunks(BLOCK)).zip(v.chunks(BLOCK)) {
-        for (((update, parameter), m), v) in block.iter_mut().zip(parameter).zip(m).zip(v) {
-            *update = direction(parameter.load(), *m, *v);
-        }
-        let update = block.get(..parameter.len()).unwrap_or_default();
-        total += sum2(update, update, |a, b| a * b);
-    }
-    total
 }

@@ -103,6 +103,7 @@ impl<D: Element, S: Element, F: Fn(&mut [D], &[S])> InplaceOp2 for Zip<D, S, F> 
 }
 
 type Body<'f, E> = &'f mut dyn FnMut(&mut [&mut [E]]);
+type Opened<'o, 'f, E> = (Vec<&'o mut [E]>, Body<'f, E>);
 
 /// Runs `body` on the elements of all `tensors`, whose storages must differ.
 fn with_slices<E: Element>(tensors: &[Tensor], body: Body<E>) -> Result<()> {
@@ -122,7 +123,7 @@ fn open<E: Element>(tensors: &[Tensor], mut opened: Vec<&mut [E]>, body: Body<E>
 /// Adds the storage of one more tensor to those that are open.
 struct Open<'a, 'o, 'f, E> {
     rest: &'a [Tensor],
-    state: RefCell<Option<(Vec<&'o mut [E]>, Body<'f, E>)>>,
+    state: RefCell<Option<Opened<'o, 'f, E>>>,
 }
 
 impl<E: Element> InplaceOp1 for Open<'_, '_, '_, E> {
