@@ -37,6 +37,7 @@ RUNS = {
     "sgd.nesterov": {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
     "lamb.default": {"lr": 0.02},
     "lamb.l2": {"lr": 0.02, "adam_w_mode": False, "grad_averaging": False, "weight_decay": 0.1, "max_grad_norm": 0.01},
+    "lamb.plain": {"lr": 0.002, "weight_decay": 0.0, "grad_averaging": False},
     "lamb.nv": {"lr": 0.02, "weight_decay": 0.0, "use_nvlamb": True, "max_grad_norm": None, "bias_correction": False},
 }
 

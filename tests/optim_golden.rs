@@ -141,6 +141,8 @@ fn lamb_follows_its_formulas() {
     run_one("lamb.default", options.clone());
     let l2 = ParamsLamb { adam_w_mode: false, grad_averaging: false, weight_decay: 0.1, ..options.clone() };
     run_one("lamb.l2", ParamsLamb { max_grad_norm: Some(0.01), ..l2 });
+    // Without the trust ratio the scale of the moments shows.
+    run_one("lamb.plain", ParamsLamb { lr: 0.002, weight_decay: 0., grad_averaging: false, ..options.clone() });
     let nv = ParamsLamb { weight_decay: 0., use_nvlamb: true, ..options };
     run_one("lamb.nv", ParamsLamb { max_grad_norm: None, bias_correction: false, ..nv });
 }
