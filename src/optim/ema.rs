@@ -131,7 +131,6 @@ impl Ema {
     pub fn copy_to_parameters(&self) -> Result<()> {
         self.refuse_if_applied("copy_to_parameters")?;
         for slot in &self.slots {
-            // `copy`, since both may have the same dtype, and a variable must not be set to what it shares.
             slot.var.set(&slot.average.to_dtype(slot.var.dtype())?.reshape(slot.var.shape())?)?;
         }
         Ok(())
