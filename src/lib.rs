@@ -40,7 +40,9 @@
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
+//! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`seed_everything`]: random numbers that differ from rank to rank.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
@@ -52,8 +54,10 @@ pub mod ddp;
 pub mod error;
 #[cfg(feature = "launcher")]
 pub mod launch;
+pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
+mod seed;
 pub mod trace;
 
 pub use backend::{ReduceOp, Work};
@@ -61,6 +65,7 @@ pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use error::{Error, Result};
 pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};
+pub use seed::seed_everything;
 
 /// The README's Rust code is compiled with the doc tests.
 #[cfg(doctest)]

@@ -1,0 +1,94 @@
+//! An AdamW step on 6.3 million parameters: this crate's and candle_nn's; and the other optimizers.
+//!
+//! ```text
+//! cargo bench --bench optimizer [-- --rounds 30]
+//! python3 scripts/bench_optim.py    # alternates runs of this and of PyTorch
+//! ```
+//!
+//! The optimizers take turns in one process, on one thread. candle_nn's makes new tensors in every step, and depends on the
+//! allocator: here it is mimalloc, with which it is about twice as fast as with glibc's. Without `--bench` (as `cargo test`
+//! runs it) it takes a few steps of a small model, only to see that it works.
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ddp::optim::{self, Adam, Lamb, ParamsAdam, ParamsLamb, ParamsSgd, Sgd};
+use candle_nn::{Optimizer, ParamsAdamW};
+use std::process::ExitCode;
+use std::time::Instant;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    let measure = arguments.iter().any(|argument| argument == "--bench");
+    let rounds = arguments.iter().skip_while(|argument| *argument != "--rounds").nth(1);
+    let rounds = rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(30);
+    let result = if measure { bench(1024, rounds) } else { bench(8, 2) };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The parameters of six linear layers, and gradients for them.
+struct Parameters {
+    vars: Vec<Var>,
+    grads: GradStore,
+}
+
+impl Parameters {
+    fn new(width: usize) -> Result<Self> {
+        let mut grads = Tensor::zeros(1, DType::F32, &Device::Cpu)?.backward()?;
+        let mut vars = Vec::new();
+        for _ in 0..6 {
+            for shape in [vec![width, width], vec![width]] {
+                let var = Var::from_tensor(&Tensor::randn(0f32, 0.03, shape.clone(), &Device::Cpu)?)?;
+                grads.insert(&var, Tensor::randn(0f32, 1e-3, shape, &Device::Cpu)?);
+                vars.push(var);
+            }
+        }
+        Ok(Self { vars, grads })
+    }
+}
+
+fn bench(width: usize, rounds: usize) -> Result<()> {
+    // A learning rate at which nothing overflows, however many steps are measured.
+    let adamw = || ParamsAdamW { lr: 1e-5, ..Default::default() };
+    let mut candidates = vec![
+        candidate::<optim::AdamW>("AdamW, fused", width, adamw())?,
+        candidate::<candle_nn::AdamW>("AdamW, candle_nn", width, adamw())?,
+        candidate::<Adam>("Adam, fused", width, ParamsAdam { lr: 1e-5, ..Default::default() })?,
+        candidate::<Sgd>(
+            "SGD with momentum, fused",
+            width,
+            ParamsSgd { lr: 1e-5, momentum: 0.9, ..Default::default() },
+        )?,
+        candidate::<Lamb>("LAMB, fused", width, ParamsLamb { lr: 1e-5, ..Default::default() })?,
+    ];
+    for (_, step, _) in &mut candidates {
+        step()?;
+    }
+    for _ in 0..rounds {
+        for (_, step, times) in &mut candidates {
+            let start = Instant::now();
+            step()?;
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    for (name, _, times) in &mut candidates {
+        times.sort_by(f64::total_cmp);
+        println!("{name}: {:.2} ms", times[times.len() / 2]);
+    }
+    Ok(())
+}
+
+type Candidate = (&'static str, Box<dyn FnMut() -> Result<()>>, Vec<f64>);
+
+fn candidate<O: Optimizer + 'static>(name: &'static str, width: usize, config: O::Config) -> Result<Candidate> {
+    let Parameters { vars, grads } = Parameters::new(width)?;
+    let mut optimizer = O::new(vars, config)?;
+    Ok((name, Box::new(move || optimizer.step(&grads)), Vec::new()))
+}

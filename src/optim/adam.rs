@@ -1,0 +1,119 @@
+//! Adam, and Adam with decoupled weight decay.
+use super::element::{Element, Real};
+use super::rule::{Kernel, Moment, MomentRates, Slices, bias_correction, fraction, moments, not_negative};
+use crate::Result;
+use candle_nn::ParamsAdamW;
+
+/// The options of [`Adam`](super::Adam), with the meaning and the defaults of PyTorch's `torch.optim.Adam` (`amsgrad`
+/// off): weight decay is added to the gradient (L2 regularisation).
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsAdam {
+    /// Learning rate. Default: 0.001.
+    pub lr: f64,
+    /// Decay rate of the mean of the gradients. Default: 0.9.
+    pub beta1: f64,
+    /// Decay rate of the mean of the squared gradients. Default: 0.999.
+    pub beta2: f64,
+    /// Added to the denominator. Default: 1e-8.
+    pub eps: f64,
+    /// The parameter times this is added to its gradient. Default: 0.
+    pub weight_decay: f64,
+}
+
+impl Default for ParamsAdam {
+    fn default() -> Self {
+        Self { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0. }
+    }
+}
+
+/// What both kinds of Adam keep.
+pub(super) const MOMENTS: &[&str] = &["exp_avg", "exp_avg_sq"];
+
+/// Weight decay on its two ways.
+struct Decay {
+    /// Added to the gradient.
+    coupled: f64,
+    /// Taken off the parameter, times the learning rate.
+    decoupled: f64,
+}
+
+fn update<E: Element>(
+    ParamsAdam { lr, beta1, beta2, eps, .. }: ParamsAdam,
+    decay: Decay,
+    moment: Moment,
+    slices: Slices<'_, '_, E>,
+) {
+    let [m, v] = slices.states else { return };
+    let rates = MomentRates::new(beta1, beta2);
+    let real = <E::Real as Real>::from_f64;
+    let step_size = real(lr / bias_correction(beta1, moment.step));
+    let root = real(1. / bias_correction(beta2, moment.step).sqrt());
+    let (eps, scale, coupled) = (real(eps), real(moment.gradient_scale), real(decay.coupled));
+    let keep = real(1. - lr * decay.decoupled);
+    let states = m.iter_mut().zip(v.iter_mut());
+    for ((parameter, gradient), (m, v)) in slices.parameter.iter_mut().zip(slices.gradient).zip(states) {
+        let value = parameter.load();
+        let gradient = gradient.load() * scale + value * coupled;
+        let (m, v) = moments(m, v, gradient, &rates);
+        *parameter = E::store(value * keep - m * step_size / (v.sqrt() * root + eps));
+    }
+}
+
+fn check(lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64) -> Result<()> {
+    not_negative("lr", lr)?;
+    fraction("beta1", beta1)?;
+    fraction("beta2", beta2)?;
+    not_negative("eps", eps)?;
+    not_negative("weight_decay", weight_decay)
+}
+
+impl Kernel for ParamsAdam {
+    const NAME: &'static str = "Adam";
+
+    fn states(&self) -> &'static [&'static str] {
+        MOMENTS
+    }
+
+    fn check(&self) -> Result<()> {
+        check(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.lr = learning_rate;
+    }
+
+    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+        let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
+        update(self.clone(), decay, moment, slices);
+    }
+}
+
+impl Kernel for ParamsAdamW {
+    const NAME: &'static str = "AdamW";
+
+    fn states(&self) -> &'static [&'static str] {
+        MOMENTS
+    }
+
+    fn check(&self) -> Result<()> {
+        check(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.lr = learning_rate;
+    }
+
+    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
+        let decay = Decay { coupled: 0., decoupled: weight_decay };
+        update(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment, slices);
+    }
+}

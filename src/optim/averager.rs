@@ -1,0 +1,114 @@
+//! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
+use super::state::{self, Loader, StateDict};
+use crate::backend::ReduceOp;
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use candle_core::{DType, DeviceLocation, Tensor, Var};
+use std::collections::HashMap;
+
+/// How many bytes travel together: enough that the time per message does not matter, little beside a model.
+const PACK_BYTES: usize = 32 << 20;
+
+/// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
+///
+/// For post-local SGD gradients are averaged as usual in the first `warmup_steps` steps, and from then on each rank
+/// applies its own: a model built from a plain `VarBuilder` and `loss.backward()` do that. (Under DDP's `no_sync`
+/// gradients add up from step to step instead, which is something else.)
+#[derive(Clone, Debug)]
+pub struct PeriodicModelAverager {
+    group: ProcessGroup,
+    period: u64,
+    warmup_steps: u64,
+    step: u64,
+}
+
+impl PeriodicModelAverager {
+    /// Averages in step `warmup_steps`, counted from 0, and in every `period`-th after it. Every rank of `group` makes
+    /// one with the same numbers.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a period of 0.
+    pub fn new(group: &ProcessGroup, period: u64, warmup_steps: u64) -> Result<Self> {
+        if period == 0 {
+            return Err(Error::invalid("period", "it must be at least 1"));
+        }
+        if period == 1 {
+            log::warn!(
+                "a PeriodicModelAverager of period 1 sends as much as averaging the gradients would: use \
+                 DistributedDataParallel alone"
+            );
+        }
+        Ok(Self { group: group.clone(), period, warmup_steps, step: 0 })
+    }
+
+    /// To be called after every optimizer step, on every rank, with the same parameters in the same order: replaces them
+    /// by their mean over the ranks if it is time to. Returns whether it was. Variables of integers are left alone.
+    ///
+    /// # Errors
+    /// Those of [`ProcessGroup::all_reduce`].
+    pub fn average_parameters(&mut self, parameters: &[Var]) -> Result<bool> {
+        let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
+        if due && self.group.world_size() > 1 {
+            average(&self.group, parameters)?;
+        }
+        self.step += 1;
+        Ok(due)
+    }
+}
+
+/// Replaces every parameter by its mean over the ranks, in few messages.
+fn average(group: &ProcessGroup, parameters: &[Var]) -> Result<()> {
+    let scale = 1. / group.world_size() as f64;
+    let mut messages = Vec::new();
+    for vars in packs(parameters) {
+        let parts = vars.iter().map(|var| var.as_detached_tensor().flatten_all());
+        let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+        // Divided first, as gradients are, so that the sum cannot overflow. The product is never a variable's storage.
+        let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
+        let work = group.all_reduce_async(&flat, ReduceOp::Sum)?;
+        messages.push((vars, flat, work));
+    }
+    for (vars, flat, work) in messages {
+        work.wait()?;
+        let mut offset = 0;
+        for var in vars {
+            var.set(&flat.narrow(0, offset, var.elem_count())?.reshape(var.shape())?)?;
+            offset += var.elem_count();
+        }
+    }
+    Ok(())
+}
+
+/// The variables of floats that travel together: of one dtype and device, up to [`PACK_BYTES`].
+fn packs(parameters: &[Var]) -> Vec<Vec<&Var>> {
+    let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&Var>)> = Vec::new();
+    for var in parameters.iter().filter(|var| var.dtype().is_float()) {
+        let kind = (var.dtype(), var.device().location());
+        let bytes = var.elem_count() * var.dtype().size_in_bytes();
+        match packs.iter_mut().rev().find(|(of, size, _)| *of == kind && size + bytes <= PACK_BYTES) {
+            Some((_, size, vars)) => {
+                vars.push(var);
+                *size += bytes;
+            }
+            None => packs.push((kind, bytes, vec![var])),
+        }
+    }
+    packs.into_iter().map(|(_, _, vars)| vars).collect()
+}
+
+/// `step`.
+impl StateDict for PeriodicModelAverager {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin("PeriodicModelAverager")?;
+        dict.insert("step".to_string(), state::count(self.step)?);
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, "PeriodicModelAverager")?;
+        let step = loader.count("step")?;
+        loader.finish()?;
+        self.step = step;
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! Gradients that are too large.
+use super::element::{largest, sum_of_squares};
+use super::storage::{self, dispatch};
+use crate::{Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+
+/// How the length of all gradients together is measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NormType {
+    /// The square root of the sum of the squares.
+    #[default]
+    L2,
+    /// The largest absolute value.
+    Inf,
+}
+
+/// The further arguments of PyTorch's `clip_grad_norm_`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClipOptions {
+    /// Default: L2.
+    pub norm_type: NormType,
+    /// Return an error when the norm is infinite or NaN, and leave the gradients as they are. Default: false; the
+    /// gradients are then scaled by such a norm all the same, as in PyTorch.
+    pub error_if_nonfinite: bool,
+}
+
+/// [`clip_grad_norm_with`] the L2 norm.
+pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
+    clip_grad_norm_with(grads, vars, max_norm, ClipOptions::default())
+}
+
+/// Scales the gradients of `vars` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of them
+/// had together: PyTorch's `clip_grad_norm_`. Variables without a gradient do not count.
+///
+/// Contiguous gradients are changed in place, and with them every tensor that shares their storage. With gradients from
+/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and for a norm that is not finite if so asked for.
+pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
+    if max_norm.is_nan() || max_norm < 0. {
+        return Err(Error::invalid("max_norm", format!("it must be at least 0, and is {max_norm}")));
+    }
+    let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
+    if options.error_if_nonfinite && !norm.is_finite() {
+        let reason = format!(
+            "the norm of the gradients is {norm}, so they cannot be clipped: skip this step, or lower the learning rate \
+             or the loss scale"
+        );
+        return Err(Error::invalid("grads", reason));
+    }
+    let scale = max_norm / (norm + 1e-6);
+    if scale < 1. || scale.is_nan() {
+        change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
+    }
+    Ok(norm)
+}
+
+/// Limits every element of the gradients of `vars` to the range from `-clip_value` to `clip_value`: PyTorch's
+/// `clip_grad_value_`. Contiguous gradients are changed in place.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for a negative or NaN `clip_value`.
+pub fn clip_grad_value(grads: &mut GradStore, vars: &[Var], clip_value: f64) -> Result<()> {
+    if clip_value.is_nan() || clip_value < 0. {
+        return Err(Error::invalid("clip_value", format!("it must be at least 0, and is {clip_value}")));
+    }
+    change(grads, vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
+}
+
+#[derive(Clone, Copy)]
+enum Change {
+    Scale(f64),
+    Clamp(f64),
+}
+
+/// Changes gradients in place where a kernel can, and replaces them by `otherwise` where not.
+fn change(
+    grads: &mut GradStore,
+    vars: &[Var],
+    otherwise: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+    change: Change,
+) -> Result<()> {
+    for var in vars {
+        let Some(gradient) = grads.get(var) else { continue };
+        let in_place = gradient.device().is_cpu() && gradient.is_contiguous();
+        let done = in_place
+            && dispatch!(gradient.dtype(), E => { change_in_place::<E>(gradient, change)?; true }, else => false);
+        if !done {
+            let changed = otherwise(gradient)?.detach();
+            grads.insert(var, changed);
+        }
+    }
+    Ok(())
+}
+
+fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change) -> Result<()> {
+    use super::element::Real;
+    let real = <E::Real as Real>::from_f64;
+    Ok(match change {
+        Change::Scale(scale) => {
+            let scale = real(scale);
+            storage::write::<E>(gradient, |values| {
+                values.iter_mut().for_each(|value| *value = E::store(value.load() * scale));
+            })
+        }
+        Change::Clamp(limit) => {
+            let (low, high) = (real(-limit), real(limit));
+            // A NaN stays one: both comparisons are false.
+            let clamp = |x: E::Real| {
+                if x < low {
+                    low
+                } else if x > high {
+                    high
+                } else {
+                    x
+                }
+            };
+            storage::write::<E>(gradient, |values| {
+                values.iter_mut().for_each(|value| *value = E::store(clamp(value.load())));
+            })
+        }
+    }?)
+}
+
+/// The norm of all `gradients` together; NaN if there is one among their elements.
+pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
+    let mut total = 0f64;
+    for gradient in gradients {
+        if gradient.elem_count() == 0 {
+            continue;
+        }
+        let part = part(gradient, norm_type)?;
+        total = match norm_type {
+            NormType::L2 => total + part,
+            NormType::Inf if part.is_nan() || total.is_nan() => f64::NAN,
+            NormType::Inf => total.max(part),
+        };
+    }
+    Ok(match norm_type {
+        NormType::L2 => total.sqrt(),
+        NormType::Inf => total,
+    })
+}
+
+/// The sum of squares or the largest absolute value.
+fn part(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
+    if gradient.device().is_cpu() {
+        let contiguous = gradient.contiguous()?;
+        return dispatch!(gradient.dtype(), E => Ok(match norm_type {
+            NormType::L2 => storage::read::<E, _>(&contiguous, sum_of_squares)?,
+            NormType::Inf => storage::read::<E, _>(&contiguous, largest)?,
+        }), else => composite(gradient, norm_type));
+    }
+    composite(gradient, norm_type)
+}
+
+/// The same from candle's operations, for other devices and dtypes.
+fn composite(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
+    let gradient = match gradient.dtype() {
+        DType::F64 => gradient.detach(),
+        _ => gradient.detach().to_dtype(DType::F32)?,
+    };
+    let squares = gradient.sqr()?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    Ok(match norm_type {
+        NormType::L2 => squares,
+        NormType::Inf if squares.is_nan() => f64::NAN,
+        NormType::Inf => gradient.abs()?.flatten_all()?.max(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn kernels_and_candles_operations_measure_the_same() {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let tensor = Tensor::arange(-7f32, 5., &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let tensor = tensor.reshape((3, 4)).unwrap().t().unwrap();
+            for (norm_type, expected) in [(NormType::L2, 170.), (NormType::Inf, 7.)] {
+                assert_eq!(part(&tensor, norm_type).unwrap(), expected, "{dtype:?}");
+                assert_eq!(composite(&tensor, norm_type).unwrap(), expected, "{dtype:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Exponential moving averages of weights.
+use super::element::{DTYPES, Element, Real, state_dtype};
+use super::state::{self, Loader, StateDict};
+use super::storage::{self, dispatch};
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, Var};
+use std::collections::HashMap;
+
+/// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+///
+/// The first [`update`](Self::update) copies the weights, each further one moves the average by `1 - decay` of the way to
+/// them. The averages of 16-bit weights are kept in f32, since their own dtype would swallow such small moves (PyTorch
+/// keeps them in it). Variables of integers are left alone. Buffers are averaged if they are given.
+///
+/// Under DDP all ranks have the same weights, and so the same average, without any communication.
+#[derive(Debug)]
+pub struct Ema {
+    decay: f64,
+    updates: u64,
+    slots: Vec<Slot>,
+    /// The weights that [`apply`](Self::apply) replaced.
+    replaced: Option<Vec<Tensor>>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    name: String,
+    var: Var,
+    /// The variable's storage as one dimension.
+    flat: Tensor,
+    average: Tensor,
+}
+
+impl Ema {
+    /// An average of `parameters`, such as those of
+    /// [`named_parameters`](crate::DistributedDataParallel::named_parameters).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is given
+    /// twice, that has a dtype without a kernel, or is not contiguous.
+    pub fn new(parameters: Vec<(String, Var)>, decay: f64) -> Result<Self> {
+        if !(0. ..=1.).contains(&decay) {
+            return Err(Error::invalid("decay", format!("it must be from 0 to 1, and is {decay}")));
+        }
+        let mut names = std::collections::HashSet::new();
+        let mut slots = Vec::with_capacity(parameters.len());
+        for (name, var) in parameters {
+            if !names.insert(name.clone()) {
+                return Err(Error::parameter(name, "two parameters have this name"));
+            }
+            if !var.dtype().is_float() {
+                continue;
+            }
+            let Some(dtype) = state_dtype(var.dtype()) else {
+                let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
+                return Err(Error::parameter(
+                    name,
+                    format!("Ema has no kernel for {dtype:?} (supported: {supported})"),
+                ));
+            };
+            if !var.is_contiguous() {
+                let reason = "its variable is not contiguous: make it from a contiguous tensor";
+                return Err(Error::parameter(name, reason));
+            }
+            let flat = var.as_detached_tensor().flatten_all()?;
+            let average = widen(&flat, dtype)?;
+            slots.push(Slot { name, var, flat, average });
+        }
+        Ok(Self { decay, updates: 0, slots, replaced: None })
+    }
+
+    /// Moves the average towards the present weights. Call it after the optimizer's step.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while the averages are applied.
+    pub fn update(&mut self) -> Result<()> {
+        self.refuse_if_applied("update")?;
+        for slot in &mut self.slots {
+            let (decay, dtype) = (if self.updates == 0 { 0. } else { self.decay }, slot.average.dtype());
+            if slot.flat.device().is_cpu() {
+                dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
+            } else {
+                let weights = slot.flat.to_dtype(dtype)?;
+                slot.average = ((&slot.average * decay)? + (weights * (1. - decay))?)?;
+            }
+        }
+        self.updates += 1;
+        Ok(())
+    }
+
+    /// Puts the averages into the variables, to evaluate or save the averaged model, and keeps the weights that were
+    /// there for [`restore`](Self::restore).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when they are applied already.
+    pub fn apply(&mut self) -> Result<()> {
+        self.refuse_if_applied("apply")?;
+        let replaced = self.slots.iter().map(|slot| slot.var.as_detached_tensor().copy());
+        let replaced = replaced.collect::<candle_core::Result<Vec<_>>>()?;
+        self.copy_to_parameters()?;
+        self.replaced = Some(replaced);
+        Ok(())
+    }
+
+    /// Puts back the weights that [`apply`](Self::apply) replaced.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when the averages are not applied.
+    pub fn restore(&mut self) -> Result<()> {
+        let Some(replaced) = self.replaced.take() else {
+            return Err(Error::invalid("restore", "the averages are not applied, so that there is nothing to restore"));
+        };
+        for (slot, weights) in self.slots.iter().zip(&replaced) {
+            slot.var.set(weights)?;
+        }
+        Ok(())
+    }
+
+    /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever it is time for.
+    ///
+    /// # Errors
+    /// As those of candle.
+    pub fn swap(&mut self) -> Result<()> {
+        if self.replaced.is_some() { self.restore() } else { self.apply() }
+    }
+
+    /// Puts the averages into the variables for good.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while the averages are applied.
+    pub fn copy_to_parameters(&self) -> Result<()> {
+        self.refuse_if_applied("copy_to_parameters")?;
+        for slot in &self.slots {
+            slot.var.set(&slot.average.to_dtype(slot.var.dtype())?.reshape(slot.var.shape())?)?;
+        }
+        Ok(())
+    }
+
+    /// The averages with the parameters' names, in the dtype they are kept in: a model's state dict. They change with
+    /// [`update`](Self::update).
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn averages(&self) -> Result<Vec<(String, Tensor)>> {
+        let averages = self.slots.iter().map(|slot| Ok((slot.name.clone(), slot.average.reshape(slot.var.shape())?)));
+        averages.collect()
+    }
+
+    /// How often [`update`](Self::update) was called: PyTorch's `n_averaged`.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    fn refuse_if_applied(&self, call: &'static str) -> Result<()> {
+        if self.replaced.is_some() {
+            return Err(Error::invalid(call, "the variables hold the averages: call restore first"));
+        }
+        Ok(())
+    }
+}
+
+/// `tensor` in `dtype`, in storage of its own.
+fn widen(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    Ok(if tensor.dtype() == dtype { tensor.copy()? } else { tensor.to_dtype(dtype)? }.detach())
+}
+
+/// `average += (weights - average) × weight`, as PyTorch's lerp has it: with weight 1 the weights themselves.
+fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<()> {
+    let weight = <E::Real as Real>::from_f64(weight);
+    let whole = <E::Real as Real>::from_f64(1.);
+    Ok(storage::zip::<E::Real, E>(average, weights, |averages, weights| {
+        for (average, value) in averages.iter_mut().zip(weights) {
+            let value = value.load();
+            *average = if weight == whole { value } else { *average + (value - *average) * weight };
+        }
+    })?)
+}
+
+/// `updates`, and `average.{name}` for each parameter.
+impl StateDict for Ema {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin("Ema")?;
+        dict.insert("updates".to_string(), state::count(self.updates)?);
+        dict.extend(self.averages()?.into_iter().map(|(name, average)| (format!("average.{name}"), average)));
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        self.refuse_if_applied("load_state_dict")?;
+        let mut loader = Loader::new(dict, "Ema")?;
+        let updates = loader.count("updates")?;
+        let mut averages = Vec::new();
+        for slot in &self.slots {
+            let dtype = slot.average.dtype();
+            let average = loader.like(&format!("average.{}", slot.name), slot.var.shape(), dtype)?;
+            averages.push(average.to_device(slot.average.device())?.copy()?.flatten_all()?.detach());
+        }
+        loader.finish()?;
+        for (slot, average) in self.slots.iter_mut().zip(averages) {
+            slot.average = average;
+        }
+        self.updates = updates;
+        Ok(())
+    }
+}

@@ -1,0 +1,295 @@
+//! The optimizer around an update rule: parameters, groups, counters, state.
+use super::element::{DTYPES, state_dtype};
+use super::rule::{Moment, UpdateRule};
+use super::state::{self, Loader, StateDict};
+use super::{clip, storage};
+use crate::error::describe;
+use crate::{Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use candle_nn::Optimizer;
+use std::collections::{HashMap, HashSet};
+
+/// Parameters that are trained with the same options.
+#[derive(Clone, Debug)]
+pub struct ParameterGroup<R> {
+    /// The parameters with their names.
+    pub parameters: Vec<(String, Var)>,
+    /// Their options.
+    pub options: R,
+}
+
+/// An optimizer that goes over parameter, gradient and state once: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
+/// [`Sgd`](super::Sgd) and [`Lamb`](super::Lamb).
+///
+/// Parameters may be f32, f64, f16 or bf16. Those of 16 bits are updated in f32 arithmetic and have f32 states. Variables
+/// of integers are left alone. A parameter without a gradient is left alone in that step, and so are its states, as in
+/// PyTorch.
+///
+/// [`new`](Optimizer::new) takes variables without names, as candle's optimizers do; made with
+/// [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups), the optimizer can be saved.
+#[derive(Debug)]
+pub struct FusedOptimizer<R> {
+    groups: Vec<Group<R>>,
+    named: bool,
+}
+
+#[derive(Debug)]
+struct Group<R> {
+    options: R,
+    slots: Vec<Slot>,
+}
+
+/// A parameter and what is kept for it.
+#[derive(Debug)]
+struct Slot {
+    name: String,
+    var: Var,
+    /// The variable's storage as one dimension.
+    flat: Tensor,
+    /// Of one dimension, with storage of their own each.
+    states: Vec<Tensor>,
+    steps: u64,
+}
+
+impl Slot {
+    fn new<R: UpdateRule>(name: String, var: Var, options: &R) -> Result<Self> {
+        let Some(dtype) = state_dtype(var.dtype()) else {
+            let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
+            let reason = format!("{} has no kernel for {dtype:?} (supported: {supported})", R::NAME);
+            return Err(Error::parameter(name, reason));
+        };
+        if !var.device().is_cpu() {
+            let reason = format!("{} has no kernel for {:?}", R::NAME, var.device().location());
+            return Err(Error::parameter(name, reason));
+        }
+        if !var.is_contiguous() {
+            let reason = "its variable is not contiguous: make it from a contiguous tensor";
+            return Err(Error::parameter(name, reason));
+        }
+        let flat = var.as_detached_tensor().flatten_all()?;
+        let states = options.states().iter().map(|_| Tensor::zeros(flat.shape(), dtype, flat.device()));
+        let states = states.collect::<candle_core::Result<_>>()?;
+        Ok(Self { name, var, flat, states, steps: 0 })
+    }
+
+    /// The gradient as the kernels take it.
+    fn gradient(&self, grads: &GradStore) -> Result<Option<Tensor>> {
+        let Some(gradient) = grads.get(&self.var) else { return Ok(None) };
+        if gradient.shape() != self.var.shape() || !gradient.device().same_device(self.var.device()) {
+            let is = describe(gradient.dtype(), gradient.shape());
+            let needed = describe(self.var.dtype(), self.var.shape());
+            let (at, belongs) = (gradient.device().location(), self.var.device().location());
+            let reason = format!("its gradient is {is} on {at:?}, and {needed} on {belongs:?} is needed");
+            return Err(Error::parameter(&self.name, reason));
+        }
+        Ok(Some(gradient.detach().to_dtype(self.var.dtype())?.contiguous()?.flatten_all()?))
+    }
+
+    /// The names of its states in a state dict.
+    fn key(&self, part: &str) -> String {
+        format!("state.{}.{part}", self.name)
+    }
+}
+
+impl<R: UpdateRule> FusedOptimizer<R> {
+    /// An optimizer for parameters with names, such as those of
+    /// [`named_parameters`](crate::DistributedDataParallel::named_parameters).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for options that make no sense; [`Error::Parameter`] for a parameter that is given
+    /// twice, has a dtype without a kernel, or is not contiguous.
+    pub fn from_named(parameters: Vec<(String, Var)>, options: R) -> Result<Self> {
+        Self::from_groups(vec![ParameterGroup { parameters, options }])
+    }
+
+    /// An optimizer whose groups of parameters have options of their own.
+    ///
+    /// # Errors
+    /// As with [`from_named`](Self::from_named).
+    pub fn from_groups(groups: Vec<ParameterGroup<R>>) -> Result<Self> {
+        let (mut names, mut variables) = (HashSet::new(), HashSet::new());
+        let mut built = Vec::with_capacity(groups.len());
+        for ParameterGroup { parameters, options } in groups {
+            options.check()?;
+            let mut slots = Vec::with_capacity(parameters.len());
+            for (name, var) in parameters {
+                if !names.insert(name.clone()) {
+                    return Err(Error::parameter(name, "two parameters have this name"));
+                }
+                if !variables.insert(var.id()) {
+                    return Err(Error::parameter(name, "its variable is given twice, and would be updated twice"));
+                }
+                if var.dtype().is_float() {
+                    slots.push(Slot::new(name, var, &options)?);
+                }
+            }
+            built.push(Group { options, slots });
+        }
+        Ok(Self { groups: built, named: true })
+    }
+
+    /// The options of each group.
+    pub fn options(&self) -> impl ExactSizeIterator<Item = &R> {
+        self.groups.iter().map(|group| &group.options)
+    }
+
+    /// Changes the options of group `group`. What is kept for its parameters stays, so options that need another state
+    /// are refused (SGD with instead of without momentum).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub fn set_options(&mut self, group: usize, options: R) -> Result<()> {
+        options.check()?;
+        let count = self.groups.len();
+        let Some(group) = self.groups.get_mut(group) else {
+            return Err(Error::invalid("group", format!("there is no group {group}: the optimizer has {count}")));
+        };
+        if options.states() != group.options.states() {
+            let (needed, kept) = (options.states(), group.options.states());
+            let reason = format!("they need the states {needed:?}, and {kept:?} is what the optimizer has");
+            return Err(Error::invalid("options", reason));
+        }
+        group.options = options;
+        Ok(())
+    }
+
+    /// The learning rate of each group.
+    pub fn learning_rates(&self) -> Vec<f64> {
+        self.options().map(R::learning_rate).collect()
+    }
+
+    /// Changes the learning rate of each group.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are not as many as groups.
+    pub fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        if learning_rates.len() != self.groups.len() {
+            let (given, needed) = (learning_rates.len(), self.groups.len());
+            return Err(Error::invalid("learning_rates", format!("{given} were given for {needed} groups")));
+        }
+        for (group, learning_rate) in self.groups.iter_mut().zip(learning_rates) {
+            group.options.set_learning_rate(*learning_rate);
+        }
+        Ok(())
+    }
+
+    /// The names of the parameters that are trained, group by group.
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
+        self.slots().map(|slot| slot.name.as_str())
+    }
+
+    fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.groups.iter().flat_map(|group| &group.slots)
+    }
+
+    fn apply(&mut self, grads: &GradStore) -> Result<()> {
+        // Nothing is changed before everything is known to fit.
+        let gradients: Vec<Vec<Option<Tensor>>> = self
+            .groups
+            .iter()
+            .map(|group| group.slots.iter().map(|slot| slot.gradient(grads)).collect())
+            .collect::<Result<_>>()?;
+        let norm = if self.options().any(|options| options.max_grad_norm().is_some()) {
+            Some(clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?)
+        } else {
+            None
+        };
+        for (Group { options, slots }, gradients) in self.groups.iter_mut().zip(gradients) {
+            let gradient_scale = match (norm, options.max_grad_norm()) {
+                (Some(norm), Some(max)) if norm > max => max / norm,
+                _ => 1.,
+            };
+            for (slot, gradient) in slots.iter_mut().zip(gradients) {
+                let Some(gradient) = gradient else { continue };
+                let moment = Moment { step: slot.steps + 1, gradient_scale };
+                storage::update(options, moment, &slot.flat, &gradient, &slot.states)?;
+                slot.steps += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
+    type Config = R;
+
+    /// An optimizer for variables without names, which cannot be saved: error messages call them by their place.
+    fn new(vars: Vec<Var>, options: R) -> candle_core::Result<Self> {
+        let parameters = vars.into_iter().enumerate().map(|(index, var)| (format!("#{index}"), var)).collect();
+        Ok(Self { named: false, ..Self::from_named(parameters, options)? })
+    }
+
+    /// Updates every parameter that has a gradient.
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(self.apply(grads)?)
+    }
+
+    /// That of the first group.
+    fn learning_rate(&self) -> f64 {
+        self.options().next().map_or(0., R::learning_rate)
+    }
+
+    /// Gives all groups the same learning rate.
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        for group in &mut self.groups {
+            group.options.set_learning_rate(learning_rate);
+        }
+    }
+}
+
+/// For each parameter `state.{name}.step` and its states by PyTorch's names (`state.{name}.exp_avg`), and
+/// `learning_rates` of the groups. The other options are the program's business.
+impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.check_named()?;
+        let mut dict = state::begin(R::NAME)?;
+        dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
+        for Group { options, slots } in &self.groups {
+            for slot in slots {
+                dict.insert(slot.key("step"), state::count(slot.steps)?);
+                for (part, state) in options.states().iter().zip(&slot.states) {
+                    dict.insert(slot.key(part), state.reshape(slot.var.shape())?);
+                }
+            }
+        }
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        self.check_named()?;
+        let mut loader = Loader::new(dict, R::NAME)?;
+        let learning_rates = loader.list::<f64>("learning_rates", self.groups.len())?;
+        let mut steps = Vec::new();
+        let mut copies = Vec::new();
+        for Group { options, slots } in &self.groups {
+            for slot in slots {
+                steps.push(loader.count(&slot.key("step"))?);
+                for (part, state) in options.states().iter().zip(&slot.states) {
+                    // A copy, since it may be the state of this very optimizer.
+                    let source = loader.like(&slot.key(part), slot.var.shape(), state.dtype())?;
+                    copies.push((state.clone(), source.to_device(state.device())?.copy()?.flatten_all()?));
+                }
+            }
+        }
+        loader.finish()?;
+        for (state, source) in copies {
+            state.slice_set(&source, 0, 0)?;
+        }
+        for (slot, steps) in self.groups.iter_mut().flat_map(|group| &mut group.slots).zip(steps) {
+            slot.steps = steps;
+        }
+        self.set_learning_rates(&learning_rates)
+    }
+}
+
+impl<R> FusedOptimizer<R> {
+    fn check_named(&self) -> Result<()> {
+        if self.named {
+            return Ok(());
+        }
+        let reason = "an optimizer made without names cannot be saved or loaded, since the order of a VarMap's variables \
+                      differs from run to run: make it with from_named(ddp.named_parameters(), options)";
+        Err(Error::invalid("parameters", reason))
+    }
+}

@@ -1,0 +1,134 @@
+//! LAMB: Adam whose step is as long as the parameter's norm allows.
+use super::adam::MOMENTS;
+use super::element::{Element, Real, sum_of_squares};
+use super::rule::{Kernel, Moment, MomentRates, Slices, bias_correction, fraction, moments, not_negative};
+use crate::{Error, Result};
+
+/// The options of [`Lamb`](super::Lamb), with the meaning and the defaults of Apex's `FusedLAMB`.
+///
+/// In a step, the gradients of all parameters are first scaled down if their common norm is above `max_grad_norm`. With
+/// the moments `m` and `v` of Adam (bias-corrected if asked for), a parameter's update is
+/// `u = m / (sqrt(v) + eps) + weight_decay · p`, and `p -= lr · ‖p‖ / ‖u‖ · u`. The *trust ratio* `‖p‖ / ‖u‖` is 1 if a
+/// norm is zero, and for parameters without weight decay, unless `use_nvlamb` is set.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsLamb {
+    /// Learning rate. Default: 0.001.
+    pub lr: f64,
+    /// Decay rate of the mean of the gradients. Default: 0.9.
+    pub beta1: f64,
+    /// Decay rate of the mean of the squared gradients. Default: 0.999.
+    pub beta2: f64,
+    /// Added to the denominator. Default: 1e-6.
+    pub eps: f64,
+    /// Weight decay. Default: 0.01.
+    pub weight_decay: f64,
+    /// Divide the moments by `1 - beta^step`. Default: true.
+    pub bias_correction: bool,
+    /// Add the decay to the update, as AdamW does; otherwise to the gradient, as Adam does. Default: true.
+    pub adam_w_mode: bool,
+    /// A gradient counts `1 - beta1` in the mean; otherwise it counts 1. Default: true.
+    pub grad_averaging: bool,
+    /// The norm of all gradients above which they are scaled down to it; `None` for never. Default: 1.
+    pub max_grad_norm: Option<f64>,
+    /// Use the trust ratio for parameters without weight decay as well. Default: false.
+    pub use_nvlamb: bool,
+}
+
+impl Default for ParamsLamb {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-6,
+            weight_decay: 0.01,
+            bias_correction: true,
+            adam_w_mode: true,
+            grad_averaging: true,
+            max_grad_norm: Some(1.),
+            use_nvlamb: false,
+        }
+    }
+}
+
+/// How many elements are gone through at a time.
+const BLOCK: usize = 1024;
+
+impl Kernel for ParamsLamb {
+    const NAME: &'static str = "Lamb";
+
+    fn states(&self) -> &'static [&'static str] {
+        MOMENTS
+    }
+
+    fn check(&self) -> Result<()> {
+        not_negative("lr", self.lr)?;
+        fraction("beta1", self.beta1)?;
+        fraction("beta2", self.beta2)?;
+        not_negative("eps", self.eps)?;
+        not_negative("weight_decay", self.weight_decay)?;
+        match self.max_grad_norm {
+            Some(norm) if norm.is_nan() || norm <= 0. => {
+                Err(Error::invalid("max_grad_norm", format!("it must be above 0 or None, and is {norm}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.lr = learning_rate;
+    }
+
+    fn max_grad_norm(&self) -> Option<f64> {
+        self.max_grad_norm
+    }
+
+    /// Two passes: the moments and the norm of the update they give, then, computed once more instead of stored, the
+    /// update itself. Parameter and states must be whole, for the sake of the norms.
+    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+        let [m, v] = slices.states else { return };
+        let real = <E::Real as Real>::from_f64;
+        let rate1 = if self.grad_averaging { 1. - self.beta1 } else { 1. };
+        let rates = MomentRates::with_rate1(self.beta1, self.beta2, rate1);
+        let (correction1, correction2) = if self.bias_correction {
+            (bias_correction(self.beta1, moment.step), bias_correction(self.beta2, moment.step))
+        } else {
+            (1., 1.)
+        };
+        let (inverse1, root2) = (real(1. / correction1), real(1. / correction2.sqrt()));
+        let (eps, scale) = (real(self.eps), real(moment.gradient_scale));
+        let (coupled, decay) = if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) };
+        let (coupled, decay) = (real(coupled), real(decay));
+
+        let direction =
+            |value: E::Real, m: E::Real, v: E::Real| m * inverse1 / (v.sqrt() * root2 + eps) + value * decay;
+        let adapt = self.use_nvlamb || self.weight_decay != 0.;
+        let (mut norm, mut update_norm) = (0., 0.);
+        // In blocks that stay in the cache.
+        let mut updates = [E::Real::default(); BLOCK];
+        let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
+        for ((p, g), (m, v)) in slices.parameter.chunks(BLOCK).zip(slices.gradient.chunks(BLOCK)).zip(states) {
+            for ((p, g), (m, v)) in p.iter().zip(g).zip(m.iter_mut().zip(v.iter_mut())) {
+                moments(m, v, g.load() * scale + p.load() * coupled, &rates);
+            }
+            if adapt {
+                for (((update, p), m), v) in updates.iter_mut().zip(p).zip(m).zip(v) {
+                    *update = direction(p.load(), *m, *v);
+                }
+                norm += sum_of_squares(p);
+                update_norm += sum_of_squares(updates.get(..p.len()).unwrap_or_default());
+            }
+        }
+        // Both are zero, and the ratio 1, where there is none.
+        let ratio = if norm != 0. && update_norm != 0. { (norm / update_norm).sqrt() } else { 1. };
+        let rate = real(self.lr * ratio);
+        for (parameter, (m, v)) in slices.parameter.iter_mut().zip(m.iter().zip(v.iter())) {
+            let value = parameter.load();
+            *parameter = E::store(value - direction(value, *m, *v) * rate);
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Optimizers and what belongs to them: fused AdamW, Adam, SGD and LAMB, gradient clipping, learning-rate schedules, and
+//! averages of weights. All have PyTorch's semantics (LAMB: Apex's).
+//!
+//! ```
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use candle_ddp::optim::{AdamW, ParameterGroup, ParamsAdamW, StateDict, clip_grad_norm};
+//! use candle_nn::{Optimizer, VarBuilder, VarMap, linear};
+//!
+//! # fn main() -> candle_ddp::Result<()> {
+//! let varmap = VarMap::new();
+//! let model = linear(4, 1, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu).pp("head"))?;
+//! // Under DDP: `ddp.named_parameters()`.
+//! let named = varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect::<Vec<_>>();
+//!
+//! // Biases without weight decay.
+//! let (biases, weights) = named.into_iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
+//! let options = ParamsAdamW { lr: 0.01, ..Default::default() };
+//! let mut optimizer = AdamW::from_groups(vec![
+//!     ParameterGroup { parameters: weights, options: options.clone() },
+//!     ParameterGroup { parameters: biases, options: ParamsAdamW { weight_decay: 0., ..options } },
+//! ])?;
+//!
+//! let loss = model.forward(&Tensor::ones((8, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+//! let mut grads = loss.backward()?; // under DDP: ddp.backward(&loss)
+//! clip_grad_norm(&mut grads, &varmap.all_vars(), 1.0)?;
+//! optimizer.step(&grads)?;
+//!
+//! let file = std::env::temp_dir().join(format!("optimizer-{}.safetensors", std::process::id()));
+//! optimizer.save(&file)?;
+//! optimizer.load(&file)?;
+//! # std::fs::remove_file(&file).unwrap();
+//! # Ok(())
+//! # }
+//! ```
+mod adam;
+mod averager;
+mod clip;
+mod element;
+mod ema;
+mod fused;
+mod lamb;
+mod plateau;
+mod rule;
+mod schedule;
+mod sgd;
+mod state;
+mod storage;
+
+pub use adam::ParamsAdam;
+pub use averager::PeriodicModelAverager;
+pub use candle_nn::ParamsAdamW;
+pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
+pub use ema::Ema;
+pub use fused::{FusedOptimizer, ParameterGroup};
+pub use lamb::ParamsLamb;
+pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
+pub use rule::UpdateRule;
+pub use schedule::{
+    Anneal, CosineAnnealingLr, LrScheduler, MultiStepLr, OneCycleLr, ParamsCosineAnnealingLr, ParamsMultiStepLr,
+    ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, StepLr, WarmupCosine,
+};
+pub use sgd::ParamsSgd;
+pub use state::StateDict;
+
+/// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It takes the place of
+/// candle_nn's.
+pub type AdamW = FusedOptimizer<ParamsAdamW>;
+/// Adam: PyTorch's `torch.optim.Adam` (`amsgrad` off), in one pass.
+pub type Adam = FusedOptimizer<ParamsAdam>;
+/// Stochastic gradient descent: PyTorch's `torch.optim.SGD`, in one pass.
+pub type Sgd = FusedOptimizer<ParamsSgd>;
+/// LAMB, for very large batches: Apex's `FusedLAMB`.
+pub type Lamb = FusedOptimizer<ParamsLamb>;

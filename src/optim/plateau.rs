@@ -1,0 +1,159 @@
+//! Learning rates that fall when training makes no more progress.
+use super::fused::FusedOptimizer;
+use super::rule::{UpdateRule, not_negative};
+use super::state::{self, Loader, StateDict};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::collections::HashMap;
+
+/// Whether a smaller or a larger metric is better.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlateauMode {
+    /// Smaller is better: a loss.
+    #[default]
+    Min,
+    /// Larger is better: an accuracy.
+    Max,
+}
+
+/// How much better counts as better.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Threshold {
+    /// By this part of the best value.
+    Relative(f64),
+    /// By this difference.
+    Absolute(f64),
+}
+
+/// The options of [`ReduceLrOnPlateau`], with PyTorch's meaning and defaults.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsReduceLrOnPlateau {
+    /// Default: `Min`.
+    pub mode: PlateauMode,
+    /// What the learning rates are multiplied by. Default: 0.1.
+    pub factor: f64,
+    /// How many steps without progress are borne with. Default: 10.
+    pub patience: u64,
+    /// Default: relative, 1e-4.
+    pub threshold: Threshold,
+    /// For how many steps after a reduction nothing is counted. Default: 0.
+    pub cooldown: u64,
+    /// Learning rates never fall below. Default: 0.
+    pub min_lr: f64,
+    /// Changes that are not larger than this are not made. Default: 1e-8.
+    pub eps: f64,
+}
+
+impl Default for ParamsReduceLrOnPlateau {
+    fn default() -> Self {
+        Self {
+            mode: PlateauMode::Min,
+            factor: 0.1,
+            patience: 10,
+            threshold: Threshold::Relative(1e-4),
+            cooldown: 0,
+            min_lr: 0.,
+            eps: 1e-8,
+        }
+    }
+}
+
+/// Reduces the learning rates when a metric has not become better for a while: PyTorch's `ReduceLROnPlateau`.
+///
+/// Every rank must see the same metric, or their learning rates part: all-reduce it first.
+#[derive(Clone, Debug)]
+pub struct ReduceLrOnPlateau {
+    options: ParamsReduceLrOnPlateau,
+    best: f64,
+    bad_steps: u64,
+    cooldown: u64,
+}
+
+impl ReduceLrOnPlateau {
+    /// A schedule that has seen nothing yet.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for options that make no sense.
+    pub fn new(options: ParamsReduceLrOnPlateau) -> Result<Self> {
+        if !(0. ..1.).contains(&options.factor) {
+            return Err(Error::invalid("factor", format!("it must be below 1, and is {}", options.factor)));
+        }
+        not_negative("min_lr", options.min_lr)?;
+        not_negative("eps", options.eps)?;
+        let (Threshold::Relative(threshold) | Threshold::Absolute(threshold)) = options.threshold;
+        not_negative("threshold", threshold)?;
+        let best = match options.mode {
+            PlateauMode::Min => f64::INFINITY,
+            PlateauMode::Max => f64::NEG_INFINITY,
+        };
+        Ok(Self { options, best, bad_steps: 0, cooldown: 0 })
+    }
+
+    /// Takes note of `metric`, and reduces the learning rates of `optimizer` if it is time to. Returns whether it was.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn step<R: UpdateRule>(&mut self, optimizer: &mut FusedOptimizer<R>, metric: f64) -> Result<bool> {
+        let mut rates = optimizer.learning_rates();
+        let reduced = self.update(&mut rates, metric);
+        optimizer.set_learning_rates(&rates)?;
+        Ok(reduced)
+    }
+
+    /// [`step`](Self::step) for optimizers of other kinds: reduces the learning rates that are given to it.
+    pub fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
+        if self.is_better(metric) {
+            self.best = metric;
+            self.bad_steps = 0;
+        } else {
+            self.bad_steps += 1;
+        }
+        if self.cooldown > 0 {
+            self.cooldown -= 1;
+            self.bad_steps = 0;
+        }
+        if self.bad_steps <= self.options.patience {
+            return false;
+        }
+        for rate in learning_rates {
+            let reduced = (*rate * self.options.factor).max(self.options.min_lr);
+            if *rate - reduced > self.options.eps {
+                *rate = reduced;
+            }
+        }
+        self.cooldown = self.options.cooldown;
+        self.bad_steps = 0;
+        true
+    }
+
+    fn is_better(&self, metric: f64) -> bool {
+        use {PlateauMode::*, Threshold::*};
+        match (self.options.mode, self.options.threshold) {
+            (Min, Relative(threshold)) => metric < self.best * (1. - threshold),
+            (Min, Absolute(threshold)) => metric < self.best - threshold,
+            (Max, Relative(threshold)) => metric > self.best * (1. + threshold),
+            (Max, Absolute(threshold)) => metric > self.best + threshold,
+        }
+    }
+}
+
+/// `best`, `bad_steps` and `cooldown`. The learning rates are in the optimizer's state, the options are the program's
+/// business.
+impl StateDict for ReduceLrOnPlateau {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin("ReduceLrOnPlateau")?;
+        dict.insert("best".to_string(), state::list(&[self.best])?);
+        dict.insert("bad_steps".to_string(), state::count(self.bad_steps)?);
+        dict.insert("cooldown".to_string(), state::count(self.cooldown)?);
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, "ReduceLrOnPlateau")?;
+        let best = loader.list::<f64>("best", 1)?[0];
+        let (bad_steps, cooldown) = (loader.count("bad_steps")?, loader.count("cooldown")?);
+        loader.finish()?;
+        (self.best, self.bad_steps, self.cooldown) = (best, bad_steps, cooldown);
+        Ok(())
+    }
+}

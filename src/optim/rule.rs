@@ -1,0 +1,105 @@
+//! What an optimizer does to one parameter: the part that differs between optimizers.
+use super::element::{Element, Real};
+use crate::{Error, Result};
+use std::fmt::Debug;
+
+/// The options of an optimizer, and with them the rule by which it changes a parameter. Implemented by
+/// [`ParamsAdamW`](candle_nn::ParamsAdamW), [`ParamsAdam`](super::ParamsAdam), [`ParamsSgd`](super::ParamsSgd) and
+/// [`ParamsLamb`](super::ParamsLamb); it cannot be implemented elsewhere.
+pub trait UpdateRule: Kernel + Clone + Debug {}
+
+impl<R: Kernel + Clone + Debug> UpdateRule for R {}
+
+/// When a parameter is updated, and how its gradient is to be read.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    /// How often this parameter is updated, this time included.
+    pub step: u64,
+    /// What gradients are multiplied by.
+    pub gradient_scale: f64,
+}
+
+/// Equally long parts of a parameter, its gradient and its states. A rule that works on each element by itself may be
+/// given any part of a parameter.
+pub struct Slices<'a, 'b, E: Element> {
+    /// Changed in place.
+    pub parameter: &'a mut [E],
+    /// Read only.
+    pub gradient: &'a [E],
+    /// Changed in place; one for each of the rule's states.
+    pub states: &'a mut [&'b mut [E::Real]],
+}
+
+/// The sealed part of [`UpdateRule`].
+pub trait Kernel {
+    /// The optimizer's name in messages and files.
+    const NAME: &'static str;
+
+    /// The names of what is kept for every parameter: PyTorch's.
+    fn states(&self) -> &'static [&'static str];
+
+    /// Refuses options that make no sense.
+    fn check(&self) -> Result<()>;
+
+    /// The learning rate.
+    fn learning_rate(&self) -> f64;
+
+    /// Changes the learning rate.
+    fn set_learning_rate(&mut self, learning_rate: f64);
+
+    /// The norm of all gradients of the optimizer above which they are scaled down.
+    fn max_grad_norm(&self) -> Option<f64> {
+        None
+    }
+
+    /// Updates parameter and states.
+    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>);
+}
+
+/// Refuses values that are not finite or below zero.
+pub(super) fn not_negative(argument: &'static str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0. {
+        return Ok(());
+    }
+    Err(Error::invalid(argument, format!("it must be a finite number of at least 0, and is {value}")))
+}
+
+/// Refuses values outside of `0 <= value < 1`.
+pub(super) fn fraction(argument: &'static str, value: f64) -> Result<()> {
+    if (0. ..1.).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::invalid(argument, format!("it must be at least 0 and below 1, and is {value}")))
+}
+
+/// `1 - beta^step`.
+pub(super) fn bias_correction(beta: f64, step: u64) -> f64 {
+    1. - beta.powf(step as f64)
+}
+
+/// Updates first and second moment with a gradient, and returns them.
+#[inline(always)]
+pub(super) fn moments<R: Real>(m: &mut R, v: &mut R, gradient: R, rates: &MomentRates<R>) -> (R, R) {
+    *m = *m * rates.beta1 + gradient * rates.rate1;
+    *v = *v * rates.beta2 + gradient * gradient * rates.rate2;
+    (*m, *v)
+}
+
+/// How fast moments follow gradients.
+pub(super) struct MomentRates<R> {
+    beta1: R,
+    rate1: R,
+    beta2: R,
+    rate2: R,
+}
+
+impl<R: Real> MomentRates<R> {
+    pub(super) fn new(beta1: f64, beta2: f64) -> Self {
+        Self::with_rate1(beta1, beta2, 1. - beta1)
+    }
+
+    pub(super) fn with_rate1(beta1: f64, beta2: f64, rate1: f64) -> Self {
+        let real = R::from_f64;
+        Self { beta1: real(beta1), rate1: real(rate1), beta2: real(beta2), rate2: real(1. - beta2) }
+    }
+}

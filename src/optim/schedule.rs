@@ -1,0 +1,341 @@
+//! Learning rates that follow from the number of steps.
+use super::fused::FusedOptimizer;
+use super::rule::{UpdateRule, fraction, not_negative};
+use super::state::{self, Loader, StateDict};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::collections::HashMap;
+use std::f64::consts::PI;
+
+/// How a learning rate follows from the number of steps: the options of a schedule.
+pub trait Schedule {
+    /// The schedule's name in messages and files.
+    const NAME: &'static str;
+
+    /// Refuses options that make no sense.
+    fn check(&self) -> Result<()>;
+
+    /// The learning rate for step `step`, counted from 0, of a group whose own learning rate is `base`.
+    fn learning_rate(&self, base: f64, step: u64) -> f64;
+}
+
+/// A schedule at work on the learning rates of an optimizer's groups: [`StepLr`], [`MultiStepLr`],
+/// [`CosineAnnealingLr`], [`WarmupCosine`] and [`OneCycleLr`].
+///
+/// As in PyTorch, its step comes after the optimizer's; whether that happens once per batch or once per epoch decides
+/// what "step" means in the options. Every rank does the same.
+///
+/// ```
+/// # use candle_ddp::optim::{ParamsSgd, ParamsStepLr, Sgd, StepLr};
+/// # use candle_nn::Optimizer;
+/// # fn main() -> candle_ddp::Result<()> {
+/// let mut optimizer = Sgd::new(vec![], ParamsSgd { lr: 0.1, ..Default::default() })?;
+/// let mut schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 2, gamma: 0.5 })?;
+/// for epoch in 0..4 {
+///     // … optimizer.step(&grads)? for every batch …
+///     schedule.step(&mut optimizer)?;
+/// }
+/// assert_eq!(optimizer.learning_rate(), 0.025);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct LrScheduler<S> {
+    schedule: S,
+    base: Vec<f64>,
+    step: u64,
+}
+
+impl<S: Schedule> LrScheduler<S> {
+    /// Starts with the present learning rates of `optimizer` as those that the schedule modifies, and gives it those of
+    /// the first step.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for options that make no sense.
+    pub fn new<R: UpdateRule>(optimizer: &mut FusedOptimizer<R>, schedule: S) -> Result<Self> {
+        let scheduler = Self::from_rates(optimizer.learning_rates(), schedule)?;
+        optimizer.set_learning_rates(&scheduler.learning_rates())?;
+        Ok(scheduler)
+    }
+
+    /// For optimizers of other kinds: the program gives them the [`learning_rates`](Self::learning_rates) itself.
+    ///
+    /// # Errors
+    /// As with [`new`](Self::new).
+    pub fn from_rates(base: Vec<f64>, schedule: S) -> Result<Self> {
+        schedule.check()?;
+        Ok(Self { schedule, base, step: 0 })
+    }
+
+    /// The learning rates of the present step, one for each group.
+    pub fn learning_rates(&self) -> Vec<f64> {
+        self.base.iter().map(|base| self.schedule.learning_rate(*base, self.step)).collect()
+    }
+
+    /// Goes on to the next step, without an optimizer.
+    pub fn advance(&mut self) {
+        self.step += 1;
+    }
+
+    /// Goes on to the next step, and gives `optimizer` its learning rates.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when the optimizer has another number of groups than before.
+    pub fn step<R: UpdateRule>(&mut self, optimizer: &mut FusedOptimizer<R>) -> Result<()> {
+        self.advance();
+        optimizer.set_learning_rates(&self.learning_rates())
+    }
+}
+
+/// `step` and `base`, the learning rates that the schedule started with. The options are the program's business.
+impl<S: Schedule> StateDict for LrScheduler<S> {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin(S::NAME)?;
+        dict.insert("step".to_string(), state::count(self.step)?);
+        dict.insert("base".to_string(), state::list(&self.base)?);
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, S::NAME)?;
+        let (step, base) = (loader.count("step")?, loader.list("base", self.base.len())?);
+        loader.finish()?;
+        (self.step, self.base) = (step, base);
+        Ok(())
+    }
+}
+
+/// PyTorch's `StepLR`.
+pub type StepLr = LrScheduler<ParamsStepLr>;
+/// PyTorch's `MultiStepLR`.
+pub type MultiStepLr = LrScheduler<ParamsMultiStepLr>;
+/// PyTorch's `CosineAnnealingLR`.
+pub type CosineAnnealingLr = LrScheduler<ParamsCosineAnnealingLr>;
+/// A linear warm-up, then a cosine: PyTorch's `SequentialLR` of `LinearLR` and `CosineAnnealingLR`.
+pub type WarmupCosine = LrScheduler<ParamsWarmupCosine>;
+/// PyTorch's `OneCycleLR` with `cycle_momentum=False`. The groups' own learning rates are the peaks (`max_lr`).
+pub type OneCycleLr = LrScheduler<ParamsOneCycleLr>;
+
+/// The learning rate times `gamma` every `step_size` steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsStepLr {
+    /// Steps from one change to the next.
+    pub step_size: u64,
+    /// Default: 0.1.
+    pub gamma: f64,
+}
+
+impl Default for ParamsStepLr {
+    /// `step_size` has no default in PyTorch; here it is 1.
+    fn default() -> Self {
+        Self { step_size: 1, gamma: 0.1 }
+    }
+}
+
+impl Schedule for ParamsStepLr {
+    const NAME: &'static str = "StepLr";
+
+    fn check(&self) -> Result<()> {
+        at_least_one("step_size", self.step_size)?;
+        not_negative("gamma", self.gamma)
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        base * self.gamma.powf((step / self.step_size) as f64)
+    }
+}
+
+/// The learning rate times `gamma` at each milestone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsMultiStepLr {
+    /// The steps, in any order; one given twice counts twice.
+    pub milestones: Vec<u64>,
+    /// Default: 0.1.
+    pub gamma: f64,
+}
+
+impl Default for ParamsMultiStepLr {
+    fn default() -> Self {
+        Self { milestones: Vec::new(), gamma: 0.1 }
+    }
+}
+
+impl Schedule for ParamsMultiStepLr {
+    const NAME: &'static str = "MultiStepLr";
+
+    fn check(&self) -> Result<()> {
+        not_negative("gamma", self.gamma)
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        let passed = self.milestones.iter().filter(|milestone| **milestone <= step).count();
+        base * self.gamma.powf(passed as f64)
+    }
+}
+
+/// Half a cosine from the learning rate to `eta_min` in `t_max` steps, and back in the next `t_max`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsCosineAnnealingLr {
+    /// Steps from the highest learning rate to the lowest.
+    pub t_max: u64,
+    /// The lowest learning rate. Default: 0.
+    pub eta_min: f64,
+}
+
+impl Default for ParamsCosineAnnealingLr {
+    /// `t_max` has no default in PyTorch; here it is 1.
+    fn default() -> Self {
+        Self { t_max: 1, eta_min: 0. }
+    }
+}
+
+impl Schedule for ParamsCosineAnnealingLr {
+    const NAME: &'static str = "CosineAnnealingLr";
+
+    fn check(&self) -> Result<()> {
+        at_least_one("t_max", self.t_max)?;
+        not_negative("eta_min", self.eta_min)
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        cosine(base, self.eta_min, step as f64 / self.t_max as f64)
+    }
+}
+
+/// From `start_factor` × the learning rate up to it in `warmup_steps` steps, then half a cosine down to `eta_min` at
+/// step `total_steps`, and `eta_min` from there on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsWarmupCosine {
+    /// Steps from the lowest learning rate to the highest. Default: 0, no warm-up.
+    pub warmup_steps: u64,
+    /// Steps of warm-up and cosine together.
+    pub total_steps: u64,
+    /// What part of the learning rate the warm-up starts with. Default: 0.
+    pub start_factor: f64,
+    /// The learning rate at the end. Default: 0.
+    pub eta_min: f64,
+}
+
+impl Default for ParamsWarmupCosine {
+    fn default() -> Self {
+        Self { warmup_steps: 0, total_steps: 1, start_factor: 0., eta_min: 0. }
+    }
+}
+
+impl Schedule for ParamsWarmupCosine {
+    const NAME: &'static str = "WarmupCosine";
+
+    fn check(&self) -> Result<()> {
+        not_negative("start_factor", self.start_factor)?;
+        not_negative("eta_min", self.eta_min)?;
+        if self.total_steps <= self.warmup_steps {
+            let (total, warmup) = (self.total_steps, self.warmup_steps);
+            let reason = format!("it must be above warmup_steps ({warmup}), and is {total}");
+            return Err(Error::invalid("total_steps", reason));
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self, base: f64, step: u64) -> f64 {
+        if step < self.warmup_steps {
+            let progress = step as f64 / self.warmup_steps as f64;
+            return base * (self.start_factor + (1. - self.start_factor) * progress);
+        }
+        let steps = (self.total_steps - self.warmup_steps) as f64;
+        cosine(base, self.eta_min, ((step - self.warmup_steps) as f64 / steps).min(1.))
+    }
+}
+
+/// How a one-cycle schedule goes from one learning rate to another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Anneal {
+    /// Half a cosine.
+    #[default]
+    Cosine,
+    /// A straight line.
+    Linear,
+}
+
+/// Up from `max_lr / div_factor` to `max_lr`, and down to `max_lr / div_factor / final_div_factor`, where `max_lr` is the
+/// group's own learning rate. After `total_steps` it stays at the end (PyTorch raises an error there).
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsOneCycleLr {
+    /// Steps of the whole cycle.
+    pub total_steps: u64,
+    /// What part of them leads up. Default: 0.3.
+    pub pct_start: f64,
+    /// Default: cosine.
+    pub anneal_strategy: Anneal,
+    /// Default: 25.
+    pub div_factor: f64,
+    /// Default: 10 000.
+    pub final_div_factor: f64,
+    /// Go down to the first learning rate as fast as it went up, then on to the last. Default: false.
+    pub three_phase: bool,
+}
+
+impl Default for ParamsOneCycleLr {
+    /// `total_steps` has no default in PyTorch; here it is 2.
+    fn default() -> Self {
+        Self {
+            total_steps: 2,
+            pct_start: 0.3,
+            anneal_strategy: Anneal::Cosine,
+            div_factor: 25.,
+            final_div_factor: 1e4,
+            three_phase: false,
+        }
+    }
+}
+
+impl Schedule for ParamsOneCycleLr {
+    const NAME: &'static str = "OneCycleLr";
+
+    fn check(&self) -> Result<()> {
+        at_least_one("total_steps", self.total_steps)?;
+        fraction("pct_start", self.pct_start)?;
+        for (argument, value) in [("div_factor", self.div_factor), ("final_div_factor", self.final_div_factor)] {
+            if !value.is_finite() || value <= 0. {
+                return Err(Error::invalid(argument, format!("it must be a finite number above 0, and is {value}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self, max: f64, step: u64) -> f64 {
+        let initial = max / self.div_factor;
+        let (total, min) = (self.total_steps as f64, initial / self.final_div_factor);
+        let top = self.pct_start * total - 1.;
+        let second = if self.three_phase { 2. * top } else { total - 1. };
+        let phases = [
+            (top, initial, max),
+            (second, max, if self.three_phase { initial } else { min }),
+            (total - 1., initial, min),
+        ];
+        let phases = if self.three_phase { &phases[..] } else { &phases[..2] };
+        let step = (step as f64).min(total - 1.);
+        let mut phase_start = 0.;
+        for (index, (phase_end, from, to)) in phases.iter().copied().enumerate() {
+            if step <= phase_end || index + 1 == phases.len() {
+                // A phase without a length is at its end.
+                let length = phase_end - phase_start;
+                let progress = if length > 0. { (step - phase_start) / length } else { 1. };
+                return match self.anneal_strategy {
+                    Anneal::Cosine => cosine(from, to, progress),
+                    Anneal::Linear => from + (to - from) * progress,
+                };
+            }
+            phase_start = phase_end;
+        }
+        min
+    }
+}
+
+/// From `from` at progress 0 to `to` at progress 1.
+fn cosine(from: f64, to: f64, progress: f64) -> f64 {
+    to + (from - to) * (1. + (PI * progress).cos()) / 2.
+}
+
+fn at_least_one(argument: &'static str, value: u64) -> Result<()> {
+    if value == 0 { Err(Error::invalid(argument, "it must be at least 1")) } else { Ok(()) }
+}

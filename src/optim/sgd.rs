@@ -1,0 +1,86 @@
+//! Stochastic gradient descent.
+use super::element::{Element, Real};
+use super::rule::{Kernel, Moment, Slices, not_negative};
+use crate::{Error, Result};
+
+/// The options of [`Sgd`](super::Sgd), with the meaning and the defaults of PyTorch's `torch.optim.SGD`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamsSgd {
+    /// Learning rate. Default: 0.001.
+    pub lr: f64,
+    /// How much of the last update's direction is kept. Default: 0, and then no state is kept.
+    pub momentum: f64,
+    /// The gradient counts 1 minus this in the direction, except in the first step. Default: 0.
+    pub dampening: f64,
+    /// The parameter times this is added to its gradient. Default: 0.
+    pub weight_decay: f64,
+    /// Nesterov's momentum, which needs momentum and no dampening. Default: false.
+    pub nesterov: bool,
+}
+
+impl Default for ParamsSgd {
+    fn default() -> Self {
+        Self { lr: 1e-3, momentum: 0., dampening: 0., weight_decay: 0., nesterov: false }
+    }
+}
+
+impl Kernel for ParamsSgd {
+    const NAME: &'static str = "Sgd";
+
+    fn states(&self) -> &'static [&'static str] {
+        if self.momentum == 0. { &[] } else { &["momentum_buffer"] }
+    }
+
+    fn check(&self) -> Result<()> {
+        not_negative("lr", self.lr)?;
+        not_negative("momentum", self.momentum)?;
+        not_negative("weight_decay", self.weight_decay)?;
+        if !self.dampening.is_finite() {
+            return Err(Error::invalid("dampening", format!("it must be a finite number, and is {}", self.dampening)));
+        }
+        if self.nesterov && (self.momentum == 0. || self.dampening != 0.) {
+            return Err(Error::invalid("nesterov", "Nesterov's momentum needs a momentum above 0 and dampening 0"));
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.lr = learning_rate;
+    }
+
+    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+        let real = <E::Real as Real>::from_f64;
+        let (lr, decay, scale) = (real(self.lr), real(self.weight_decay), real(moment.gradient_scale));
+        let pairs = slices.parameter.iter_mut().zip(slices.gradient);
+        let [direction] = slices.states else {
+            for (parameter, gradient) in pairs {
+                let value = parameter.load();
+                *parameter = E::store(value - (gradient.load() * scale + value * decay) * lr);
+            }
+            return;
+        };
+        // In the first step the direction is the gradient, whatever the dampening: it is still zero, so that the sum
+        // works for that as well.
+        let momentum = real(self.momentum);
+        let share = real(if moment.step == 1 { 1. } else { 1. - self.dampening });
+        if self.nesterov {
+            for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
+                let value = parameter.load();
+                let gradient = gradient.load() * scale + value * decay;
+                *direction = *direction * momentum + gradient * share;
+                *parameter = E::store(value - (gradient + *direction * momentum) * lr);
+            }
+        } else {
+            for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
+                let value = parameter.load();
+                let gradient = gradient.load() * scale + value * decay;
+                *direction = *direction * momentum + gradient * share;
+                *parameter = E::store(value - *direction * lr);
+            }
+        }
+    }
+}

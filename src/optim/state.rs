@@ -1,0 +1,168 @@
+//! Saving and loading what a training run has to remember beside the weights.
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, WithDType};
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights.
+pub trait StateDict {
+    /// The state as named tensors; those of parameters share storage with the live state, so that they change with it.
+    ///
+    /// # Errors
+    /// When there is no way to name a part of it.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
+
+    /// Takes over a state. What does not fit is refused, and then nothing has changed.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
+
+    /// Writes the state to a safetensors file: to a temporary one in the same folder first, which then takes its name,
+    /// so that there is never half a file, whatever happens meanwhile. One rank of several does this.
+    ///
+    /// # Errors
+    /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].
+    fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        write_file(path.as_ref(), &self.state_dict()?)
+    }
+
+    /// Reads what [`save`](Self::save) wrote.
+    ///
+    /// # Errors
+    /// As with [`load_state_dict`](Self::load_state_dict), and [`Error::Io`].
+    fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.load_state_dict(&read_file(path.as_ref())?)
+    }
+}
+
+/// Writes `tensors` as a safetensors file that is there as a whole or not at all.
+pub(crate) fn write_file(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
+    static FILES: AtomicU64 = AtomicU64::new(0);
+    let Some(name) = path.file_name() else {
+        return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
+    };
+    let mut temporary = std::ffi::OsString::from(".");
+    temporary.push(name);
+    temporary.push(format!(".{}-{}.tmp", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed)));
+    let temporary = path.with_file_name(temporary);
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
+    let io = |source: std::io::Error| Error::io(format!("writing {}", path.display()), source);
+    let write = || -> Result<()> {
+        candle_core::safetensors::save(tensors, &temporary)
+            .map_err(|error| io(std::io::Error::other(error.to_string())))?;
+        File::options().write(true).open(&temporary).and_then(|file| file.sync_all()).map_err(io)?;
+        std::fs::rename(&temporary, path).map_err(io)?;
+        File::open(&folder).and_then(|folder| folder.sync_all()).map_err(io)
+    };
+    write().inspect_err(|_| {
+        // What is left of it is of no use to anybody; if it was never there, so much the better.
+        let _ = std::fs::remove_file(&temporary);
+    })
+}
+
+/// Reads a safetensors file.
+pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
+    let bytes = std::fs::read(path).map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
+    candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
+        .map_err(|error| Error::invalid("path", format!("{} is not a safetensors file: {error}", path.display())))
+}
+
+/// A state that is being loaded: keeps account of what was asked for.
+pub(super) struct Loader<'a> {
+    state: &'a HashMap<String, Tensor>,
+    taken: std::collections::HashSet<String>,
+}
+
+impl<'a> Loader<'a> {
+    /// `kind` is what the state must be of.
+    pub(super) fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
+        let mut loader = Self { state, taken: Default::default() };
+        let found = loader.values::<u8>(KIND)?;
+        if found != kind.as_bytes() {
+            let found = String::from_utf8_lossy(&found);
+            return Err(Error::parameter(KIND, format!("this is the state of {found}, and not of {kind}")));
+        }
+        Ok(loader)
+    }
+
+    /// The tensor `key`.
+    pub(super) fn tensor(&mut self, key: &str) -> Result<&'a Tensor> {
+        match self.state.get(key) {
+            Some(tensor) => {
+                self.taken.insert(key.to_string());
+                Ok(tensor)
+            }
+            None => Err(Error::parameter(key, "it is missing from the state: this is that of another model")),
+        }
+    }
+
+    /// The values of the tensor `key`, which must be a list.
+    pub(super) fn values<T: WithDType>(&mut self, key: &str) -> Result<Vec<T>> {
+        let tensor = self.tensor(key)?;
+        if tensor.dtype() != T::DTYPE || tensor.rank() != 1 {
+            let is = crate::error::describe(tensor.dtype(), tensor.shape());
+            return Err(Error::parameter(key, format!("it is {is} instead of a list of {}", T::DTYPE.as_str())));
+        }
+        Ok(tensor.to_vec1()?)
+    }
+
+    /// `count` values.
+    pub(super) fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
+        let values = self.values(key)?;
+        if values.len() != count {
+            let reason = format!("there are {} values in the state, and {count} are needed", values.len());
+            return Err(Error::parameter(key, reason));
+        }
+        Ok(values)
+    }
+
+    /// One value that cannot be negative.
+    pub(super) fn count(&mut self, key: &str) -> Result<u64> {
+        let value = self.list::<i64>(key, 1)?[0];
+        u64::try_from(value).map_err(|_| Error::parameter(key, format!("it cannot be negative, and is {value}")))
+    }
+
+    /// A tensor of this shape and dtype.
+    pub(super) fn like(&mut self, key: &str, shape: &candle_core::Shape, dtype: DType) -> Result<&'a Tensor> {
+        let tensor = self.tensor(key)?;
+        if tensor.shape() != shape || tensor.dtype() != dtype {
+            let describe = crate::error::describe;
+            let (is, needed) = (describe(tensor.dtype(), tensor.shape()), describe(dtype, shape));
+            let reason = format!("the state holds {is}, and {needed} is needed: this is that of another model");
+            return Err(Error::parameter(key, reason));
+        }
+        Ok(tensor)
+    }
+
+    /// Refuses a state in which something was not asked for.
+    pub(super) fn finish(self) -> Result<()> {
+        match self.state.keys().filter(|key| !self.taken.contains(*key)).min() {
+            Some(key) => {
+                Err(Error::parameter(key, "the state has it, and nothing here has that name: it is of another model"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Under this name a state says what it is of.
+const KIND: &str = "kind";
+
+/// The beginning of a state of `kind`.
+pub(super) fn begin(kind: &str) -> Result<HashMap<String, Tensor>> {
+    Ok(HashMap::from([(KIND.to_string(), list(kind.as_bytes())?)]))
+}
+
+/// Values of a state.
+pub(super) fn list<T: WithDType>(values: &[T]) -> Result<Tensor> {
+    Ok(Tensor::from_slice(values, values.len(), &Device::Cpu)?)
+}
+
+/// A counter of a state.
+pub(super) fn count(value: u64) -> Result<Tensor> {
+    list(&[value as i64])
+}

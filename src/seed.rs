@@ -1,0 +1,45 @@
+//! Random numbers that differ from rank to rank.
+use crate::Result;
+use candle_core::Device;
+
+/// Gives this rank its own seed, `base + rank`, so that dropout and augmentation differ from rank to rank as they should;
+/// returns it for the generators of the program itself.
+///
+/// Call it once the model is built, in each process, with the same `base` everywhere and `pg.rank()` (the rank in the
+/// job, not on the host). With the same `base` and the same number of ranks, runs can be repeated as far as the
+/// generators allow:
+///
+/// - **On a GPU** candle's generator is seeded. It would otherwise start with the same number on every rank, and all
+///   ranks would drop the same units.
+/// - **On the CPU** candle draws from a generator that the operating system seeds, for each thread anew, and which cannot
+///   be seeded. Ranks differ without any doing, but a run's dropout masks, and weights that candle initialises, cannot be
+///   repeated: where that matters, seed a generator of the program with what this function returns, and make tensors from
+///   its numbers.
+/// - **Not seeded** is the [`DistributedSampler`](crate::DistributedSampler): its seed must be the same on all ranks.
+///
+/// # Errors
+/// The device's.
+pub fn seed_everything(device: &Device, base: u64, rank: usize) -> Result<u64> {
+    let seed = base.wrapping_add(rank as u64);
+    if !device.is_cpu() {
+        device.set_seed(seed)?;
+    }
+    Ok(seed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_has_its_own_seed() {
+        let seeds: Vec<u64> = (0..3).map(|rank| seed_everything(&Device::Cpu, u64::MAX, rank).unwrap()).collect();
+        assert_eq!(seeds, [u64::MAX, 0, 1]);
+    }
+
+    /// When candle learns to seed its CPU generator, [`seed_everything`] has to use it.
+    #[test]
+    fn candle_cannot_seed_the_cpu() {
+        assert!(Device::Cpu.set_seed(1).is_err());
+    }
+}

@@ -1,0 +1,106 @@
+//! Averages of weights: over time, and over ranks.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::Error;
+use candle_ddp::optim::*;
+use common::{assert_close, floats, ranks, values};
+
+#[test]
+fn averages_are_applied_and_taken_back() {
+    for dtype in [DType::F32, DType::BF16] {
+        let var = Var::zeros(3, dtype, &Device::Cpu).unwrap();
+        let set =
+            |value: f32| var.set(&Tensor::full(value, 3, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap();
+        let mut ema = Ema::new(vec![("w".to_string(), var.clone())], 0.75).unwrap();
+        for value in [4., 8., 16.] {
+            set(value);
+            ema.update().unwrap();
+        }
+        let averaged = vec![4. * 0.75 * 0.75 + 8. * 0.25 * 0.75 + 16. * 0.25; 3];
+        ema.apply().unwrap();
+        assert_eq!(floats(&var), averaged, "{dtype:?}");
+        assert!(matches!(ema.apply(), Err(Error::InvalidArgument { .. })), "the weights would be lost");
+        assert!(matches!(ema.update(), Err(Error::InvalidArgument { .. })), "it would average averages");
+        ema.restore().unwrap();
+        assert_eq!(floats(&var), [16.; 3]);
+        assert!(matches!(ema.restore(), Err(Error::InvalidArgument { .. })));
+        ema.swap().unwrap();
+        ema.swap().unwrap();
+        assert_eq!(floats(&var), [16.; 3]);
+
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("ema");
+        ema.save(&file).unwrap();
+        let mut loaded = Ema::new(vec![("w".to_string(), var.clone())], 0.75).unwrap();
+        loaded.load(&file).unwrap();
+        assert_eq!(loaded.updates(), 3);
+        loaded.copy_to_parameters().unwrap();
+        assert_eq!(floats(&var), averaged);
+        // The loaded average goes on by itself, without changing the other.
+        set(0.);
+        loaded.update().unwrap();
+        assert_eq!(floats(&loaded.averages().unwrap()[0].1), averaged.iter().map(|x| x * 0.75).collect::<Vec<_>>());
+        assert_eq!(floats(&ema.averages().unwrap()[0].1), averaged);
+    }
+}
+
+#[test]
+fn ranks_meet_in_the_steps_that_pytorch_says() {
+    for world_size in [1, 2, 3] {
+        let met = ranks(world_size, |pg| {
+            let var = |dtype, shape: &[usize]| Var::zeros(shape, dtype, pg.device()).unwrap();
+            let vars = [var(DType::F32, &[2, 3]), var(DType::F64, &[2]), var(DType::F32, &[4]), var(DType::I64, &[1])];
+            let mut averager = PeriodicModelAverager::new(&pg, 3, 2)?;
+            let mut met = Vec::new();
+            for step in 0..10 {
+                for (index, var) in vars.iter().enumerate() {
+                    let mine = Tensor::full((10 * index + pg.rank()) as f32, var.dims(), pg.device())?;
+                    var.set(&mine.to_dtype(var.dtype())?)?;
+                }
+                let due = averager.average_parameters(&vars)?;
+                if due {
+                    met.push(step);
+                }
+                for (index, var) in vars.iter().enumerate() {
+                    let mean = (world_size - 1) as f32 / 2.;
+                    let averaged = due && var.dtype().is_float();
+                    let expected = (10 * index) as f32 + if averaged { mean } else { pg.rank() as f32 };
+                    let expected = vec![expected; var.elem_count()];
+                    assert_close(&floats(var), &expected, 1e-6, &format!("step {step}, variable {index}"));
+                }
+                // Saved and loaded, it goes on counting.
+                let state = averager.state_dict()?;
+                averager = PeriodicModelAverager::new(&pg, 3, 2)?;
+                averager.load_state_dict(&state)?;
+            }
+            Ok(met)
+        });
+        assert_eq!(met.unwrap(), vec![vec![2, 5, 8]; world_size]);
+    }
+}
+
+/// More than fits into one message.
+#[test]
+fn large_parameters_travel_in_several_messages() {
+    ranks(2, |pg| {
+        let vars: Vec<Var> = (0..3)
+            .map(|index| {
+                let mine = values(5_000_000, 1 + index).into_iter().map(|x| x + pg.rank() as f32 - 0.5).collect();
+                Var::from_vec(mine, 5_000_000, pg.device())
+            })
+            .collect::<candle_core::Result<_>>()?;
+        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(&vars)?;
+        for (index, var) in vars.iter().enumerate() {
+            let expected = values(5_000_000, 1 + index as u64);
+            assert_close(&floats(var), &expected, 1e-6, &format!("variable {index}"));
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert!(matches!(
+        ranks(1, |pg| PeriodicModelAverager::new(&pg, 0, 0).map(|_| ())),
+        Err(Error::InvalidArgument { argument: "period", .. })
+    ));
+}

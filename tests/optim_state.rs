@@ -1,0 +1,248 @@
+//! Optimizers' states: saving, loading, and what is refused by which name.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::Error;
+use candle_ddp::optim::*;
+use candle_nn::Optimizer;
+use common::{assert_close, floats, tensor};
+
+fn parameters(dtype: DType) -> Vec<(String, Var)> {
+    let var = |name: &str, shape: &[usize], seed| {
+        (name.to_string(), Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap()).unwrap())
+    };
+    vec![var("fc.weight", &[3, 5], 1), var("fc.bias", &[5], 2), var("scale", &[], 3)]
+}
+
+/// Gradients that depend on the step only.
+fn gradients(parameters: &[(String, Var)], step: u64) -> GradStore {
+    let mut grads = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().backward().unwrap();
+    for (index, (_, var)) in parameters.iter().enumerate() {
+        let gradient = tensor(var.dims(), 100 * step + index as u64).to_dtype(var.dtype()).unwrap();
+        grads.insert(var, gradient);
+    }
+    grads
+}
+
+fn values(parameters: &[(String, Var)]) -> Vec<f32> {
+    parameters.iter().flat_map(|(_, var)| floats(var)).collect()
+}
+
+/// Saves after three steps, loads into a new optimizer, and goes on: the same values, bit for bit, as without a break.
+fn resume<R: UpdateRule>(options: R, dtype: DType) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("optimizer.safetensors");
+    let (straight, broken) = (parameters(dtype), parameters(dtype));
+    let mut one = FusedOptimizer::from_named(straight.clone(), options.clone()).unwrap();
+    let mut two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
+    for step in 0..6 {
+        if step == 3 {
+            two.set_learning_rate(0.02);
+            two.save(&file).unwrap();
+            two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
+            two.load(&file).unwrap();
+            assert_eq!(two.learning_rate(), 0.02);
+            one.set_learning_rate(0.02);
+        }
+        one.step(&gradients(&straight, step)).unwrap();
+        two.step(&gradients(&broken, step)).unwrap();
+    }
+    assert_eq!(values(&straight), values(&broken), "{options:?}, {dtype:?}");
+    assert_ne!(values(&straight), values(&parameters(dtype)), "{options:?}, {dtype:?}");
+    let files: Vec<_> = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(files, ["optimizer.safetensors"], "no temporary file is left");
+}
+
+#[test]
+fn a_resumed_run_goes_on_as_if_nothing_had_happened() {
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        resume(ParamsAdamW { lr: 0.1, ..Default::default() }, dtype);
+        resume(ParamsAdam { lr: 0.1, ..Default::default() }, dtype);
+        resume(ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() }, dtype);
+        resume(ParamsSgd { lr: 0.1, ..Default::default() }, dtype);
+        resume(ParamsLamb { lr: 0.1, ..Default::default() }, dtype);
+    }
+}
+
+/// Three steps of 16-bit parameters stay within their own rounding of the steps of f32.
+#[test]
+fn parameters_of_16_bits_are_updated_in_f32() {
+    for dtype in [DType::BF16, DType::F16] {
+        let (half, full) = (parameters(dtype), parameters(dtype));
+        let full: Vec<(String, Var)> = full
+            .into_iter()
+            .map(|(name, var)| (name, Var::from_tensor(&var.to_dtype(DType::F32).unwrap()).unwrap()))
+            .collect();
+        let options = ParamsAdamW { lr: 0.01, ..Default::default() };
+        let mut one = AdamW::from_named(half.clone(), options.clone()).unwrap();
+        let mut two = AdamW::from_named(full.clone(), options).unwrap();
+        for step in 0..3 {
+            let grads = gradients(&half, step);
+            let mut same = gradients(&full, step);
+            for ((_, half), (_, full)) in half.iter().zip(&full) {
+                same.insert(full, grads.get(half).unwrap().to_dtype(DType::F32).unwrap());
+            }
+            one.step(&grads).unwrap();
+            two.step(&same).unwrap();
+        }
+        assert_close(&values(&half), &values(&full), 3. / 256., &format!("{dtype:?}"));
+        let states = one.state_dict().unwrap();
+        assert_eq!(states["state.fc.weight.exp_avg_sq"].dtype(), DType::F32);
+    }
+}
+
+#[test]
+fn gradients_may_be_views_and_of_another_float_dtype() {
+    let (a, b) = (parameters(DType::F32), parameters(DType::F32));
+    let options = ParamsSgd { lr: 0.5, ..Default::default() };
+    let mut one = Sgd::from_named(a.clone(), options.clone()).unwrap();
+    let mut two = Sgd::from_named(b.clone(), options).unwrap();
+    let plain = gradients(&a, 1);
+    let mut views = gradients(&b, 1);
+    let transposed = plain.get(&a[0].1).unwrap().t().unwrap().contiguous().unwrap().t().unwrap();
+    views.insert(&b[0].1, transposed);
+    views.insert(&b[1].1, plain.get(&a[1].1).unwrap().to_dtype(DType::F64).unwrap());
+    one.step(&plain).unwrap();
+    two.step(&views).unwrap();
+    assert_eq!(values(&a), values(&b));
+}
+
+#[track_caller]
+fn assert_parameter_error<T: std::fmt::Debug>(result: candle_ddp::Result<T>, name: &str, words: &str) {
+    match result {
+        Err(Error::Parameter { parameter, reason }) => {
+            assert_eq!(parameter, name);
+            assert!(reason.contains(words), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_state_of_another_model_is_refused_by_name() {
+    let options = ParamsAdamW { lr: 0.1, ..Default::default() };
+    let mine = parameters(DType::F32);
+    let mut optimizer = AdamW::from_named(mine.clone(), options.clone()).unwrap();
+    optimizer.step(&gradients(&mine, 0)).unwrap();
+    let state = optimizer.state_dict().unwrap();
+    let before: Vec<f32> = floats(&state["state.fc.bias.exp_avg"]);
+
+    let mut other = state.clone();
+    other.remove("state.fc.bias.exp_avg_sq");
+    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.bias.exp_avg_sq", "missing");
+
+    let mut other = state.clone();
+    other.insert("state.fc2.bias.step".to_string(), state["state.fc.bias.step"].clone());
+    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc2.bias.step", "another model");
+
+    let mut other = state.clone();
+    other.insert("state.fc.weight.exp_avg".to_string(), tensor(&[5, 3], 1));
+    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.weight.exp_avg", "f32[3, 5]");
+
+    let mut other = state.clone();
+    other.insert("state.fc.weight.exp_avg".to_string(), tensor(&[3, 5], 1).to_dtype(DType::F64).unwrap());
+    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.weight.exp_avg", "f64");
+
+    let mut other = state.clone();
+    other.insert("state.scale.step".to_string(), Tensor::new(&[-1i64], &Device::Cpu).unwrap());
+    assert_parameter_error(optimizer.load_state_dict(&other), "state.scale.step", "negative");
+
+    let mut lamb = Lamb::from_named(mine.clone(), ParamsLamb::default()).unwrap();
+    assert_parameter_error(lamb.load_state_dict(&state), "kind", "AdamW");
+
+    let groups =
+        mine.iter().map(|parameter| ParameterGroup { parameters: vec![parameter.clone()], options: options.clone() });
+    let mut grouped = AdamW::from_groups(groups.collect()).unwrap();
+    assert_parameter_error(grouped.load_state_dict(&state), "learning_rates", "3");
+
+    // What was refused has changed nothing; its own state changes nothing either.
+    optimizer.load_state_dict(&state).unwrap();
+    assert_eq!(floats(&optimizer.state_dict().unwrap()["state.fc.bias.exp_avg"]), before);
+}
+
+#[test]
+fn bad_files_are_errors_and_leave_what_was_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("state");
+    let mut optimizer = AdamW::from_named(parameters(DType::F32), ParamsAdamW::default()).unwrap();
+    assert!(matches!(optimizer.load(&file), Err(Error::Io { .. })));
+    std::fs::write(&file, b"no safetensors").unwrap();
+    assert!(matches!(optimizer.load(&file), Err(Error::InvalidArgument { argument: "path", .. })));
+    // A folder has the name that the file should get: the rename fails, and the temporary file is cleared away.
+    let taken = folder.path().join("taken");
+    std::fs::create_dir(&taken).unwrap();
+    assert!(matches!(optimizer.save(&taken), Err(Error::Io { .. })));
+    assert!(matches!(optimizer.save(folder.path().join("missing").join("state")), Err(Error::Io { .. })));
+    assert_eq!(folder.path().read_dir().unwrap().count(), 2);
+    optimizer.save(&file).unwrap();
+    optimizer.load(&file).unwrap();
+}
+
+#[test]
+fn without_names_nothing_is_saved() {
+    let vars: Vec<Var> = parameters(DType::F32).into_iter().map(|(_, var)| var).collect();
+    let optimizer = AdamW::new(vars, ParamsAdamW::default()).unwrap();
+    let error = optimizer.state_dict().unwrap_err();
+    assert!(error.to_string().contains("from_named"), "{error}");
+}
+
+#[test]
+fn parameters_that_cannot_be_trained_are_refused_by_name() {
+    let named = |name: &str, var: &Var| (name.to_string(), var.clone());
+    let float = Var::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+    let eight = Var::zeros(2, DType::F8E4M3, &Device::Cpu).unwrap();
+    let options = ParamsAdamW::default;
+    assert_parameter_error(AdamW::from_named(vec![named("w8", &eight)], options()), "w8", "F8E4M3");
+    let twice = vec![named("a", &float), named("b", &float)];
+    assert_parameter_error(AdamW::from_named(twice, options()), "b", "twice");
+    let other = Var::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+    let same = vec![named("a", &float), named("a", &other)];
+    assert_parameter_error(AdamW::from_named(same, options()), "a", "name");
+
+    let integers = Var::zeros(2, DType::I64, &Device::Cpu).unwrap();
+    let mut optimizer = AdamW::from_named(vec![named("n", &integers), named("w", &float)], options()).unwrap();
+    assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["w"]);
+    let mut grads = gradients(&[], 0);
+    grads.insert(&float, tensor(&[3, 2], 1));
+    let error = optimizer.step(&grads).unwrap_err().to_string();
+    assert!(error.contains("parameter w") && error.contains("f32[3, 2]"), "{error}");
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused() {
+    let refused = |result: candle_ddp::Result<()>, name: &str| match result {
+        Err(Error::InvalidArgument { argument, .. }) => assert_eq!(argument, name),
+        other => panic!("{other:?}"),
+    };
+    let adamw = |options| AdamW::from_named(parameters(DType::F32), options).map(|_| ());
+    refused(adamw(ParamsAdamW { beta1: 1., ..Default::default() }), "beta1");
+    refused(adamw(ParamsAdamW { lr: f64::NAN, ..Default::default() }), "lr");
+    let sgd = |options| Sgd::from_named(parameters(DType::F32), options).map(|_| ());
+    refused(sgd(ParamsSgd { nesterov: true, ..Default::default() }), "nesterov");
+    let mut plain = Sgd::from_named(parameters(DType::F32), ParamsSgd::default()).unwrap();
+    refused(plain.set_options(0, ParamsSgd { momentum: 0.9, ..Default::default() }), "options");
+    refused(plain.set_options(1, ParamsSgd::default()), "group");
+    refused(plain.set_learning_rates(&[0.1, 0.1]), "learning_rates");
+    refused(StepLr::new(&mut plain, ParamsStepLr { step_size: 0, gamma: 0.1 }).map(|_| ()), "step_size");
+    refused(Ema::new(parameters(DType::F32), 1.5).map(|_| ()), "decay");
+}
+
+#[test]
+fn clipping_can_refuse_what_is_not_finite() {
+    let parameters = parameters(DType::F32);
+    let vars: Vec<Var> = parameters.iter().map(|(_, var)| var.clone()).collect();
+    for bad in [f32::NAN, f32::INFINITY] {
+        for norm_type in [NormType::L2, NormType::Inf] {
+            let mut grads = gradients(&parameters, 1);
+            grads.insert(&vars[1], Tensor::new(&[0f32, bad, 0., 0., 0.], &Device::Cpu).unwrap());
+            let options = ClipOptions { norm_type, error_if_nonfinite: true };
+            let before = floats(grads.get(&vars[0]).unwrap());
+            clip_grad_norm_with(&mut grads, &vars, 1., options).unwrap_err();
+            assert_eq!(floats(grads.get(&vars[0]).unwrap()), before);
+            let norm = clip_grad_norm_with(&mut grads, &vars, 1., ClipOptions { norm_type, ..Default::default() });
+            assert_eq!(norm.unwrap().is_nan(), bad.is_nan());
+        }
+    }
+}
