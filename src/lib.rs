@@ -41,6 +41,7 @@
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
@@ -49,9 +50,11 @@
 pub mod backend;
 pub mod data;
 pub mod ddp;
+mod element;
 pub mod error;
 #[cfg(feature = "launcher")]
 pub mod launch;
+pub mod nn;
 pub mod process_group;
 pub mod rendezvous;
 pub mod trace;
