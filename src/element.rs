@@ -25,12 +25,25 @@ pub(crate) trait Element: WithDType {
 
     fn widen(self) -> Self::Acc;
     fn narrow(value: Self::Acc) -> Self;
+    fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! values_mut {
+    ($variant:ident) => {
+        fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+            match storage {
+                CpuStorage::$variant(values) => Some(values),
+                _ => None,
+            }
+        }
+    };
 }
 
 macro_rules! native {
-    ($($float:ty),*) => {$(
+    ($($float:ty: $variant:ident),*) => {$(
         impl Element for $float {
             type Acc = $float;
+            values_mut!($variant);
             fn widen(self) -> $float {
                 self
             }
@@ -40,12 +53,13 @@ macro_rules! native {
         }
     )*};
 }
-native!(f32, f64);
+native!(f32: F32, f64: F64);
 
 macro_rules! through_f32 {
-    ($($float:ty),*) => {$(
+    ($($float:ty: $variant:ident),*) => {$(
         impl Element for $float {
             type Acc = f32;
+            values_mut!($variant);
             fn widen(self) -> f32 {
                 self.to_f32()
             }
@@ -55,7 +69,7 @@ macro_rules! through_f32 {
         }
     )*};
 }
-through_f32!(f16, bf16);
+through_f32!(f16: F16, bf16: BF16);
 
 /// Evaluates an expression of type `candle_core::Result` with the element type that belongs to a dtype.
 macro_rules! dispatch {
@@ -93,6 +107,19 @@ pub(crate) fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) 
     match layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end)) {
         Some(values) => Ok(values),
         None => candle_core::bail!("a contiguous tensor is needed, got {layout:?}"),
+    }
+}
+
+/// The elements that `layout` shows of `storage`, to be changed.
+pub(crate) fn slice_mut<'a, T: Element>(
+    storage: &'a mut CpuStorage,
+    layout: &Layout,
+) -> candle_core::Result<&'a mut [T]> {
+    let dtype = candle_core::backend::BackendStorage::dtype(storage);
+    let range = layout.contiguous_offsets();
+    match (T::values_mut(storage), range) {
+        (Some(values), Some((start, end))) if end <= values.len() => Ok(&mut values[start..end]),
+        _ => candle_core::bail!("a contiguous tensor of {:?} is needed, got {dtype:?}, {layout:?}", T::DTYPE),
     }
 }
 

@@ -41,12 +41,14 @@
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
 //!
 //! [candle]: https://github.com/huggingface/candle
+pub mod amp;
 pub mod backend;
 pub mod data;
 pub mod ddp;
@@ -59,6 +61,7 @@ pub mod process_group;
 pub mod rendezvous;
 pub mod trace;
 
+pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel};
