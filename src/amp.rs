@@ -240,7 +240,7 @@ impl GradScaler {
                 overflow |= scaling.overflow.get();
             } else {
                 let grad = grad.detach().affine(factor, 0.0)?;
-                let zero = (&grad - &grad)?.sum_all()?.to_dtype(DType::F32)?;
+                let zero = grad.sub(&grad)?.sum_all()?.to_dtype(DType::F32)?;
                 zeros = Some(match zeros {
                     Some(zeros) => (zeros + zero.to_device(self.group.device())?)?,
                     None => zero.to_device(self.group.device())?,
