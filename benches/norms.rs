@@ -89,7 +89,8 @@ fn compare(
     candles: impl Fn() -> Result<Tensor>,
     fused: impl Fn() -> Result<Tensor>,
 ) -> Result<()> {
-    (time(&candles)?, time(&fused)?);
+    time(&candles)?;
+    time(&fused)?;
     let mut times = Vec::with_capacity(rounds);
     for _ in 0..rounds {
         times.push((time(&candles)?, time(&fused)?));
