@@ -321,6 +321,30 @@ fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_coll
     .unwrap();
 }
 
+/// As `ddp.backward` does when it fails: the other rank may be waiting in a forward pass.
+#[test]
+fn ending_the_group_ends_the_norms_collectives() {
+    let over = std::sync::Barrier::new(2);
+    ranks(2, |pg| {
+        let layer = sync_batch_norm(&pg, 3, 1e-5, builder(&VarMap::new()))?;
+        layer.forward_t(&tensor(&[4, 3], 1), true)?;
+        let error = if pg.rank() == 0 {
+            pg.abort("out of memory");
+            None
+        } else {
+            layer.forward_t(&tensor(&[4, 3], 1), true).err()
+        };
+        // Rank 0 stays until then, so that it is not its leaving that rank 1 hears of.
+        over.wait();
+        if pg.rank() == 1 {
+            let error = error.unwrap().to_string();
+            assert!(error.contains("out of memory"), "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn bad_input_is_named() {
     ranks(2, |pg| {
