@@ -252,6 +252,16 @@ pub enum Error {
         reason: String,
     },
 
+    // Mixed precision
+    /// A call of a gradient scaler in the wrong place of a training step.
+    #[error("GradScaler::{call}: {reason}")]
+    GradScaler {
+        /// The method.
+        call: &'static str,
+        /// What is wrong, and what the right order is.
+        reason: String,
+    },
+
     /// The launcher could not start the program.
     #[error("cannot start {program}: {source}. {hint}")]
     Program {

@@ -42,24 +42,30 @@
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
+//! - [`amp`]: mixed precision, loss scaling.
+//! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
 //! - [`seed_everything`]: random numbers that differ from rank to rank.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
 //!
 //! [candle]: https://github.com/huggingface/candle
+pub mod amp;
 pub mod backend;
 pub mod data;
 pub mod ddp;
+mod element;
 pub mod error;
 #[cfg(feature = "launcher")]
 pub mod launch;
+pub mod nn;
 pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
 mod seed;
 pub mod trace;
 
+pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel};

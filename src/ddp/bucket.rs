@@ -10,7 +10,12 @@ const MIB: f64 = (1 << 20) as f64;
 pub(super) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
+    /// In which its gradient is all-reduced.
     pub(super) dtype: DType,
+    /// In which its gradient comes: that of the tensor with which the model computes.
+    pub(super) arrives_as: DType,
+    /// In which its gradient leaves: the variable's.
+    pub(super) leaves_as: DType,
     pub(super) device: Device,
 }
 
@@ -120,6 +125,26 @@ impl Bucket {
         })
     }
 
+    /// The members' gradients in the dtypes of their variables: views of the bucket where that is its dtype, otherwise
+    /// of one converted copy.
+    pub(super) fn converted(&self, parameters: &[ParameterInfo]) -> Result<Vec<Tensor>> {
+        let dtype = parameters[self.members[0]].leaves_as;
+        let same = dtype == self.tensor.dtype();
+        let tensor = if same { self.tensor.clone() } else { self.tensor.to_dtype(dtype)? };
+        let mut offset = 0;
+        let mut gradients = Vec::with_capacity(self.members.len());
+        for (gradient, &index) in self.gradients.iter().zip(&self.members) {
+            let ParameterInfo { leaves_as, shape, .. } = &parameters[index];
+            gradients.push(if *leaves_as == self.tensor.dtype() {
+                gradient.clone()
+            } else {
+                tensor.narrow(0, offset, shape.elem_count())?.reshape(shape)?.to_dtype(*leaves_as)?
+            });
+            offset += shape.elem_count();
+        }
+        Ok(gradients)
+    }
+
     /// Forgets the last backward pass.
     pub(super) fn reset(&mut self) {
         self.arrived.fill(false);
@@ -143,6 +168,8 @@ mod tests {
             name: format!("p{index}"),
             shape: Shape::from(*elements),
             dtype: *dtype,
+            arrives_as: *dtype,
+            leaves_as: *dtype,
             device: Device::Cpu,
         };
         sizes.iter().enumerate().map(info).collect()

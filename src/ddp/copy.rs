@@ -1,31 +1,38 @@
 //! Writing into tensors that are already there: slices of buckets, replicas.
 use crate::Result;
+use crate::element::{Element, dispatch, slice, slice_mut};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, InplaceOp2, Layout, Shape, Tensor};
-use half::{bf16, f16};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, Layout, Shape, Tensor, WithDType};
 
 type CandleResult<T> = candle_core::Result<T>;
 
-/// Copies `source` into the contiguous `destination` of the same shape, dtype and device.
+/// Copies `source` into the contiguous `destination` of the same shape and device, in the latter's dtype.
 pub(super) fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
+    if destination.dtype() != source.dtype() {
+        return scaled_copy(destination, source, 1.0, false);
+    }
     Ok(destination.inplace_op2(source, &Copy)?)
 }
 
 /// `destination = source × scale`, or `(destination + source) × scale`; `destination` is contiguous, and both have the
-/// same shape, dtype (floating point) and device.
+/// same shape and device, and floating-point dtypes.
 pub(super) fn scaled_copy(destination: &Tensor, source: &Tensor, scale: f64, accumulate: bool) -> Result<()> {
-    if accumulate && !destination.device().is_cpu() {
-        let sum = (destination + source)?;
-        return Ok(destination.inplace_op2(&sum, &ScaledCopy { scale, accumulate: false })?);
+    if destination.device().is_cpu() {
+        return Ok(destination.inplace_op2(&source.contiguous()?, &ScaledCopy { scale, accumulate })?);
     }
-    Ok(destination.inplace_op2(&source.contiguous()?, &ScaledCopy { scale, accumulate })?)
+    let source = source.to_dtype(destination.dtype())?;
+    let source = if accumulate { (destination + source)? } else { source.contiguous()? };
+    Ok(destination.inplace_op2(&source, &ScaledCopy { scale, accumulate: false })?)
 }
 
-/// A copy of what `layout` shows of `storage`, contiguous, in storage of its own.
-pub(super) fn snapshot<S: BackendStorage>(storage: &S, layout: &Layout) -> CandleResult<(S, Shape)>
+/// A copy of what `layout` shows of `storage`, contiguous, of dtype `dtype`, in storage of its own.
+pub(super) fn snapshot<S: BackendStorage>(storage: &S, layout: &Layout, dtype: DType) -> CandleResult<(S, Shape)>
 where
     S::Device: BackendDevice<Storage = S>,
 {
+    if storage.dtype() != dtype {
+        return Ok((storage.to_dtype(layout, dtype)?, layout.shape().clone()));
+    }
     let mut copy = storage.device().zeros_impl(layout.shape(), storage.dtype())?;
     storage.copy_strided_src(&mut copy, 0, layout)?;
     Ok((copy, layout.shape().clone()))
@@ -53,17 +60,15 @@ struct ScaledCopy {
 }
 
 impl ScaledCopy {
-    /// One pass over both; `scale` returns a value times the factor.
-    fn apply<T: std::marker::Copy + std::ops::Add<Output = T>>(
-        &self,
-        dst: &mut [T],
-        src: &[T],
-        scale: impl Fn(T) -> T,
-    ) {
+    /// One pass over both, calculated in f32, or in f64 where the destination is f64.
+    fn apply<T: Element, S: Element>(&self, dst: &mut [T], src: &[S]) {
+        let scale = T::Acc::from_f64(self.scale);
+        let value = |src: &S| T::Acc::from_f64(src.widen().to_f64());
+        let pairs = dst.iter_mut().zip(src);
         if self.accumulate {
-            dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = scale(*dst + *src));
+            pairs.for_each(|(dst, src)| *dst = T::narrow((dst.widen() + value(src)) * scale));
         } else {
-            dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = scale(*src));
+            pairs.for_each(|(dst, src)| *dst = T::narrow(value(src) * scale));
         }
     }
 }
@@ -74,30 +79,10 @@ impl InplaceOp2 for ScaledCopy {
     }
 
     fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> CandleResult<()> {
-        let (Some((d0, d1)), Some((s0, s1))) = (dst_l.contiguous_offsets(), src_l.contiguous_offsets()) else {
-            candle_core::bail!("scaled-copy needs contiguous tensors, got {dst_l:?} and {src_l:?}")
-        };
-        let scale = self.scale;
-        let (dtype, src_dtype) = (dst.dtype(), src.dtype());
-        match (dst, src) {
-            (CpuStorage::F32(dst), CpuStorage::F32(src)) => {
-                let scale = scale as f32;
-                self.apply(&mut dst[d0..d1], &src[s0..s1], |x| x * scale);
-            }
-            (CpuStorage::F64(dst), CpuStorage::F64(src)) => {
-                self.apply(&mut dst[d0..d1], &src[s0..s1], |x| x * scale);
-            }
-            (CpuStorage::F16(dst), CpuStorage::F16(src)) => {
-                let scale = scale as f32;
-                self.apply(&mut dst[d0..d1], &src[s0..s1], |x| f16::from_f32(x.to_f32() * scale));
-            }
-            (CpuStorage::BF16(dst), CpuStorage::BF16(src)) => {
-                let scale = scale as f32;
-                self.apply(&mut dst[d0..d1], &src[s0..s1], |x| bf16::from_f32(x.to_f32() * scale));
-            }
-            _ => candle_core::bail!("scaled-copy has no kernel from {src_dtype:?} to {dtype:?}"),
-        }
-        Ok(())
+        dispatch!(dst.dtype(), self.name(), T => dispatch!(src.dtype(), self.name(), S => {
+            self.apply::<T, S>(slice_mut(dst, dst_l)?, slice(src, src_l)?);
+            Ok(())
+        }))
     }
 
     fn cuda_fwd(&self, dst: &mut CudaStorage, dst_l: &Layout, src: &CudaStorage, src_l: &Layout) -> CandleResult<()> {
@@ -109,7 +94,19 @@ impl InplaceOp2 for ScaledCopy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
+
+    #[test]
+    fn copies_convert() {
+        let source = Tensor::new(&[1f64 + 1e-9, 3.0, f64::INFINITY], &Device::Cpu).unwrap();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let converted = Tensor::zeros(3, dtype, &Device::Cpu).unwrap();
+            copy(&converted, &source).unwrap();
+            let back = Tensor::ones(3, DType::F64, &Device::Cpu).unwrap();
+            scaled_copy(&back, &converted, 0.5, true).unwrap();
+            assert_eq!(back.to_vec1::<f64>().unwrap(), [1.0, 2.0, f64::INFINITY], "{dtype:?}");
+        }
+    }
 
     #[test]
     fn copies_scale_and_accumulate_into_a_slice() {

@@ -2,16 +2,16 @@
 use super::copy;
 use super::reducer::Reducer;
 use crate::Result;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
 use std::sync::Arc;
 
-/// Makes the replica of `var`, whose gradient goes to `reducer` as that of parameter `index`.
+/// Makes the replica of `var`, of dtype `dtype`, whose gradient goes to `reducer` as that of parameter `index`.
 ///
 /// candle has no hooks on backward, but an operation of one's own sees the gradient of its result exactly once, when it
 /// is complete. So the model holds not the variable, but the result of such an operation on it: a copy, which
 /// [`refresh`] brings up to date with the variable.
-pub(super) fn replicate(var: &Var, reducer: Arc<Reducer>, index: usize) -> Result<Tensor> {
-    Ok(var.apply_op1(GradHook { reducer, index })?)
+pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: usize) -> Result<Tensor> {
+    Ok(var.apply_op1(GradHook { reducer, index, dtype })?)
 }
 
 /// Writes the variable's present value into its replica.
@@ -22,6 +22,7 @@ pub(super) fn refresh(replica: &Tensor, var: &Var) -> Result<()> {
 struct GradHook {
     reducer: Arc<Reducer>,
     index: usize,
+    dtype: DType,
 }
 
 impl CustomOp1 for GradHook {
@@ -30,11 +31,11 @@ impl CustomOp1 for GradHook {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        copy::snapshot(storage, layout)
+        copy::snapshot(storage, layout, self.dtype)
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        copy::snapshot(storage, layout)
+        copy::snapshot(storage, layout, self.dtype)
     }
 
     /// Hands the gradient over. Returning `None` keeps candle from storing it for the variable: the reducer does so

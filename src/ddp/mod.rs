@@ -47,7 +47,7 @@ pub struct DistributedDataParallel<M> {
     no_sync: AtomicUsize,
 }
 
-/// A trainable variable, and the tensor that the model holds for it.
+/// A trainable variable, and the tensor that the model holds for it; its dtype may be another one.
 struct Parameter {
     name: String,
     var: Var,
@@ -63,7 +63,8 @@ struct Buffer {
 
 impl<M> DistributedDataParallel<M> {
     /// Builds a model whose variables live in `varmap` (those that are not there are made), of dtype `dtype`, on the
-    /// device of `group`. Every rank calls it, and starts with the values of rank 0.
+    /// device of `group`. Every rank calls it, and starts with the values of rank 0. With
+    /// [`DdpOptions::mixed_precision`] the model computes with copies of them in another dtype.
     ///
     /// # Errors
     /// On every rank alike: `build` failed on one of them ([`Error::PeerFailed`]), or they built different models or
@@ -79,8 +80,9 @@ impl<M> DistributedDataParallel<M> {
         Error: From<E>,
     {
         let reducer = Arc::new(Reducer::new(group.clone()));
-        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone());
-        let builder = VarBuilder::from_backend(Box::new(registry.clone()), dtype, group.device().clone());
+        let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), dtype);
+        let held_as = options.mixed_precision.and_then(|mixed| mixed.param_dtype).unwrap_or(dtype);
+        let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
         let built = build(builder).map_err(Error::from);
         let (parameters, buffers, ignored) = registry.seal();
         Self::connect(group, reducer, built, parameters, buffers, ignored, options)
@@ -97,6 +99,11 @@ impl<M> DistributedDataParallel<M> {
         let (mut parameters, mut buffers, mut ignored) = (Vec::new(), Vec::new(), Vec::new());
         let mut names = std::collections::HashSet::new();
         let mut built = Ok(module);
+        if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
+            let reason = "a model made without DDP's VarBuilder computes with its variables as they are: use `new`, or set \
+                          reduce_dtype alone";
+            built = Err(Error::invalid("mixed_precision", reason));
+        }
         for (name, var) in vars {
             if !names.insert(name.clone()) {
                 built = Err(Error::parameter(name, "it is in `vars` twice: give every variable once, under one name"));
@@ -121,6 +128,7 @@ impl<M> DistributedDataParallel<M> {
         options: DdpOptions,
     ) -> Result<Self> {
         let built = built.and_then(|module| {
+            options.mixed_precision.unwrap_or_default().check()?;
             check_parameters(group, &parameters)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::create(folder, group.rank())?);
@@ -131,7 +139,8 @@ impl<M> DistributedDataParallel<M> {
         let verdict = verify::same_model(group, &options, built.as_ref().map(|_| (&parameters[..], &buffers[..])));
         let (module, caps) = built?;
         verdict?;
-        reducer.set_parameters(parameters.iter().map(Parameter::info).collect(), caps)?;
+        let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
+        reducer.set_parameters(parameters.iter().map(|parameter| parameter.info(reduce_dtype)).collect(), caps)?;
         let vars = parameters.iter().map(|parameter| &parameter.var).chain(buffers.iter().map(|buffer| &buffer.var));
         sync::broadcast(group, vars)?.finish()?;
         let no_sync = AtomicUsize::new(0);
@@ -168,20 +177,30 @@ impl<M> DistributedDataParallel<M> {
         result
     }
 
-    /// The model's forward pass on `xs`.
+    /// The model's forward pass on `xs`, which mixed precision converts.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
     where
         M: Module,
     {
-        self.call(|module| module.forward(xs))
+        let xs = self.input(xs)?;
+        self.call(|module| module.forward(&xs))
     }
 
-    /// The model's forward pass on `xs`, in training or in evaluation mode.
+    /// The model's forward pass on `xs`, which mixed precision converts, in training or in evaluation mode.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
     where
         M: ModuleT,
     {
-        self.call(|module| module.forward_t(xs, train))
+        let xs = self.input(xs)?;
+        self.call(|module| module.forward_t(&xs, train))
+    }
+
+    /// What the model gets for `xs`: under mixed precision a tensor of `param_dtype`, unless it holds integers.
+    fn input(&self, xs: &Tensor) -> Result<Tensor> {
+        match self.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
+            Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),
+            _ => Ok(xs.clone()),
+        }
     }
 
     /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
@@ -320,7 +339,8 @@ fn check_parameters(group: &ProcessGroup, parameters: &[Parameter]) -> Result<()
 /// wrapper can only be one of the two.)
 impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
     fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        Ok(self.call(|module| module.forward_t(xs, train))?)
+        let xs = self.input(xs)?;
+        Ok(self.call(|module| module.forward_t(&xs, train))?)
     }
 }
 

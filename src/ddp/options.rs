@@ -1,4 +1,5 @@
 use super::registry::Role;
+use crate::amp::MixedPrecision;
 use crate::trace;
 use candle_core::DType;
 use std::fmt;
@@ -27,6 +28,8 @@ pub struct DdpOptions {
     /// Which variables DDP leaves alone: neither broadcast nor averaged, handed to the model as they are; their
     /// gradients come out of `backward` as this rank's own. Default: none.
     pub is_ignored: NamePredicate,
+    /// Lower precision for the model's calculations, or for sending gradients (see [`amp`](crate::amp)). Default: none.
+    pub mixed_precision: Option<MixedPrecision>,
     /// The folder for a time line of the training steps, a file for each rank (see [`trace`](crate::trace)). Default: the
     /// one that the environment variable `CANDLE_DDP_TRACE` names, if any; without, tracing costs nothing.
     pub trace: Option<PathBuf>,
@@ -40,6 +43,7 @@ impl Default for DdpOptions {
             broadcast_buffers: true,
             is_buffer: Arc::new(is_batch_norm_buffer),
             is_ignored: Arc::new(|_| false),
+            mixed_precision: None,
             trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
         }
     }
@@ -68,6 +72,7 @@ impl fmt::Debug for DdpOptions {
             .field("bucket_cap_mb", &self.bucket_cap_mb)
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
+            .field("mixed_precision", &self.mixed_precision)
             .field("trace", &self.trace)
             .finish_non_exhaustive()
     }

@@ -143,8 +143,8 @@ impl Reducer {
     fn take(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
         let (bucket, slot) = state.places[index];
         let parameter = &state.parameters[index];
-        if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.dtype {
-            let expected = crate::error::describe(parameter.dtype, &parameter.shape);
+        if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.arrives_as {
+            let expected = crate::error::describe(parameter.arrives_as, &parameter.shape);
             let got = crate::error::describe(gradient.dtype(), gradient.shape());
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
@@ -210,7 +210,9 @@ impl Reducer {
         let state = &mut *state;
         if state.phase == Phase::Local {
             state.phase = Phase::Outside;
-            return Ok((0..state.parameters.len()).map(|index| state.local_gradient(index)).collect());
+            let gradients = state.gradients()?;
+            let accumulated = |(gradient, accumulated)| if accumulated { gradient } else { Gradient::Absent };
+            return Ok(gradients.into_iter().zip(state.accumulated.iter().copied()).map(accumulated).collect());
         }
         let mut used = vec![true; state.parameters.len()];
         while state.next < state.buckets.len() {
@@ -235,7 +237,14 @@ impl Reducer {
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
-        (0..state.parameters.len()).map(|index| state.reduced_gradient(index, used[index])).collect()
+        let mut gradients = state.gradients()?;
+        for (index, gradient) in gradients.iter_mut().enumerate() {
+            // Only a rank that did not contribute has to look at the tail.
+            if !used[index] && !state.anybody_used(index)? {
+                *gradient = Gradient::Absent;
+            }
+        }
+        Ok(gradients)
     }
 
     /// Fills up the next bucket, of which not all gradients have come, and starts its all-reduce.
@@ -297,22 +306,18 @@ impl State {
         Ok(())
     }
 
-    fn view(&self, index: usize) -> Gradient {
-        let (bucket, slot) = self.places[index];
-        Gradient::Present(self.buckets[bucket].gradients[slot].clone())
+    /// What is in the buckets for each parameter, in registration order.
+    fn gradients(&self) -> Result<Vec<Gradient>> {
+        let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
+        let converted = converted.collect::<Result<Vec<_>>>()?;
+        let gradient = |&(bucket, slot): &(usize, usize)| Gradient::Present(Tensor::clone(&converted[bucket][slot]));
+        Ok(self.places.iter().map(gradient).collect())
     }
 
-    fn local_gradient(&self, index: usize) -> Gradient {
-        if self.accumulated[index] { self.view(index) } else { Gradient::Absent }
-    }
-
-    /// `used`: whether this rank contributed. Only a rank that did not has to look at the tail.
-    fn reduced_gradient(&self, index: usize, used: bool) -> Result<Gradient> {
-        if used {
-            return Ok(self.view(index));
-        }
+    /// What the tail of a reduced bucket says of one parameter.
+    fn anybody_used(&self, index: usize) -> Result<bool> {
         let (bucket, slot) = self.places[index];
-        let anybody = self.buckets[bucket].tail.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
-        Ok(if anybody.to_vec1::<f32>()?[0] > 0.0 { self.view(index) } else { Gradient::Absent })
+        let used = self.buckets[bucket].tail.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
+        Ok(used.to_vec1::<f32>()?[0] > 0.0)
     }
 }

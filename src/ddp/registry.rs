@@ -3,6 +3,7 @@ use super::bucket::ParameterInfo;
 use super::hook;
 use super::reducer::Reducer;
 use super::{Buffer, DdpOptions, Parameter};
+use crate::Error;
 use crate::error::describe;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
@@ -27,12 +28,14 @@ pub(super) struct Registry {
     varmap: VarMap,
     reducer: Arc<Reducer>,
     options: DdpOptions,
+    /// What variables are made of, where the model does not ask for something else.
+    dtype: DType,
     registered: Arc<Mutex<Registered>>,
 }
 
 impl Registry {
-    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions) -> Self {
-        Self { varmap, reducer, options, registered: Arc::default() }
+    pub(super) fn new(varmap: VarMap, reducer: Arc<Reducer>, options: DdpOptions, dtype: DType) -> Self {
+        Self { varmap, reducer, options, dtype, registered: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Registered> {
@@ -47,8 +50,29 @@ impl Registry {
         (std::mem::take(parameters), std::mem::take(buffers), std::mem::take(ignored))
     }
 
-    /// Registers the variable `name`, and returns what the model gets for it.
-    fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
+    /// The dtypes of a variable that the model asks for as `asked` and of the tensor that the model gets for it (None:
+    /// the variable's, whatever it is).
+    fn dtypes(&self, name: &str, asked: DType) -> (DType, Option<DType>) {
+        let mixed = self.options.mixed_precision.unwrap_or_default();
+        // A layer that asks for another dtype than its VarBuilder's wants it for good reason.
+        let usual = mixed.param_dtype == Some(asked);
+        match self.options.role(name, asked) {
+            Role::Parameter if usual => (self.dtype, Some(asked)),
+            Role::Buffer if asked.is_float() && (usual || asked == self.dtype) => {
+                (mixed.buffer_dtype.unwrap_or(self.dtype), None)
+            }
+            _ => (asked, None),
+        }
+    }
+
+    /// Registers the variable `name`, and returns what the model gets for it: a tensor of dtype `held`, if that is given.
+    fn hand_out(
+        &self,
+        registered: &mut Registered,
+        name: &str,
+        var: Var,
+        held: Option<DType>,
+    ) -> candle_core::Result<Tensor> {
         if registered.sealed {
             candle_core::bail!(
                 "{name} was asked for after DistributedDataParallel was built: ask for every variable while the model \
@@ -57,6 +81,18 @@ impl Registry {
         }
         let tensor = match self.options.role(name, var.dtype()) {
             Role::Buffer => {
+                if let Some(dtype) = self.options.mixed_precision.unwrap_or_default().buffer_dtype
+                    && var.dtype().is_float()
+                    && var.dtype() != dtype
+                {
+                    let reason = format!(
+                        "it is a buffer of dtype {} in the VarMap, where mixed_precision.buffer_dtype says {}: \
+                         convert it there, or leave buffer_dtype unset",
+                        var.dtype().as_str(),
+                        dtype.as_str()
+                    );
+                    return Err(Error::parameter(name, reason).into());
+                }
                 registered.buffers.push(Buffer { name: name.to_string(), var: var.clone() });
                 var.as_tensor().clone()
             }
@@ -66,7 +102,7 @@ impl Registry {
             }
             Role::Parameter => {
                 let index = registered.parameters.len();
-                let replica = hook::replicate(&var, Arc::clone(&self.reducer), index)?;
+                let replica = hook::replicate(&var, held.unwrap_or(var.dtype()), Arc::clone(&self.reducer), index)?;
                 registered.parameters.push(Parameter { name: name.to_string(), var, replica: Some(replica.clone()) });
                 replica
             }
@@ -87,11 +123,18 @@ pub(super) enum Role {
 }
 
 impl Parameter {
-    pub(super) fn info(&self) -> ParameterInfo {
+    /// The dtype with which the model computes.
+    pub(super) fn held_as(&self) -> DType {
+        self.replica.as_ref().map_or(self.var.dtype(), Tensor::dtype)
+    }
+
+    pub(super) fn info(&self, reduce_dtype: Option<DType>) -> ParameterInfo {
         ParameterInfo {
             name: self.name.clone(),
             shape: self.var.shape().clone(),
-            dtype: self.var.dtype(),
+            dtype: reduce_dtype.unwrap_or(self.held_as()),
+            arrives_as: self.held_as(),
+            leaves_as: self.var.dtype(),
             device: self.var.device().clone(),
         }
     }
@@ -117,19 +160,20 @@ impl SimpleBackend for Registry {
             }
             return Ok(tensor.clone());
         }
-        let var = Var::from_tensor(&self.varmap.get(shape, name, init, dtype, device)?)?;
-        self.hand_out(&mut registered, name, var)
+        let (stored, held) = self.dtypes(name, dtype);
+        let var = Var::from_tensor(&self.varmap.get(shape, name, init, stored, device)?)?;
+        self.hand_out(&mut registered, name, var, held)
     }
 
     /// Works for variables that are already in the VarMap.
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
         if let Some(tensor) = registered.handed_out.get(name) {
             return Ok(tensor.clone());
         }
         let var = self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
         match var {
-            Some(var) => self.hand_out(&mut registered, name, var),
+            Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype).1),
             None => {
                 candle_core::bail!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made")
             }

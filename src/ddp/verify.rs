@@ -40,9 +40,16 @@ fn describe_model(options: &DdpOptions, parameters: &[Parameter], buffers: &[Buf
         options.first_bucket_mb,
         options.broadcast_buffers
     )];
+    if let Some(mixed) = options.mixed_precision {
+        lines.push(format!("mixed precision: {mixed}"));
+    }
     lines.extend(parameters.iter().enumerate().map(|(index, parameter)| {
         let tensor = describe(parameter.var.dtype(), parameter.var.shape());
-        format!("parameter {index}: {} {tensor}", parameter.name)
+        let held_as = match parameter.held_as() {
+            dtype if dtype == parameter.var.dtype() => String::new(),
+            dtype => format!(" held as {}", dtype.as_str()),
+        };
+        format!("parameter {index}: {} {tensor}{held_as}", parameter.name)
     }));
     lines.extend(buffers.iter().enumerate().map(|(index, buffer)| {
         format!("buffer {index}: {} {}", buffer.name, describe(buffer.var.dtype(), buffer.var.shape()))

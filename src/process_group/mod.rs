@@ -10,8 +10,8 @@ use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// A group of ranks that communicate with each other: PyTorch's `ProcessGroup`. Clones are handles to the same group.
@@ -41,6 +41,7 @@ struct Inner {
     global_ranks: Vec<usize>,
     /// How many sub-groups were made: every rank counts the same, so the number names the next one's keys.
     subgroups: AtomicU64,
+    companion: Mutex<Option<ProcessGroup>>,
 }
 
 #[derive(Clone)]
@@ -66,7 +67,8 @@ impl ProcessGroup {
         global_ranks: Vec<usize>,
         settings: Settings,
     ) -> Self {
-        Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups: AtomicU64::new(0) }))
+        let (subgroups, companion) = (AtomicU64::new(0), Mutex::default());
+        Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups, companion }))
     }
 
     /// This process's place in the group, from 0 to `world_size() - 1`.
@@ -148,6 +150,20 @@ impl ProcessGroup {
         Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
     }
 
+    /// A second group of the same ranks, for collectives inside of a model's forward and backward passes: DDP's buckets
+    /// go through the first at moments that differ from rank to rank, and ranks must make the calls of one group in
+    /// the same order. All layers share it. It is made by the first call, which waits for that of every other rank,
+    /// and ends with this group.
+    pub(crate) fn companion(&self) -> Result<Self> {
+        let mut companion = self.0.companion.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(companion) = &*companion {
+            return Ok(companion.clone());
+        }
+        let store = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
+        let made = Self::connect(store, self.0.global_ranks.clone(), self.rank(), self.0.settings.clone())?;
+        Ok(companion.insert(made).clone())
+    }
+
     /// Starts any collective; the methods named after them read better.
     pub fn start(&self, collective: Collective) -> Result<Work> {
         self.0.communicator.start(collective)
@@ -162,6 +178,12 @@ impl ProcessGroup {
     /// For an error after which this rank cannot make the calls that the others wait for.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
+        // Without waiting: one who holds the lock connects, and hears of it from the store or its time-out.
+        if let Ok(companion) = self.0.companion.try_lock()
+            && let Some(companion) = &*companion
+        {
+            companion.abort(reason);
+        }
     }
 
     /// Waits until every rank has come here.

@@ -112,6 +112,10 @@ proptest! {
             let waits = matches!(request, Request::Wait(_) | Request::Barrier { .. });
             let cancels = request == Request::CancelWait;
             let done = state.handle(client, request, &mut reply);
+            // Before what the request itself waits for: a barrier's count may be the key that its own client waited for.
+            for woken in state.take_woken() {
+                prop_assert!(std::mem::take(&mut waiting[woken as usize]), "woken without a wait");
+            }
             let client = client as usize;
             if done.is_err() {
                 state.forget(client as u64);
@@ -121,9 +125,6 @@ proptest! {
                 waiting[client] |= reply.is_empty();
             } else if cancels {
                 waiting[client] = false;
-            }
-            for woken in state.take_woken() {
-                prop_assert!(std::mem::take(&mut waiting[woken as usize]), "woken without a wait");
             }
         }
     }

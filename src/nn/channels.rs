@@ -1,0 +1,318 @@
+//! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on the
+//! CPU, candle's operations on other devices. f16 and bf16 are calculated with in f32.
+use crate::element::{Element, dispatch, slice, with_slice};
+use candle_core::backend::BackendStorage;
+use candle_core::op::{Add, Mul, Sub};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Channels that are summed up together: neighbours share cache lines where a channel is a single number.
+const BLOCK: usize = 16;
+/// Independent partial sums, so that the compiler can use vector instructions.
+const LANES: usize = 8;
+
+/// The extents of a batch: samples, channels, and numbers per sample and channel.
+#[derive(Clone, Copy)]
+struct Extents {
+    samples: usize,
+    channels: usize,
+    spatial: usize,
+}
+
+impl Extents {
+    /// `dims` has at least two dimensions.
+    fn of(dims: &[usize]) -> Self {
+        Self { samples: dims[0], channels: dims[1], spatial: dims[2..].iter().product() }
+    }
+
+    fn shape(self) -> (usize, usize, usize) {
+        (self.samples, self.channels, self.spatial)
+    }
+}
+
+/// What sums over a tensor of `dtype` are calculated in.
+pub(super) fn accumulator(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// Each channel's mean (zero unless `centred`) and mean squared distance from it, as a tensor of shape (2, channels).
+/// Without samples, both are zero.
+pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return moments_composite(x, centred);
+    }
+    let extents = Extents::of(x.dims());
+    dispatch!(x.dtype(), "batch normalisation", T => with_slice::<T, _>(x, |x| {
+        type Acc = <T as Element>::Acc;
+        let count = (extents.samples * extents.spatial).max(1) as f64;
+        let mut moments = if centred {
+            channel_sums(extents, |_, range| sums(&x[range.clone()], &x[range], |x: Acc, _| [x]))
+        } else {
+            vec![0.0; extents.channels]
+        };
+        moments.iter_mut().for_each(|sum| *sum /= count);
+        let squares = channel_sums(extents, |channel, range| {
+            let mean = Acc::from_f64(moments[channel]);
+            sums(&x[range.clone()], &x[range], |x: Acc, _| [(x - mean) * (x - mean)])
+        });
+        moments.extend(squares.into_iter().map(|sum| sum / count));
+        rows::<Acc>(moments, extents.channels)
+    }))
+}
+
+fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    let x = x.detach().to_dtype(accumulator(x.dtype()))?.reshape(extents.shape())?;
+    let scale = 1.0 / (extents.samples * extents.spatial).max(1) as f64;
+    let sum = |x: &Tensor| x.sum_keepdim((0, 2))?.affine(scale, 0.0);
+    let mean = if centred { sum(&x)? } else { Tensor::zeros((1, extents.channels, 1), x.dtype(), x.device())? };
+    let variance = sum(&x.broadcast_sub(&mean)?.sqr()?)?;
+    Tensor::cat(&[mean, variance], 0)?.reshape((2, extents.channels))
+}
+
+/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels).
+pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return gradient_sums_composite(x, dy, mean);
+    }
+    let extents = Extents::of(x.dims());
+    dispatch!(x.dtype(), "batch normalisation", T => {
+        type Acc = <T as Element>::Acc;
+        let mean = mean.to_vec1::<Acc>()?;
+        with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
+            let sums = channel_sums(extents, |channel, range| {
+                let mean = mean[channel];
+                sums(&x[range.clone()], &dy[range], |x: Acc, dy| [dy, dy * (x - mean)])
+            });
+            rows::<Acc>(sums, extents.channels)
+        }))
+    })
+}
+
+fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
+    let (x, dy) = (wide(x)?, wide(dy)?);
+    let products = (x.broadcast_sub(&column(mean)?)? * &dy)?;
+    Tensor::cat(&[dy.sum_keepdim((0, 2))?, products.sum_keepdim((0, 2))?], 0)?.reshape((2, extents.channels))
+}
+
+/// (x − mean) × scale + shift, each channel with its own; the storage of a tensor like `x`.
+pub(super) fn normalise(
+    x: &CpuStorage,
+    layout: &Layout,
+    [mean, scale, shift]: [&Tensor; 3],
+) -> Result<(CpuStorage, Shape)> {
+    let extents = Extents::of(layout.dims());
+    let storage = dispatch!(x.dtype(), "batch normalisation", T => {
+        type Acc = <T as Element>::Acc;
+        let x = slice::<T>(x, layout)?;
+        let (mean, scale, shift) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?, shift.to_vec1::<Acc>()?);
+        let y = channel_map::<T>(extents, |channel, range, y| {
+            let (mean, scale, shift) = (mean[channel], scale[channel], shift[channel]);
+            y.iter_mut().zip(&x[range]).for_each(|(y, x)| *y = T::narrow((x.widen() - mean) * scale + shift));
+        });
+        Ok(T::to_cpu_storage_owned(y))
+    })?;
+    Ok((storage, layout.shape().clone()))
+}
+
+/// [`normalise`] with candle's operations, on any device. `channels` are the storages of mean, scale and shift, which
+/// are contiguous, and of the dtype `accumulator`.
+pub(super) fn normalise_composite<S: BackendStorage>(
+    x: &S,
+    layout: &Layout,
+    [mean, scale, shift]: [(&S, &Layout); 3],
+) -> Result<(S, Shape)> {
+    let extents = Extents::of(layout.dims());
+    let (dtype, acc) = (x.dtype(), accumulator(x.dtype()));
+    let wide = x.to_dtype(layout, acc)?;
+    let flat = Layout::contiguous(extents.shape());
+    let spread = |layout: &Layout| -> Result<Layout> {
+        let column = Layout::new(Shape::from((1, extents.channels, 1)), vec![0, 1, 0], layout.start_offset());
+        column.broadcast_as(extents.shape())
+    };
+    let y = wide.binary_impl::<Sub>(mean.0, &flat, &spread(mean.1)?)?;
+    let y = y.binary_impl::<Mul>(scale.0, &flat, &spread(scale.1)?)?;
+    let y = y.binary_impl::<Add>(shift.0, &flat, &spread(shift.1)?)?;
+    Ok((y.to_dtype(&flat, dtype)?, layout.shape().clone()))
+}
+
+/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`.
+pub(super) fn input_gradient(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    if !x.device().is_cpu() {
+        return input_gradient_composite(x, dy, [mean, scale, a, b]);
+    }
+    dispatch!(x.dtype(), "batch normalisation", T => {
+        type Acc = <T as Element>::Acc;
+        let (mean, scale) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?);
+        let (a, b) = (a.to_vec1::<Acc>()?, b.to_vec1::<Acc>()?);
+        let dx = with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
+            Ok(channel_map::<T>(extents, |channel, range, dx| {
+                let (mean, scale, a, b) = (mean[channel], scale[channel], a[channel], b[channel]);
+                let inputs = x[range.clone()].iter().zip(&dy[range]);
+                dx.iter_mut().zip(inputs).for_each(|(dx, (x, dy))| {
+                    *dx = T::narrow(scale * (dy.widen() - a - (x.widen() - mean) * b));
+                });
+            }))
+        }))?;
+        Tensor::from_vec(dx, x.shape(), x.device())
+    })
+}
+
+fn input_gradient_composite(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
+    let distance = wide(x)?.broadcast_sub(&column(mean)?)?.broadcast_mul(&column(b)?)?;
+    let dx = (wide(dy)?.broadcast_sub(&column(a)?)? - distance)?.broadcast_mul(&column(scale)?)?;
+    dx.to_dtype(x.dtype())?.reshape(x.shape())
+}
+
+/// One number per channel, to be broadcast over (samples, channels, spatial).
+fn column(channels: &Tensor) -> Result<Tensor> {
+    channels.reshape((1, channels.elem_count(), 1))
+}
+
+/// A tensor of shape (2, channels).
+fn rows<A: WithDType>(values: Vec<f64>, channels: usize) -> Result<Tensor> {
+    let values: Vec<A> = values.into_iter().map(A::from_f64).collect();
+    Tensor::from_vec(values, (2, channels), &candle_core::Device::Cpu)
+}
+
+/// Adds up, in a fixed order, what `part` returns for each run of neighbouring numbers of a channel; `K` rows of
+/// `channels` sums.
+fn channel_sums<A: WithDType, const K: usize>(
+    extents: Extents,
+    part: impl Fn(usize, Range<usize>) -> [A; K] + Sync,
+) -> Vec<f64> {
+    let Extents { samples, channels, spatial } = extents;
+    let mut totals = vec![[0.0; K]; channels];
+    totals.par_chunks_mut(BLOCK).enumerate().for_each(|(block, totals)| {
+        for sample in 0..samples {
+            for (index, total) in totals.iter_mut().enumerate() {
+                let channel = block * BLOCK + index;
+                let start = (sample * channels + channel) * spatial;
+                let part = part(channel, start..start + spatial);
+                total.iter_mut().zip(part).for_each(|(total, part)| *total += part.to_f64());
+            }
+        }
+    });
+    (0..K).flat_map(|row| totals.iter().map(move |total| total[row])).collect()
+}
+
+/// The sums over pairs of elements of what `terms` makes of them.
+fn sums<T: Element, const K: usize>(a: &[T], b: &[T], terms: impl Fn(T::Acc, T::Acc) -> [T::Acc; K]) -> [T::Acc; K] {
+    let zero = T::Acc::from_f64(0.0);
+    let mut lanes = [[zero; LANES]; K];
+    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = a.remainder().iter().zip(b.remainder());
+    for (a, b) in a.zip(b) {
+        for (lane, (a, b)) in a.iter().zip(b).enumerate() {
+            let terms = terms(a.widen(), b.widen());
+            lanes.iter_mut().zip(terms).for_each(|(lanes, term)| lanes[lane] += term);
+        }
+    }
+    let mut sums = lanes.map(|lanes| lanes.into_iter().fold(zero, |sum, lane| sum + lane));
+    for (a, b) in rest {
+        let terms = terms(a.widen(), b.widen());
+        sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
+    }
+    sums
+}
+
+/// A batch filled by `fill`, which is given each run of neighbouring numbers of a channel.
+fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, &mut [T]) + Sync) -> Vec<T> {
+    let Extents { samples, channels, spatial } = extents;
+    let sample_len = channels * spatial;
+    let mut values = vec![T::from_f64(0.0); samples * sample_len];
+    if values.is_empty() {
+        return values;
+    }
+    values.par_chunks_mut(sample_len).enumerate().for_each(|(sample, values)| {
+        for (channel, values) in values.chunks_mut(spatial).enumerate() {
+            let start = sample * sample_len + channel * spatial;
+            fill(channel, start..start + spatial, values);
+        }
+    });
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Storage};
+
+    fn batch(seed: f64) -> Tensor {
+        let values: Vec<f64> = (0..3 * 19 * 11).map(|i| ((f64::from(i) + seed) * 1.7).sin() * 3.0 + seed).collect();
+        Tensor::from_vec(values, (3, 19, 11), &Device::Cpu).unwrap()
+    }
+
+    fn assert_close(a: &Tensor, b: &Tensor, tolerance: f64) {
+        let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+        assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+        for (a, b) in values(a).iter().zip(values(b)) {
+            assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}");
+        }
+    }
+
+    /// The loops of the CPU agree with candle's operations, which other devices use.
+    #[test]
+    fn loops_agree_with_composites() {
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
+            let acc = accumulator(dtype);
+            let (x, dy) = (batch(1.0).to_dtype(dtype).unwrap(), batch(2.0).to_dtype(dtype).unwrap());
+            for centred in [true, false] {
+                let loops = moments(&x, centred).unwrap();
+                assert_close(&loops, &moments_composite(&x, centred).unwrap(), tolerance);
+                assert_eq!(
+                    loops
+                        .get(0)
+                        .unwrap()
+                        .sqr()
+                        .unwrap()
+                        .sum_all()
+                        .unwrap()
+                        .to_dtype(DType::F64)
+                        .unwrap()
+                        .to_scalar::<f64>()
+                        .unwrap()
+                        > 0.0,
+                    centred
+                );
+            }
+            let row = |start: f64| {
+                let values: Vec<f64> = (0..19).map(|i| start + f64::from(i) / 19.0).collect();
+                Tensor::new(values, &Device::Cpu).unwrap().to_dtype(acc).unwrap()
+            };
+            let (mean, scale, a, b) = (row(0.5), row(1.0), row(-0.3), row(0.2));
+            let loops = gradient_sums(&x, &dy, &mean).unwrap();
+            assert_close(&loops, &gradient_sums_composite(&x, &dy, &mean).unwrap(), tolerance);
+            let channels = [&mean, &scale, &a, &b];
+            let loops = input_gradient(&x, &dy, channels).unwrap();
+            assert_close(&loops, &input_gradient_composite(&x, &dy, channels).unwrap(), tolerance);
+
+            let cpu = |t: &Tensor| match &*t.storage_and_layout().0 {
+                Storage::Cpu(storage) => storage.clone(),
+                _ => unreachable!(),
+            };
+            let storages = [cpu(&mean), cpu(&scale), cpu(&a)];
+            let layout = Layout::contiguous(19);
+            let others = [0, 1, 2].map(|index| (&storages[index], &layout));
+            let (composite, _) = normalise_composite(&cpu(&x), x.layout(), others).unwrap();
+            let (loops, shape) = normalise(&cpu(&x), x.layout(), [&mean, &scale, &a]).unwrap();
+            let tensor = |storage: CpuStorage| dispatch!(dtype, "test", T => Tensor::from_vec(T::cpu_storage_data(storage)?, &shape, &Device::Cpu));
+            assert_close(&tensor(loops).unwrap(), &tensor(composite).unwrap(), tolerance);
+        }
+    }
+
+    #[test]
+    fn without_samples_there_are_zeros() {
+        let x = Tensor::zeros((0, 3, 2), DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(moments(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+        let mean = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(gradient_sums(&x, &x, &mean).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+        assert_eq!(input_gradient(&x, &x, [&mean; 4]).unwrap().dims(), [0, 3, 2]);
+    }
+}

@@ -1,0 +1,13 @@
+//! Layers that candle lacks, or cannot train: drop-in replacements with the same names in the `VarMap`.
+//!
+//! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
+//! - [`LayerNorm`], [`RmsNorm`]: candle's own give no gradients where their input is contiguous; these do, and are fused.
+mod channels;
+mod layer_norm;
+mod rms_norm;
+mod row_norm;
+mod sync_batch_norm;
+
+pub use layer_norm::{LayerNorm, layer_norm, layer_norm_no_bias};
+pub use rms_norm::{RmsNorm, rms_norm};
+pub use sync_batch_norm::{SyncBatchNorm, sync_batch_norm};

@@ -1,0 +1,258 @@
+//! DistributedDataParallel in mixed precision: which dtype is where, and that masters keep what replicas cannot hold.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
+use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
+use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use common::{assert_close, fill, floats, ranks, tensor, var};
+
+/// Two layers, the second of which may be left out.
+type Net = (Linear, Linear);
+const NAMES: [&str; 4] = ["first.weight", "first.bias", "second.weight", "second.bias"];
+
+fn net(vb: VarBuilder) -> candle_core::Result<Net> {
+    Ok((linear(4, 8, vb.pp("first"))?, linear(8, 2, vb.pp("second"))?))
+}
+
+fn forward(net: &Net, x: &Tensor) -> candle_core::Result<Tensor> {
+    net.1.forward(&net.0.forward(x)?.tanh()?)
+}
+
+fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -> DdpOptions {
+    let mixed = MixedPrecision { param_dtype: param, reduce_dtype: reduce, buffer_dtype: buffer };
+    DdpOptions { mixed_precision: Some(mixed), ..Default::default() }
+}
+
+fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| net(vb), options)?;
+    fill(&varmap, 7);
+    Ok((ddp, varmap))
+}
+
+fn loss(output: &Tensor) -> Result<Tensor> {
+    Ok(output.to_dtype(DType::F32)?.sqr()?.mean_all()?)
+}
+
+fn batch(rank: usize) -> Tensor {
+    tensor(&[5, 4], 100 + rank as u64)
+}
+
+/// The gradients of candle's own model whose variables, in `dtype`, are rounded from those of `wrap`.
+fn reference(dtype: DType, rank: usize) -> Vec<Tensor> {
+    let varmap = VarMap::new();
+    let net = net(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
+    fill(&varmap, 7);
+    let grads = loss(&forward(&net, &batch(rank).to_dtype(dtype).unwrap()).unwrap()).unwrap().backward().unwrap();
+    NAMES.iter().map(|name| grads.get(&var(&varmap, name)).unwrap().clone()).collect()
+}
+
+#[test]
+fn gradients_of_low_precision_replicas_are_averaged_in_the_reduce_dtype() {
+    let (f, h, b) = (DType::F32, DType::F16, DType::BF16);
+    for (param, reduce) in
+        [(Some(b), Some(f)), (Some(h), Some(f)), (Some(b), None), (None, Some(b)), (Some(h), Some(b))]
+    {
+        let held = param.unwrap_or(f);
+        let reduced = reduce.unwrap_or(held);
+        // Each rank's gradient is halved in the reduce dtype; their sum is rounded once more.
+        let parts: Vec<Vec<Tensor>> = (0..2).map(|rank| reference(held, rank)).collect();
+        let half = |t: &Tensor| (t.to_dtype(f).unwrap() * 0.5).unwrap().to_dtype(reduced).unwrap().to_dtype(f).unwrap();
+        let expected: Vec<Vec<f32>> = (0..NAMES.len())
+            .map(|index| floats(&(half(&parts[0][index]) + half(&parts[1][index])).unwrap().to_dtype(reduced).unwrap()))
+            .collect();
+        ranks(2, |pg| {
+            let (ddp, varmap) = wrap(&pg, options(param, reduce, None))?;
+            // The first pass lays the buckets out anew; a second one must find the same.
+            for _ in 0..2 {
+                let output = ddp.call(|net| forward(net, &batch(pg.rank()).to_dtype(held)?))?;
+                assert_eq!(output.dtype(), held);
+                let grads = ddp.backward(&loss(&output)?)?;
+                for (name, expected) in NAMES.iter().zip(&expected) {
+                    let master = var(&varmap, name);
+                    assert_eq!(master.dtype(), f);
+                    let gradient = grads.get(&master).unwrap();
+                    assert_eq!(gradient.dtype(), f);
+                    assert_eq!(&floats(gradient), expected, "{name}, {param:?}, {reduce:?}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn masters_add_up_what_replicas_cannot_hold() {
+    ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder<'static>| vb.get_with_hints(1, "w", candle_nn::Init::Const(1.0));
+        let options = options(Some(DType::BF16), Some(DType::F32), None);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let mut optimizer = SGD::new(ddp.parameters(), 0.001)?;
+        // bf16 knows 1 and 1.0078, and nothing in between: a thousandth at a time it would never get there.
+        for _ in 0..8 {
+            let loss = ddp.call(|w| w.neg()?.sum_all())?;
+            optimizer.step(&ddp.backward(&loss)?)?;
+        }
+        assert_close(&floats(&var(&varmap, "w")), &[1.008], 1e-6, "master");
+        assert_eq!(ddp.call(|w| candle_core::Result::Ok(floats(w)))?, [1.0078125]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn accumulation_and_unused_parameters_work_in_every_reduce_dtype() {
+    for reduce in [DType::F32, DType::BF16] {
+        ranks(2, |pg| {
+            let (ddp, varmap) = wrap(&pg, options(Some(DType::BF16), Some(reduce), None))?;
+            let x = batch(pg.rank()).to_dtype(DType::BF16)?;
+            let run = |ddp: &DistributedDataParallel<Net>| ddp.backward(&loss(&ddp.call(|net| net.0.forward(&x))?)?);
+            let once = floats(run(&ddp)?.get(&var(&varmap, "first.weight")).unwrap());
+            {
+                let _guard = ddp.no_sync();
+                let local = run(&ddp)?;
+                assert_eq!(local.get(&var(&varmap, "first.weight")).unwrap().dtype(), DType::F32);
+                assert!(local.get(&var(&varmap, "second.weight")).is_none());
+            }
+            let grads = run(&ddp)?;
+            let twice: Vec<f32> = once.iter().map(|once| 2.0 * once).collect();
+            let tolerance = if reduce == DType::F32 { 1e-6 } else { 1e-2 };
+            assert_close(&floats(grads.get(&var(&varmap, "first.weight")).unwrap()), &twice, tolerance, "twice");
+            assert!(grads.get(&var(&varmap, "second.weight")).is_none(), "nobody has used it");
+            // Rank 1 alone uses the second layer: half of its gradient is everybody's.
+            let y = ddp.call(|net| if pg.rank() == 1 { forward(net, &x) } else { net.0.forward(&x) })?;
+            let grads = ddp.backward(&loss(&y)?)?;
+            let half: Vec<f32> = floats(&reference(DType::BF16, 1)[2]).iter().map(|value| value / 2.0).collect();
+            assert_close(&floats(grads.get(&var(&varmap, "second.weight")).unwrap()), &half, 1e-2, "rank 1's");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn forward_converts_floating_point_inputs() {
+    ranks(1, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder<'static>| linear(4, 2, vb);
+        let mixed = options(Some(DType::BF16), None, None);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, mixed.clone())?;
+        assert_eq!(ddp.forward(&batch(0))?.dtype(), DType::BF16);
+        assert_eq!(ddp.forward_t(&batch(0), true)?.dtype(), DType::BF16);
+        let build = |vb: VarBuilder<'static>| candle_nn::embedding(4, 2, vb);
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, mixed)?;
+        assert_eq!(ddp.forward(&Tensor::new(&[1u32, 3], pg.device())?)?.dtype(), DType::BF16);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_layer_that_asks_for_f32_gets_its_master() {
+    ranks(2, |pg| {
+        let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, Linear)> {
+            Ok((linear(4, 8, vb.pp("low"))?, linear(8, 2, vb.pp("high").to_dtype(DType::F32))?))
+        };
+        let mixed = options(Some(DType::BF16), None, None);
+        let varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, mixed)?;
+        let output = ddp.call(|(low, high)| {
+            let hidden = low.forward(&batch(pg.rank()).to_dtype(DType::BF16)?)?;
+            high.forward(&hidden.to_dtype(DType::F32)?)
+        })?;
+        assert_eq!(output.dtype(), DType::F32);
+        let grads = ddp.backward(&loss(&output)?)?;
+        assert!(ddp.parameters().iter().all(|var| grads.get(var).unwrap().dtype() == DType::F32));
+        Ok(())
+    })
+    .unwrap();
+}
+
+struct Normed(Linear, SyncBatchNorm, Linear);
+
+impl Normed {
+    fn new(pg: &ProcessGroup, vb: VarBuilder) -> candle_core::Result<Self> {
+        let norm = sync_batch_norm(pg, 8, 1e-5, vb.pp("norm"))?;
+        Ok(Self(linear(4, 8, vb.pp("first"))?, norm, linear(8, 2, vb.pp("last"))?))
+    }
+}
+
+impl ModuleT for Normed {
+    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.2.forward(&self.1.forward_t(&self.0.forward(x)?, train)?.tanh()?)
+    }
+}
+
+#[test]
+fn a_normalised_model_trains_as_in_f32() {
+    let (x, y) = (tensor(&[10, 4], 1), tensor(&[10, 2], 2));
+    let train = |options: &DdpOptions, buffers: DType| {
+        let losses = ranks(2, |pg| {
+            let varmap = VarMap::new();
+            let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
+            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options.clone())?;
+            fill(&varmap, 7);
+            var(&varmap, "norm.running_var").set(&Tensor::ones(8, buffers, pg.device())?)?;
+            assert!(ddp.named_buffers().iter().all(|(_, var)| var.dtype() == buffers));
+            let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
+            let (x, y) = (x.i(pg.rank() * 5..(pg.rank() + 1) * 5)?, y.i(pg.rank() * 5..(pg.rank() + 1) * 5)?);
+            let mut losses = Vec::new();
+            for _ in 0..20 {
+                let loss = (ddp.forward_t(&x, true)?.to_dtype(DType::F32)? - &y)?.sqr()?.mean_all()?;
+                losses.push(loss.to_scalar::<f32>()?);
+                optimizer.step(&ddp.backward(&loss)?)?;
+            }
+            // candle's own norm could not take these dtypes together.
+            ddp.forward_t(&x, false)?;
+            Ok(losses)
+        });
+        losses.unwrap().concat()
+    };
+    let plain = train(&DdpOptions::default(), DType::F32);
+    assert!(plain[19] < plain[0] * 0.7, "{plain:?}");
+    for dtype in [DType::BF16, DType::F16] {
+        let mixed = train(&options(Some(dtype), Some(DType::F32), None), DType::F32);
+        assert_close(&mixed, &plain, 2e-2, &format!("{dtype:?}"));
+        assert_ne!(mixed, plain);
+    }
+    let buffers = train(&options(Some(DType::BF16), None, Some(DType::BF16)), DType::BF16);
+    assert_close(&buffers, &plain, 2e-2, "bf16 buffers");
+}
+
+#[test]
+fn what_cannot_be_honoured_is_refused_by_name() {
+    ranks(2, |pg| {
+        let error = |options: DdpOptions| wrap(&pg, options).err().unwrap();
+        let refused = error(options(None, Some(DType::U8), None));
+        assert!(matches!(refused, Error::InvalidArgument { argument: "mixed_precision", .. }), "{refused}");
+        // Ranks that disagree.
+        let reduce = if pg.rank() == 0 { DType::F32 } else { DType::BF16 };
+        let refused = error(options(Some(DType::BF16), Some(reduce), None));
+        assert!(matches!(refused, Error::ModelMismatch { rank: 1, .. }), "{refused}");
+        assert!(refused.to_string().contains("reduce_dtype bf16, buffer_dtype none on rank 1"), "{refused}");
+        // A buffer that is there already.
+        let varmap = VarMap::new();
+        Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
+        let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
+        let bf16_buffers = options(Some(DType::BF16), None, Some(DType::BF16));
+        let refused = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, bf16_buffers).err().unwrap();
+        assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
+        // A model that holds its variables themselves.
+        let vars = || Ok::<_, Error>(vec![("w".to_string(), Var::from_tensor(&batch(0))?)]);
+        let refused =
+            DistributedDataParallel::from_vars(&pg, (), vars()?, options(Some(DType::BF16), None, None)).err().unwrap();
+        assert!(matches!(refused, Error::InvalidArgument { argument: "mixed_precision", .. }), "{refused}");
+        // Its gradients may be averaged in another dtype, though.
+        let vars = vars()?;
+        let w = vars[0].1.clone();
+        let ddp = DistributedDataParallel::from_vars(&pg, (), vars, options(None, Some(DType::BF16), None))?;
+        let grads = ddp.backward(&(w.sum_all()? * 1.001)?)?;
+        assert_eq!(floats(grads.get(&w).unwrap()), [1.0; 20]);
+        Ok(())
+    })
+    .unwrap();
+}

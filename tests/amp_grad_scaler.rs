@@ -1,0 +1,189 @@
+//! The gradient scaler: PyTorch's scales, one decision for all ranks, and no call out of order.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var, safetensors};
+use candle_ddp::amp::GradScalerState;
+use candle_ddp::{Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_nn::{Optimizer, SGD};
+use common::{floats, ranks};
+
+fn weight(value: f32) -> Vec<(String, Var)> {
+    vec![("w".to_string(), Var::new(&[value], &Device::Cpu).unwrap())]
+}
+
+/// The gradient of the scaled sum of `var`, made infinite where `overflow` says so.
+fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore> {
+    let mut grads = scaler.scale(&var.sum_all()?)?.backward()?;
+    if overflow {
+        grads.insert(var, (var.ones_like()? * f64::INFINITY)?);
+    }
+    Ok(grads)
+}
+
+/// What rank `rank` sees while the scaler trains one weight; `overflows` says on which step which rank overflows.
+fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Vec<f32>)> {
+    let named = weight(0.0);
+    let var = named[0].1.clone();
+    let options = GradScalerOptions { init_scale: 1024.0, growth_interval: 3, ..Default::default() };
+    let mut scaler = GradScaler::new(pg, named, options)?;
+    let mut optimizer = SGD::new(vec![var.clone()], 1.0)?;
+    let (mut scales, mut weights) = (Vec::new(), Vec::new());
+    for overflow in overflows {
+        let mut grads = backward(&scaler, &var, *overflow == Some(pg.rank()))?;
+        assert_eq!(scaler.step(&mut optimizer, &mut grads)?, overflow.is_none());
+        scaler.update()?;
+        scales.push(scaler.current_scale() as f32);
+        weights.extend(floats(&var));
+    }
+    Ok((scales, weights))
+}
+
+#[test]
+fn the_scale_moves_as_pytorchs_and_an_overflow_on_one_rank_counts_for_all() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
+    let golden = safetensors::load(path, &Device::Cpu).unwrap();
+    let golden = |name: &str| floats(&golden[&format!("scaler.{name}")]);
+    for world in [1, 2, 3] {
+        // Another rank overflows each time.
+        let culprit = |(step, overflow): (usize, &f32)| (*overflow > 0.0).then_some(step % world);
+        let overflows: Vec<Option<usize>> = golden("overflows").iter().enumerate().map(culprit).collect();
+        for (scales, weights) in ranks(world, |pg| train(&pg, &overflows)).unwrap() {
+            assert_eq!(scales, golden("scales"), "{world} ranks");
+            assert_eq!(weights, golden("weights"), "{world} ranks");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_divided_once_and_nan_is_an_overflow() {
+    ranks(1, |pg| {
+        let named = weight(2.0);
+        let var = named[0].1.clone();
+        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
+        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let mut grads = backward(&scaler, &var, false)?;
+        assert_eq!(floats(grads.get(&var).unwrap()), [65536.0]);
+        assert!(scaler.unscale(&mut grads)?);
+        assert_eq!(floats(grads.get(&var).unwrap()), [1.0]);
+        assert!(scaler.step(&mut optimizer, &mut grads)?);
+        assert_eq!(floats(&var), [1.5]);
+        scaler.update()?;
+        // A gradient that is a strided view takes another way.
+        for bad in [f32::NAN, f32::NEG_INFINITY] {
+            let wide = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
+            let mut scaler = GradScaler::new(&pg, vec![("wide".into(), wide.clone())], GradScalerOptions::default())?;
+            let mut store = wide.sum_all()?.backward()?;
+            let strided = Tensor::new(&[[65536f32, 131072.0], [0.0, 0.0]], &Device::Cpu)?.t()?;
+            store.insert(&wide, strided);
+            assert!(scaler.unscale(&mut store)?);
+            assert_eq!(floats(store.get(&wide).unwrap()), [1.0, 0.0, 2.0, 0.0]);
+            scaler.update()?;
+            store.insert(&wide, Tensor::new(&[[1f32, bad], [0.0, 0.0]], &Device::Cpu)?.t()?);
+            assert!(!scaler.unscale(&mut store)?);
+            scaler.update()?;
+            store.insert(&wide, Tensor::new(&[[1f32, bad], [0.0, 0.0]], &Device::Cpu)?);
+            assert!(!scaler.unscale(&mut store)?);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn calls_out_of_order_are_refused() {
+    ranks(2, |pg| {
+        let named = weight(2.0);
+        let var = named[0].1.clone();
+        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
+        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let refused = |result: Result<()>, name: &str| match result {
+            Err(Error::GradScaler { call, .. }) if call == name => {}
+            other => panic!("{name}: {other:?}"),
+        };
+        refused(scaler.update(), "update");
+        let mut grads = backward(&scaler, &var, false)?;
+        scaler.unscale(&mut grads)?;
+        refused(scaler.unscale(&mut grads).map(drop), "unscale");
+        refused(scaler.load_state(scaler.state()), "load_state");
+        scaler.step(&mut optimizer, &mut grads)?;
+        refused(scaler.step(&mut optimizer, &mut grads).map(drop), "step");
+        refused(scaler.unscale(&mut grads).map(drop), "unscale");
+        assert_eq!(floats(&var), [1.5], "the second step did nothing");
+        scaler.update()?;
+        refused(scaler.update(), "update");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_in_f16_are_refused_by_name_and_nobody_hangs() {
+    ranks(2, |pg| {
+        let dtype = if pg.rank() == 0 { DType::F16 } else { DType::F32 };
+        let var = Var::zeros(1, dtype, &Device::Cpu)?;
+        let mut scaler = GradScaler::new(&pg, vec![("layer.weight".into(), var.clone())], Default::default())?;
+        let mut grads = var.to_dtype(DType::F32)?.sum_all()?.backward()?;
+        match scaler.unscale(&mut grads) {
+            Err(Error::Parameter { parameter, .. }) => assert_eq!((parameter.as_str(), pg.rank()), ("layer.weight", 0)),
+            other => assert!(matches!(other, Ok(false)) && pg.rank() == 1, "{other:?}"),
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_scaler_goes_on_from_its_state() {
+    ranks(1, |pg| {
+        let options = GradScalerOptions { init_scale: 8.0, growth_interval: 2, ..Default::default() };
+        let named = weight(0.0);
+        let var = named[0].1.clone();
+        let mut first = GradScaler::new(&pg, named.clone(), options)?;
+        first.unscale(&mut backward(&first, &var, false)?)?;
+        first.update()?;
+        let text = first.state().to_string();
+        let state: GradScalerState = text.parse()?;
+        assert_eq!(state, first.state());
+        let mut second = GradScaler::new(&pg, named, GradScalerOptions::default())?;
+        second.load_state(state)?;
+        second.unscale(&mut backward(&second, &var, false)?)?;
+        second.update()?;
+        assert_eq!(second.current_scale(), 16.0, "the second clean step of two");
+        for (bad, what) in [
+            ("scale 1", "growth_factor"),
+            (&text.replace("scale 8", "scale x"), "\"x\""),
+            (&text.replace("scale 8", "scale -8"), "positive"),
+        ] {
+            let error = bad.parse::<GradScalerState>().unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
+        for bad in [
+            GradScalerOptions { init_scale: f64::NAN, ..options },
+            GradScalerOptions { growth_factor: 1.0, ..options },
+            GradScalerOptions { backoff_factor: 1.0, ..options },
+            GradScalerOptions { growth_interval: 0, ..options },
+        ] {
+            assert!(matches!(GradScaler::new(&pg, Vec::new(), bad), Err(Error::InvalidArgument { .. })), "{bad:?}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_scaler_that_is_not_enabled_does_nothing() {
+    ranks(2, |pg| {
+        let named = weight(1.0);
+        let var = named[0].1.clone();
+        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions { enabled: false, ..Default::default() })?;
+        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let mut grads = backward(&scaler, &var, false)?;
+        assert!(scaler.unscale(&mut grads)? && scaler.step(&mut optimizer, &mut grads)?);
+        scaler.update()?;
+        assert_eq!((floats(&var), scaler.current_scale()), (vec![0.5], 1.0));
+        Ok(())
+    })
+    .unwrap();
+}

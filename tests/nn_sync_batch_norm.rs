@@ -1,0 +1,369 @@
+//! SyncBatchNorm against batch normalisation of the whole batch: candle's and PyTorch's.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
+use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_nn::{BatchNorm, BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
+use common::{assert_close, fill, floats, ranks, tensor, var};
+use std::collections::HashMap;
+
+/// The sizes of the ranks' parts of a batch of nine.
+const SPLITS: [&[usize]; 4] = [&[4, 5], &[9, 0], &[3, 3, 3], &[1, 0, 8]];
+const SHAPES: [&[usize]; 4] = [&[9, 3], &[9, 3, 7], &[9, 3, 4, 5], &[9, 3, 2, 3, 2]];
+
+/// What a layer makes of a batch, and the gradients of Σ y·dy.
+#[derive(Default)]
+struct Outcome {
+    y: Vec<f32>,
+    dx: Vec<f32>,
+    d_weight: Vec<f32>,
+    d_bias: Vec<f32>,
+    running_mean: Vec<f32>,
+    running_var: Vec<f32>,
+}
+
+impl Outcome {
+    fn of(layer: &impl ModuleT, varmap: &VarMap, x: &Tensor, dy: &Tensor) -> Result<Self> {
+        let x = Var::from_tensor(x)?;
+        let y = layer.forward_t(&x, true)?;
+        let grads = (&y * dy)?.sum_all()?.backward()?;
+        let gradient = |name| grads.get(&var(varmap, name)).map(floats).unwrap_or_default();
+        Ok(Self {
+            y: floats(&y),
+            dx: floats(grads.get(&x).unwrap()),
+            d_weight: gradient("weight"),
+            d_bias: gradient("bias"),
+            running_mean: floats(&var(varmap, "running_mean")),
+            running_var: floats(&var(varmap, "running_var")),
+        })
+    }
+
+    /// The ranks' outcomes as one: batches one behind the other, parameters' gradients summed up.
+    fn join(ranks: &[Self]) -> Self {
+        let concat = |part: fn(&Self) -> &Vec<f32>| ranks.iter().flat_map(part).copied().collect();
+        let sum = |part: fn(&Self) -> &Vec<f32>| {
+            (0..part(&ranks[0]).len()).map(|i| ranks.iter().map(|rank| part(rank)[i]).sum()).collect()
+        };
+        for rank in ranks {
+            assert_eq!(rank.running_mean, ranks[0].running_mean, "ranks must agree bit for bit");
+            assert_eq!(rank.running_var, ranks[0].running_var, "ranks must agree bit for bit");
+        }
+        Self {
+            y: concat(|rank| &rank.y),
+            dx: concat(|rank| &rank.dx),
+            d_weight: sum(|rank| &rank.d_weight),
+            d_bias: sum(|rank| &rank.d_bias),
+            running_mean: ranks[0].running_mean.clone(),
+            running_var: ranks[0].running_var.clone(),
+        }
+    }
+
+    #[track_caller]
+    fn assert_close(&self, expected: &Self, what: &str) {
+        assert_close(&self.y, &expected.y, 1e-5, &format!("{what}: y"));
+        assert_close(&self.dx, &expected.dx, 1e-5, &format!("{what}: dx"));
+        assert_close(&self.d_weight, &expected.d_weight, 1e-5, &format!("{what}: dγ"));
+        assert_close(&self.d_bias, &expected.d_bias, 1e-5, &format!("{what}: dβ"));
+        assert_close(&self.running_mean, &expected.running_mean, 1e-5, &format!("{what}: running mean"));
+        assert_close(&self.running_var, &expected.running_var, 1e-5, &format!("{what}: running variance"));
+    }
+}
+
+/// Variables that are not those of a new layer.
+fn variables() -> VarMap {
+    let varmap = VarMap::new();
+    let features = batch_norm(3, 1e-5, builder(&varmap)).unwrap().running_mean().elem_count();
+    fill(&varmap, 3);
+    var(&varmap, "running_var").set(&(tensor(&[features], 8) + 2.0).unwrap()).unwrap();
+    varmap
+}
+
+fn builder(varmap: &VarMap) -> VarBuilder<'static> {
+    VarBuilder::from_varmap(varmap, DType::F32, &Device::Cpu)
+}
+
+/// This rank's rows of the whole batch.
+fn mine(whole: &Tensor, split: &[usize], rank: usize) -> Tensor {
+    whole.narrow(0, split[..rank].iter().sum(), split[rank]).unwrap()
+}
+
+#[test]
+fn ranks_normalise_like_one_process_with_the_whole_batch() {
+    let configs = [
+        BatchNormConfig::default(),
+        BatchNormConfig { affine: false, momentum: 0.3, eps: 1e-3, ..Default::default() },
+        BatchNormConfig { remove_mean: false, ..Default::default() },
+    ];
+    for (config, shape) in configs.iter().flat_map(|config| SHAPES.map(|shape| (*config, shape))) {
+        let (x, dy) = ((tensor(shape, 1) + 2.0).unwrap(), tensor(shape, 2));
+        let varmap = variables();
+        let layer = batch_norm(3, config, builder(&varmap)).unwrap();
+        let expected = Outcome::of(&layer, &varmap, &x, &dy).unwrap();
+        for split in SPLITS.into_iter().chain([&[9usize] as &[usize]]) {
+            let outcomes = ranks(split.len(), |pg| {
+                let varmap = variables();
+                let layer = sync_batch_norm(&pg, 3, config, builder(&varmap))?;
+                Outcome::of(&layer, &varmap, &mine(&x, split, pg.rank()), &mine(&dy, split, pg.rank()))
+            })
+            .unwrap();
+            Outcome::join(&outcomes).assert_close(&expected, &format!("{shape:?} as {split:?}, {config:?}"));
+        }
+    }
+}
+
+fn golden(group: &str) -> HashMap<String, Tensor> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
+    let all = safetensors::load(path, &Device::Cpu).unwrap();
+    all.into_iter()
+        .filter_map(|(name, value)| Some((name.strip_prefix(group)?.strip_prefix('.')?.to_string(), value)))
+        .collect()
+}
+
+#[test]
+fn ranks_normalise_as_pytorch_does_with_the_whole_batch() {
+    for (group, split) in [("batch_norm_1d", [3usize, 7]), ("batch_norm_2d", [4, 5])] {
+        let golden = golden(group);
+        let evaluated = std::sync::Mutex::new(Vec::new());
+        let outcomes = ranks(2, |pg| {
+            let varmap = VarMap::new();
+            let layer = sync_batch_norm(&pg, golden["weight"].dim(0)?, 1e-5, builder(&varmap))?;
+            for name in ["weight", "bias"] {
+                var(&varmap, name).set(&golden[name])?;
+            }
+            let outcome = Outcome::of(
+                &layer,
+                &varmap,
+                &mine(&golden["x"], &split, pg.rank()),
+                &mine(&golden["dy"], &split, pg.rank()),
+            )?;
+            if pg.rank() == 0 {
+                *evaluated.lock().unwrap() = floats(&layer.forward_t(&golden["x"], false)?);
+            }
+            Ok(outcome)
+        })
+        .unwrap();
+        let expected = Outcome {
+            y: floats(&golden["y"]),
+            dx: floats(&golden["dx"]),
+            d_weight: floats(&golden["d_weight"]),
+            d_bias: floats(&golden["d_bias"]),
+            running_mean: floats(&golden["running_mean"]),
+            running_var: floats(&golden["running_var"]),
+        };
+        Outcome::join(&outcomes).assert_close(&expected, group);
+        assert_close(&evaluated.into_inner().unwrap(), &floats(&golden["eval"]), 1e-5, "evaluation");
+    }
+}
+
+#[test]
+fn evaluation_is_each_ranks_own_and_differentiable() {
+    ranks(2, |pg| {
+        // Only one rank evaluates: there is no collective that the other one would have to join.
+        if pg.rank() == 1 {
+            return Ok(());
+        }
+        let (x, dy) = (Var::from_tensor(&tensor(&[4, 3, 2], 5))?, tensor(&[4, 3, 2], 6));
+        let varmap = variables();
+        let run = |layer: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>| -> Result<Vec<Vec<f32>>> {
+            let y = layer(&x)?;
+            let grads = (&y * &dy)?.sum_all()?.backward()?;
+            let vars = [x.clone(), var(&varmap, "weight"), var(&varmap, "bias")];
+            Ok(vars.iter().map(|var| floats(grads.get(var).unwrap())).chain([floats(&y)]).collect())
+        };
+        let (ours, theirs) = (sync_batch_norm(&pg, 3, 1e-5, builder(&varmap))?, batch_norm(3, 1e-5, builder(&varmap))?);
+        let actual = run(&|x| ours.forward_t(x, false))?;
+        let expected = run(&|x| theirs.forward_t(x, false))?;
+        for (actual, expected) in actual.iter().zip(&expected) {
+            assert_close(actual, expected, 1e-5, "evaluation");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn low_precision_inputs_have_statistics_in_f32() {
+    // In f16 the sum of these 40 000 would be infinite, and in bf16 it would stop growing at 256.
+    for dtype in [DType::F16, DType::BF16] {
+        let outcomes = ranks(2, |pg| {
+            let varmap = VarMap::new();
+            let layer =
+                sync_batch_norm(&pg, 1, BatchNormConfig { momentum: 1.0, ..Default::default() }, builder(&varmap))?;
+            let x = Tensor::new(&[2f32, 4.0], &Device::Cpu)?.repeat(20_000)?.reshape((40_000, 1))?.to_dtype(dtype)?;
+            let y = layer.forward_t(&x, true)?;
+            assert_eq!(y.dtype(), dtype);
+            Ok((floats(&y.narrow(0, 0, 2)?), floats(layer.running_mean()), floats(layer.running_var())))
+        })
+        .unwrap();
+        for (y, mean, variance) in outcomes {
+            assert_close(&y, &[-1.0, 1.0], 1e-4, "y");
+            assert_close(&mean, &[3.0], 1e-6, "mean");
+            assert_close(&variance, &[80_000.0 / 79_999.0], 1e-6, "variance");
+        }
+    }
+}
+
+/// Two normalised layers.
+struct Net<N> {
+    first: Linear,
+    first_norm: N,
+    second: Linear,
+    second_norm: N,
+}
+
+impl<N: ModuleT> Net<N> {
+    fn new(vb: VarBuilder, norm: impl Fn(usize, VarBuilder) -> candle_core::Result<N>) -> candle_core::Result<Self> {
+        Ok(Self {
+            first: linear(4, 8, vb.pp("first"))?,
+            first_norm: norm(8, vb.pp("first_norm"))?,
+            second: linear(8, 3, vb.pp("second"))?,
+            second_norm: norm(3, vb.pp("second_norm"))?,
+        })
+    }
+}
+
+impl<N: ModuleT> ModuleT for Net<N> {
+    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        let x = self.first_norm.forward_t(&self.first.forward(x)?, train)?.tanh()?;
+        self.second_norm.forward_t(&self.second.forward(&x)?, train)
+    }
+}
+
+const STEPS: usize = 20;
+const TRAINED: [&str; 6] = [
+    "first.weight",
+    "first_norm.weight",
+    "first_norm.bias",
+    "first_norm.running_var",
+    "second.weight",
+    "second_norm.running_mean",
+];
+
+fn finals(varmap: &VarMap) -> Vec<Vec<f32>> {
+    TRAINED.iter().map(|name| floats(&var(varmap, name))).collect()
+}
+
+/// 20 steps of one process with the whole batch.
+fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
+    let varmap = VarMap::new();
+    let net: Net<BatchNorm> = Net::new(builder(&varmap), |size, vb| batch_norm(size, 1e-5, vb))?;
+    fill(&varmap, 7);
+    let trained = varmap
+        .data()
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|(name, _)| !name.contains("running"))
+        .map(|(_, var)| var.clone())
+        .collect();
+    let mut optimizer = SGD::new(trained, 0.1)?;
+    for _ in 0..STEPS {
+        optimizer.backward_step(&(net.forward_t(x, true)? - y)?.sqr()?.mean_all()?)?;
+    }
+    Ok(finals(&varmap))
+}
+
+fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
+    let varmap = VarMap::new();
+    let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<SyncBatchNorm>> {
+        Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
+    };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+    fill(&varmap, 7);
+    let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
+    // The mean over the ranks of what each rank's loss is: the mean over the whole batch, if ranks with more rows weigh more.
+    let weight = pg.world_size() as f64 / y.elem_count() as f64;
+    let (x, y) = (mine(x, split, pg.rank()), mine(y, split, pg.rank()));
+    for _ in 0..STEPS {
+        let loss = ((ddp.forward_t(&x, true)? - &y)?.sqr()?.sum_all()? * weight)?;
+        optimizer.step(&ddp.backward(&loss)?)?;
+    }
+    Ok(finals(&varmap))
+}
+
+#[test]
+fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
+    let (x, y) = (tensor(&[9, 4], 1), tensor(&[9, 3], 2));
+    let expected = train_plain(&x, &y).unwrap();
+    for split in SPLITS {
+        let trained = ranks(split.len(), |pg| train_ddp(&pg, &x, &y, split)).unwrap();
+        for rank in &trained {
+            for ((actual, expected), name) in rank.iter().zip(&expected).zip(TRAINED) {
+                assert_close(actual, expected, 2e-5, &format!("{name}, {split:?}"));
+            }
+        }
+    }
+}
+
+/// Rank 0's first bucket is full before the backward pass of the norm, rank 1's after it.
+#[test]
+fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_collectives() {
+    ranks(2, |pg| {
+        let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+        let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, SyncBatchNorm, Linear)> {
+            let norm = sync_batch_norm(&pg, 8, 1e-5, vb.pp("norm"))?;
+            Ok((linear(4, 8, vb.pp("first"))?, norm, linear(8, 8, vb.pp("last"))?))
+        };
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let x = tensor(&[5, 4], 1);
+        for _ in 0..STEPS {
+            let y = ddp.call(|(first, norm, last)| {
+                let y = norm.forward_t(&first.forward(&x)?, true)?;
+                if pg.rank() == 0 { last.forward(&y) } else { y.tanh() }
+            })?;
+            assert!(ddp.backward(&y.sqr()?.mean_all()?)?.get(&ddp.parameters()[4]).is_some());
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// As `ddp.backward` does when it fails: the other rank may be waiting in a forward pass.
+#[test]
+fn ending_the_group_ends_the_norms_collectives() {
+    let over = std::sync::Barrier::new(2);
+    ranks(2, |pg| {
+        let layer = sync_batch_norm(&pg, 3, 1e-5, builder(&VarMap::new()))?;
+        layer.forward_t(&tensor(&[4, 3], 1), true)?;
+        let error = if pg.rank() == 0 {
+            pg.abort("out of memory");
+            None
+        } else {
+            layer.forward_t(&tensor(&[4, 3], 1), true).err()
+        };
+        // Rank 0 stays until then, so that it is not its leaving that rank 1 hears of.
+        over.wait();
+        if pg.rank() == 1 {
+            let error = error.unwrap().to_string();
+            assert!(error.contains("out of memory"), "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn bad_input_is_named() {
+    ranks(2, |pg| {
+        let layer = sync_batch_norm(&pg, 3, 1e-5, builder(&VarMap::new()))?;
+        let refused = |x: Tensor| layer.forward_t(&x, true).unwrap_err().to_string();
+        let error = refused(tensor(&[4, 2], 1));
+        assert!(error.contains("f32[4, 2]") && error.contains("(N, 3)"), "{error}");
+        assert!(refused(Tensor::zeros((4, 3), DType::U8, &Device::Cpu)?).contains("batch normalisation"));
+        // One row on one rank, none on the other: every rank hears of it.
+        let error = refused(tensor(&[1 - pg.rank(), 3], 1));
+        assert!(error.contains("fewer than two values"), "{error}");
+        for (config, name) in [
+            (BatchNormConfig { eps: -1.0, ..Default::default() }, "eps"),
+            (BatchNormConfig { momentum: 1.5, ..Default::default() }, "momentum"),
+        ] {
+            let error = sync_batch_norm(&pg, 3, config, builder(&VarMap::new())).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
