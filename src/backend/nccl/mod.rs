@@ -36,7 +36,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// `DriverError` in words.
 fn cuda_error(error: cudarc::driver::DriverError) -> String {
-    format!("{:?}: {error}", error.0)
+    match error.error_string() {
+        Ok(text) => format!("{:?}, {}", error.0, text.to_string_lossy()),
+        // The driver itself is missing.
+        Err(_) => format!("{:?}", error.0),
+    }
 }
 
 fn cuda_failure(error: cudarc::driver::DriverError) -> status::NcclFailure {
