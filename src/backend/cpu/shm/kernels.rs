@@ -5,6 +5,8 @@ use super::block_kernels;
 use super::call::Element;
 use super::slot::Slot;
 use crate::backend::ReduceOp;
+use half::bf16;
+use std::ops::{Add, Mul};
 
 /// The part of one rank.
 #[derive(Clone, Copy)]
@@ -38,6 +40,8 @@ pub(in super::super) fn reduce(
     match (element, op) {
         (Element::F32, ReduceOp::Sum) => sum::<f32>(sources, out, result, None),
         (Element::F32, ReduceOp::Avg) => sum::<f32>(sources, out, result, Some(1.0 / sources.len() as f32)),
+        (Element::BF16, ReduceOp::Sum) => sum::<bf16>(sources, out, result, None),
+        (Element::BF16, ReduceOp::Avg) => sum::<bf16>(sources, out, result, Some(1.0 / sources.len() as f32)),
         (Element::F64, ReduceOp::Sum) => sum::<f64>(sources, out, result, None),
         (Element::F64, ReduceOp::Avg) => sum::<f64>(sources, out, result, Some(1.0 / sources.len() as f64)),
         _ => in_blocks(element, op, sources, out, result),
@@ -70,9 +74,56 @@ fn in_blocks(element: Element, op: ReduceOp, sources: &[Source], out: &mut [u8],
     }
 }
 
-trait Float: Copy + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> {}
-impl Float for f32 {}
-impl Float for f64 {}
+/// An element that is summed in registers.
+trait Summand: Copy {
+    /// What it is accumulated in.
+    type Wide: Copy + Default + Add<Output = Self::Wide> + Mul<Output = Self::Wide>;
+
+    fn widen(self) -> Self::Wide;
+    fn narrow(wide: Self::Wide) -> Self;
+}
+
+impl Summand for f32 {
+    type Wide = Self;
+    #[inline(always)]
+    fn widen(self) -> Self {
+        self
+    }
+    #[inline(always)]
+    fn narrow(wide: Self) -> Self {
+        wide
+    }
+}
+
+impl Summand for f64 {
+    type Wide = Self;
+    #[inline(always)]
+    fn widen(self) -> Self {
+        self
+    }
+    #[inline(always)]
+    fn narrow(wide: Self) -> Self {
+        wide
+    }
+}
+
+/// The same as the conversions of `half`, without branches, so that it becomes vector code.
+impl Summand for bf16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
+        let bits = wide.to_bits();
+        // To the nearest, and to the even one of two.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+        // Rounding must not make an infinity of a NaN.
+        let result = if wide.is_nan() { bits | 0x40_0000 } else { rounded };
+        Self::from_bits((result >> 16) as u16)
+    }
+}
 
 /// Where [`sum_as`] reads and writes.
 struct Pointers<'a, T> {
@@ -83,7 +134,7 @@ struct Pointers<'a, T> {
 }
 
 /// The sum of `sources`, times `factor` if there is one, in one pass.
-fn sum<T: Float>(sources: &[Source], out: &mut [u8], result: Option<Slot>, factor: Option<T>) {
+fn sum<T: Summand>(sources: &[Source], out: &mut [u8], result: Option<Slot>, factor: Option<T::Wide>) {
     let count = out.len() / size_of::<T>();
     let out: *mut T = out.as_mut_ptr().cast();
     let pointers: Vec<*const T> = sources
@@ -116,7 +167,7 @@ fn sum<T: Float>(sources: &[Source], out: &mut [u8], result: Option<Slot>, facto
 /// As [`sum_as`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn sum_avx512<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
+unsafe fn sum_avx512<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
     // SAFETY: the caller's.
     unsafe { sum_as(pointers, factor) }
 }
@@ -125,7 +176,7 @@ unsafe fn sum_avx512<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
 /// As [`sum_as`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn sum_avx2<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
+unsafe fn sum_avx2<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
     // SAFETY: the caller's.
     unsafe { sum_as(pointers, factor) }
 }
@@ -134,7 +185,7 @@ unsafe fn sum_avx2<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
 /// All pointers are valid for `count` elements, to read (`sources`) or to write; `sources` is not empty. Nothing needs to
 /// be aligned, and what lies in shared memory may change meanwhile: the values are only computed with.
 #[inline(always)]
-unsafe fn sum_as<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
+unsafe fn sum_as<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
     /// Elements of a step, which stay in registers.
     const STEP: usize = 32;
     let Pointers { sources, out, result, count } = pointers;
@@ -144,11 +195,16 @@ unsafe fn sum_as<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
     // SAFETY: every access is to elements below `count`, see above.
     unsafe {
         while start < whole {
-            let mut values: [T; STEP] = first.add(start).cast::<[T; STEP]>().read_unaligned();
+            // Loops, since closures become functions of their own, without the vector instructions.
+            let mut block: [T; STEP] = first.add(start).cast::<[T; STEP]>().read_unaligned();
+            let mut values = [T::Wide::default(); STEP];
+            for (value, element) in values.iter_mut().zip(block) {
+                *value = element.widen();
+            }
             for other in others {
                 let other: [T; STEP] = other.add(start).cast::<[T; STEP]>().read_unaligned();
                 for (value, other) in values.iter_mut().zip(other) {
-                    *value = *value + other;
+                    *value = *value + other.widen();
                 }
             }
             if let Some(factor) = factor {
@@ -156,20 +212,24 @@ unsafe fn sum_as<T: Float>(pointers: Pointers<T>, factor: Option<T>) {
                     *value = *value * factor;
                 }
             }
-            out.add(start).cast::<[T; STEP]>().write_unaligned(values);
+            for (element, value) in block.iter_mut().zip(values) {
+                *element = T::narrow(value);
+            }
+            out.add(start).cast::<[T; STEP]>().write_unaligned(block);
             if let Some(result) = result {
-                result.add(start).cast::<[T; STEP]>().write_unaligned(values);
+                result.add(start).cast::<[T; STEP]>().write_unaligned(block);
             }
             start += STEP;
         }
         for index in whole..count {
-            let mut value = first.add(index).read_unaligned();
+            let mut value = first.add(index).read_unaligned().widen();
             for other in others {
-                value = value + other.add(index).read_unaligned();
+                value = value + other.add(index).read_unaligned().widen();
             }
             if let Some(factor) = factor {
                 value = value * factor;
             }
+            let value = T::narrow(value);
             out.add(index).write_unaligned(value);
             if let Some(result) = result {
                 result.add(index).write_unaligned(value);

@@ -81,13 +81,19 @@ impl Drop for Segment {
 mod file {
     use super::OwnedFd;
     use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+    use rustix::io::Errno;
     use std::io::{Error, Result};
 
     /// What its size can no longer do: nobody can take the memory away under a peer, which would die of it.
     const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
     pub(super) fn create(name: &str, size: usize) -> Result<OwnedFd> {
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // Systems may insist on memory that cannot be executed; those before Linux 6.3 do not know the flag.
+        let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags)?,
+            result => result?,
+        };
         rustix::fs::ftruncate(&fd, size as u64)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS)?;
