@@ -26,23 +26,22 @@ if [ "$(cat "$home/pins" 2>/dev/null)" != "${pins[*]}" ]; then
 fi
 wheels=$home/wheels/nvidia
 
-# The layout that build scripts look for.
-rm -rf "$home/bin" "$home/include" "$home/nvvm" "$home/lib64"
+# The layout that build scripts look for. Links are replaced one by one: a build may be using them.
 mkdir -p "$home/bin" "$home/lib64/stubs"
-ln -s "$wheels"/cu13/bin/* "$home/bin/"
+ln -sf "$wheels"/cu13/bin/* "$home/bin/"
 chmod -R u+x "$wheels"/cu13/bin "$wheels"/cu13/nvvm/bin
-ln -s "$wheels/cu13/include" "$home/include"
-ln -s "$wheels/cu13/nvvm" "$home/nvvm"
+ln -sfn "$wheels/cu13/include" "$home/include"
+ln -sfn "$wheels/cu13/nvvm" "$home/nvvm"
 for library in cublas.13 cublasLt.13 cudart.13 curand.10 nvrtc.13 nccl.2; do
   name=lib${library%.*}.so version=${library##*.}
   file=$(find "$wheels" -name "$name.$version" | head -n 1)
   [ -n "$file" ] || { echo "error: no wheel holds $name.$version" >&2; exit 1; }
-  ln -s "$file" "$home/lib64/$name.$version"
-  ln -s "$file" "$home/lib64/$name"
+  ln -sf "$file" "$home/lib64/$name.$version"
+  ln -sf "$file" "$home/lib64/$name"
 done
 find "$wheels" -name 'libnvrtc-builtins.so.*' -exec ln -sf {} "$home/lib64/" ';'
 for archive in libcudadevrt.a libcudart_static.a; do
-  ln -s "$(find "$wheels" -name "$archive" | head -n 1)" "$home/lib64/$archive"
+  ln -sf "$(find "$wheels" -name "$archive" | head -n 1)" "$home/lib64/$archive"
 done
 
 # The stand-in for the driver: every function that cudarc names.
@@ -52,7 +51,7 @@ stub=$home/lib64/stubs/libcuda.c
 grep -rhoE '\bfn cu[A-Za-z0-9_]+' "$(dirname "$cudarc")/src/driver/sys" | sort -u |
   sed -E 's/fn (.*)/int \1(void) { return 100; }/' >"$stub"
 cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$home/lib64/stubs/libcuda.so" "$stub" 2>/dev/null
-ln -s libcuda.so "$home/lib64/stubs/libcuda.so.1"
+ln -sf libcuda.so "$home/lib64/stubs/libcuda.so.1"
 
 cat >"$home/env.sh" <<EOF
 export CUDA_HOME="$home" CUDA_PATH="$home" PATH="$home/bin:\$PATH"
