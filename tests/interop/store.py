@@ -3,8 +3,8 @@
 client HOST PORT  a TCPStore client against a server of candle-ddp
 server            a TCPStore server for clients of candle-ddp: prints its port, ends with its standard input
 group             a rank of a process group, by the environment of a launcher
-check             only whether PyTorch is there
 """
+import os
 import sys
 import threading
 from datetime import timedelta
@@ -147,3 +147,5 @@ if __name__ == "__main__":
     elif mode == "group":
         group()
     print(f"torch {torch.__version__}: {mode} is done", flush=True)
+    # PyTorch's own threads sometimes abort an interpreter that ends in good order.
+    os._exit(0)
