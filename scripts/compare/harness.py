@@ -148,6 +148,8 @@ def run_ranks(command, world_size, hosts):
                 }
                 if hosts.interface:
                     environment["GLOO_SOCKET_IFNAME"] = hosts.interface
+                    # The namespaces share this machine's memory, which candle-ddp would find out and use.
+                    environment["CANDLE_DDP_CPU_TRANSPORT"] = "tcp"
                 environment = {name: str(value) for name, value in environment.items()}
                 stdout = output if rank == 0 else subprocess.DEVNULL
                 ranks.append(
