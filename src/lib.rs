@@ -63,6 +63,7 @@ pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
 mod seed;
+mod simd;
 pub mod trace;
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};

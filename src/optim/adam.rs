@@ -37,6 +37,7 @@ struct Decay {
     decoupled: f64,
 }
 
+#[inline(always)]
 fn update<E: Element>(
     ParamsAdam { lr, beta1, beta2, eps, .. }: ParamsAdam,
     decay: Decay,
@@ -86,6 +87,7 @@ impl Kernel for ParamsAdam {
         self.lr = learning_rate;
     }
 
+    #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
         let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
         update(self.clone(), decay, moment, slices);
@@ -111,6 +113,7 @@ impl Kernel for ParamsAdamW {
         self.lr = learning_rate;
     }
 
+    #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
         let decay = Decay { coupled: 0., decoupled: weight_decay };

@@ -122,6 +122,7 @@ const BLOCK: usize = 2048;
 const LANES: usize = 16;
 
 /// The sum of the squares.
+#[inline(always)]
 pub(super) fn sum_of_squares<E: Element>(values: &[E]) -> f64 {
     let mut total = 0f64;
     for block in values.chunks(BLOCK) {

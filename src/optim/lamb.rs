@@ -89,6 +89,7 @@ impl Kernel for ParamsLamb {
 
     /// Two passes: the moments and the norm of the update they give, then, computed once more instead of stored, the
     /// update itself. Parameter and states must be whole, for the sake of the norms.
+    #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
         let [m, v] = slices.states else { return };
         let real = <E::Real as Real>::from_f64;

@@ -52,6 +52,7 @@ impl Kernel for ParamsSgd {
         self.lr = learning_rate;
     }
 
+    #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
         let real = <E::Real as Real>::from_f64;
         let (lr, decay, scale) = (real(self.lr), real(self.weight_decay), real(moment.gradient_scale));

@@ -2,6 +2,7 @@
 //! operation, so for several such operations are nested.
 use super::element::Element;
 use super::rule::{Moment, Slices, UpdateRule};
+use crate::simd;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor};
 use half::{bf16, f16};
 use std::cell::RefCell;
@@ -68,7 +69,7 @@ impl<R: UpdateRule> Update<'_, R> {
         let parameter = part_mut(E::slice_mut(p), pl)?;
         let gradient = part(E::slice(g), gl)?;
         with_slices::<E::Real>(self.states, &mut |states| {
-            self.rule.update(self.moment, Slices { parameter: &mut *parameter, gradient, states });
+            simd::vectorise(|| self.rule.update(self.moment, Slices { parameter: &mut *parameter, gradient, states }));
         })
     }
 }
