@@ -84,7 +84,7 @@ def overhead(options, folder):
     lines = [
         "# What DDP adds to a training step, 2 ranks on one machine",
         "",
-        "AdamW, one thread per rank. *plain*: every rank trains a model of its own at the same time; *DDP*: gradients are "
+        "Fused AdamW (PyTorch's: `fused=True`), one thread per rank. *plain*: every rank trains a model of its own at the same time; *DDP*: gradients are "
         f"averaged. Both take turns in one process; medians over {options.rounds} alternating rounds of the median step of "
         "the slower rank, in ms. In brackets: lowest to highest round.",
         "",

@@ -8,8 +8,9 @@
 mod net;
 
 use candle_core::{DType, Tensor};
+use candle_ddp::optim::AdamW;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, init_process_group};
-use candle_nn::{AdamW, FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
 use net::Model;
 use std::process::ExitCode;

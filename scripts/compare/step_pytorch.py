@@ -87,7 +87,7 @@ def main():
     for mode in modes:
         model = build()
         model = DistributedDataParallel(model) if mode == "ddp" else model
-        trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE)))
+        trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
     times = [[] for _ in modes]
     for number in range(WARMUP + steps):
         for turn in range(len(modes)):

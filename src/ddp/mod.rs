@@ -155,7 +155,8 @@ impl<M> DistributedDataParallel<M> {
     {
         self.phase("refresh", || -> Result<()> {
             // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
-            for parameter in &self.parameters {
+            // Backwards, since an optimizer has just written the last ones, and the model begins with the first ones.
+            for parameter in self.parameters.iter().rev() {
                 if let Some(replica) = &parameter.replica {
                     hook::refresh(replica, &parameter.var)?;
                 }
