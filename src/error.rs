@@ -232,6 +232,15 @@ pub enum Error {
         difference: String,
     },
 
+    /// Ranks registered different communication hooks.
+    #[error("rank {rank} registered another communication hook than rank 0: {difference}")]
+    CommHookMismatch {
+        /// The rank whose hook differs.
+        rank: usize,
+        /// The first difference.
+        difference: String,
+    },
+
     /// A backward pass that DDP did not start reached its gradient hooks.
     #[error(
         "the gradient of parameter {parameter} came out of a backward pass that DistributedDataParallel did not start, \

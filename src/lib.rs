@@ -39,6 +39,7 @@
 //! # Where to find what
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
+//! - [`comm_hook`]: other ways for gradients than an all-reduce, such as compression.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
@@ -69,7 +70,7 @@ pub mod trace;
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
-pub use ddp::{DdpOptions, DistributedDataParallel};
+pub use ddp::{DdpOptions, DistributedDataParallel, comm_hook};
 pub use error::{Error, Result};
 pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};
 pub use seed::seed_everything;

@@ -2,7 +2,7 @@
 use crate::Result;
 use crate::element::{Element, dispatch, slice, slice_mut};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
 
 type CandleResult<T> = candle_core::Result<T>;
 
@@ -23,6 +23,14 @@ pub(super) fn scaled_copy(destination: &Tensor, source: &Tensor, scale: f64, acc
     let source = source.to_dtype(destination.dtype())?;
     let source = if accumulate { (destination + source)? } else { source.contiguous()? };
     Ok(destination.inplace_op2(&source, &ScaledCopy { scale, accumulate: false })?)
+}
+
+/// Multiplies the contiguous `tensor`, of a floating-point dtype, in place.
+pub(super) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
+    if scale == 1.0 {
+        return Ok(());
+    }
+    Ok(tensor.inplace_op1(&Scale(scale))?)
 }
 
 /// A copy of what `layout` shows of `storage`, contiguous, of dtype `dtype`, in storage of its own.
@@ -51,6 +59,27 @@ impl InplaceOp2 for Copy {
 
     fn cuda_fwd(&self, dst: &mut CudaStorage, dst_l: &Layout, src: &CudaStorage, src_l: &Layout) -> CandleResult<()> {
         src.copy_strided_src(dst, dst_l.start_offset(), src_l)
+    }
+}
+
+struct Scale(f64);
+
+impl InplaceOp1 for Scale {
+    fn name(&self) -> &'static str {
+        "scale"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> CandleResult<()> {
+        dispatch!(storage.dtype(), self.name(), T => {
+            let scale = <T as Element>::Acc::from_f64(self.0);
+            slice_mut::<T>(storage, layout)?.iter_mut().for_each(|value| *value = T::narrow(value.widen() * scale));
+            Ok(())
+        })
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> CandleResult<()> {
+        let scaled = storage.affine(layout, self.0, 0.0)?;
+        scaled.copy_strided_src(storage, layout.start_offset(), &Layout::contiguous(layout.shape()))
     }
 }
 
@@ -119,6 +148,9 @@ mod tests {
             scaled_copy(&slice, &source, 2.0, true).unwrap();
             let values = flat.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(values, [0., 0., 6., 12., 3., 9., 15., 0.], "{dtype:?}");
+            scale(&slice, 0.25).unwrap();
+            let values = flat.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(values, [0., 0., 1.5, 3., 0.75, 2.25, 3.75, 0.], "{dtype:?}");
             copy(&slice, &source).unwrap();
             let values = flat.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(values, [0., 0., 2., 4., 1., 3., 5., 0.], "{dtype:?}");

@@ -1,7 +1,9 @@
 //! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and the gradients are
 //! averaged while they come out of backward.
 mod bucket;
+pub mod comm_hook;
 mod copy;
+mod exchange;
 mod hook;
 mod options;
 mod reducer;
@@ -18,6 +20,7 @@ use bucket::BucketCaps;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use comm_hook::{CommHook, CommHookTraffic};
 use reducer::{Gradient, Reducer};
 use registry::{Registry, Role};
 use std::sync::Arc;
@@ -208,8 +211,8 @@ impl<M> DistributedDataParallel<M> {
     /// pass goes on. Every rank calls it as often as the others.
     ///
     /// The store holds, for each parameter's variable, the mean over the ranks of its gradient (a rank that did not use
-    /// the parameter counts as zero); parameters that no rank used are not in it. Gradients of other variables are
-    /// this rank's own. **The averaged gradients are views of the buckets, and valid until the next call.**
+    /// the parameter counts as zero), or what the [communication hook](comm_hook) has made of it; parameters that no rank
+    /// used are not in it. Gradients of other variables are this rank's own. **The averaged gradients are views of the buckets, and valid until the next call.**
     ///
     /// With [`no_sync`](Self::no_sync) nothing is sent: gradients add up, and the store holds this rank's sums.
     ///
@@ -281,6 +284,27 @@ impl<M> DistributedDataParallel<M> {
     pub fn no_sync(&self) -> NoSync<'_> {
         self.no_sync.fetch_add(1, Ordering::Relaxed);
         NoSync(&self.no_sync)
+    }
+
+    /// From now on, `hook` decides what is sent of a bucket and what comes out (see [`comm_hook`]); without, the mean
+    /// over the ranks. Gradients are then not divided by the number of ranks, unless the hook does it. Every rank calls
+    /// it, at most once, before the first backward pass. PyTorch's `register_comm_hook`.
+    ///
+    /// # Errors
+    /// On every rank: ranks gave different hooks ([`Error::CommHookMismatch`], which names the first difference), or one
+    /// of them has a hook already or has begun to train ([`Error::InvalidArgument`] there, [`Error::PeerFailed`] on the
+    /// others).
+    pub fn register_comm_hook(&self, hook: impl CommHook) -> Result<()> {
+        let allowed = self.reducer.check_comm_hook();
+        let verdict = verify::same_comm_hook(&self.group, allowed.as_ref().map(|()| hook.describe()));
+        allowed?;
+        verdict?;
+        self.reducer.set_comm_hook(hook)
+    }
+
+    /// What the registered communication hook has been given and has sent so far; None without a hook.
+    pub fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
+        self.reducer.comm_hook_traffic()
     }
 
     /// The variables that an optimizer trains, in the order in which the model asked for them; ignored ones come last.

@@ -1,18 +1,18 @@
 //! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
+use super::comm_hook::{CommHook, CommHookTraffic};
 use super::copy;
+use super::exchange::{Exchange, HookExchange};
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
-use crate::{Error, ReduceOp, Result};
+use crate::{Error, Result};
 use candle_core::Tensor;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-/// Collects gradients in buckets and all-reduces each bucket as soon as it is full and its turn has come.
+/// Collects gradients in buckets and sends off each bucket as soon as it is full and its turn has come.
 pub(super) struct Reducer {
     group: ProcessGroup,
-    /// 1 / world size: what gradients are multiplied by before they are summed up.
-    scale: f64,
     state: Mutex<State>,
     trace: OnceLock<Trace>,
 }
@@ -25,7 +25,11 @@ struct State {
     /// For each parameter, its bucket and its place among that bucket's members.
     places: Vec<(usize, usize)>,
     phase: Phase,
-    /// The next bucket in line for its all-reduce.
+    /// Whether there was a backward pass.
+    begun: bool,
+    /// How buckets are sent.
+    exchange: Exchange,
+    /// The next bucket in line to be sent.
     next: usize,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     accumulated: Vec<bool>,
@@ -41,7 +45,7 @@ enum Phase {
     Outside,
     /// Under `no_sync`: gradients add up in the buckets.
     Local,
-    /// Gradients are all-reduced.
+    /// Buckets are sent.
     Synchronised,
 }
 
@@ -67,8 +71,7 @@ pub(super) enum Gradient {
 
 impl Reducer {
     pub(super) fn new(group: ProcessGroup) -> Self {
-        let scale = 1.0 / group.world_size() as f64;
-        Self { group, scale, state: Mutex::default(), trace: OnceLock::new() }
+        Self { group, state: Mutex::default(), trace: OnceLock::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -83,7 +86,38 @@ impl Reducer {
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
-        state.lay_out(&order, self.scale)
+        state.lay_out(&order, self.group.world_size())
+    }
+
+    /// Whether a communication hook may be registered now.
+    pub(super) fn check_comm_hook(&self) -> Result<()> {
+        let state = self.lock();
+        let reason = match state.exchange {
+            Exchange::Hook(_) => "there is one already, and it cannot be replaced",
+            Exchange::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
+            Exchange::AllReduce => return Ok(()),
+        };
+        Err(Error::invalid("comm_hook", reason))
+    }
+
+    /// From now on, buckets are `hook`'s business.
+    pub(super) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let exchange = HookExchange::new(hook);
+        if exchange.is_local() {
+            // An order that suits rank 0 need not suit the others, and telling it would be communication.
+            state.rebuild = Rebuild::Done;
+        }
+        state.exchange = Exchange::Hook(exchange);
+        state.exchange.set_buckets(&state.buckets, &state.parameters)
+    }
+
+    pub(super) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
+        match &self.lock().exchange {
+            Exchange::AllReduce => None,
+            Exchange::Hook(exchange) => Some(exchange.traffic()),
+        }
     }
 
     /// From now on, what happens to the buckets is written down.
@@ -96,7 +130,7 @@ impl Reducer {
         self.trace.get()
     }
 
-    /// The names of the parameters in each bucket, in the order of the all-reduces.
+    /// The names of the parameters in each bucket, in the order in which they are sent.
     pub(super) fn bucket_names(&self) -> Vec<Vec<String>> {
         let state = self.lock();
         let name = |index: &usize| state.parameters[*index].name.clone();
@@ -108,10 +142,12 @@ impl Reducer {
         let mut state = self.lock();
         if let Rebuild::Due(order) = &state.rebuild {
             let order = order.clone();
-            state.lay_out(&order, self.scale)?;
+            state.lay_out(&order, self.group.world_size())?;
             state.rebuild = Rebuild::Done;
         }
         state.buckets.iter_mut().for_each(Bucket::reset);
+        state.exchange.begin();
+        state.begun = true;
         state.next = 0;
         state.failure = None;
         state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
@@ -148,7 +184,8 @@ impl Reducer {
             let got = crate::error::describe(gradient.dtype(), gradient.shape());
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
-        let scale = if state.phase == Phase::Synchronised { self.scale } else { 1.0 };
+        let synchronised = state.phase == Phase::Synchronised;
+        let scale = if synchronised { state.exchange.scale(self.group.world_size()) } else { 1.0 };
         let place = &mut state.buckets[bucket];
         copy::scaled_copy(&place.gradients[slot], gradient, scale, state.accumulated[index])?;
         place.arrived[slot] = true;
@@ -167,24 +204,22 @@ impl Reducer {
         }
     }
 
-    /// Starts the all-reduce of every bucket whose turn has come. Strictly in order, so that all ranks agree.
+    /// Sends off every bucket whose turn has come. Strictly in order, so that all ranks agree.
     fn launch_full_buckets(&self, state: &mut State) -> Result<()> {
-        while let Some(bucket) = state.buckets.get_mut(state.next) {
-            if bucket.missing > 0 {
-                break;
-            }
-            copy::copy(&bucket.tail, &bucket.tail_all_used)?;
-            self.launch(bucket, state.next)?;
-            state.next += 1;
+        while state.buckets.get(state.next).is_some_and(|bucket| bucket.missing == 0) {
+            self.launch(state, None)?;
         }
         Ok(())
     }
 
-    fn launch(&self, bucket: &mut Bucket, number: usize) -> Result<()> {
+    /// Sends off the next bucket in line. `used`: which members this rank used, where it missed any.
+    fn launch(&self, state: &mut State, used: Option<&[bool]>) -> Result<()> {
+        let number = state.next;
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
-        bucket.work = Some(self.group.all_reduce_async(&bucket.tensor, ReduceOp::Sum)?);
+        state.exchange.launch(number, &mut state.buckets[number], used, &self.group)?;
+        state.next += 1;
         Ok(())
     }
 
@@ -219,27 +254,13 @@ impl Reducer {
             self.complete(state, &mut used)?;
             self.launch_full_buckets(state)?;
         }
-        for (number, bucket) in state.buckets.iter().enumerate() {
-            let Some(work) = &bucket.work else { continue };
-            work.wait()?;
-            if let Some(trace) = self.trace()
-                && let Some((start, end)) = work.span()
-            {
-                let bytes = bucket.tensor.elem_count() * bucket.tensor.dtype().size_in_bytes();
-                trace.span(
-                    Row::Communication,
-                    format_args!("all-reduce of bucket {number}, {bytes} bytes"),
-                    start,
-                    end,
-                );
-            }
-        }
+        state.exchange.finish(&state.buckets, &used, &self.group, self.trace())?;
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
         let mut gradients = state.gradients()?;
         for (index, gradient) in gradients.iter_mut().enumerate() {
-            // Only a rank that did not contribute has to look at the tail.
+            // Only a rank that did not contribute has to ask.
             if !used[index] && !state.anybody_used(index)? {
                 *gradient = Gradient::Absent;
             }
@@ -247,9 +268,10 @@ impl Reducer {
         Ok(gradients)
     }
 
-    /// Fills up the next bucket, of which not all gradients have come, and starts its all-reduce.
+    /// Fills up the next bucket, of which not all gradients have come, and sends it off.
     fn complete(&self, state: &mut State, used: &mut [bool]) -> Result<()> {
-        let bucket = &mut state.buckets[state.next];
+        let scale = state.exchange.scale(self.group.world_size());
+        let bucket = &state.buckets[state.next];
         for (slot, &index) in bucket.members.iter().enumerate() {
             if bucket.arrived[slot] {
                 continue;
@@ -257,18 +279,14 @@ impl Reducer {
             let gradient = &bucket.gradients[slot];
             if state.accumulated[index] {
                 // Not used in this pass, but in one under `no_sync`, which did not divide.
-                copy::scaled_copy(gradient, &gradient.copy()?, self.scale, false)?;
+                copy::scale(gradient, scale)?;
             } else {
                 gradient.zero_set()?;
                 used[index] = false;
             }
         }
         let members_used: Vec<bool> = bucket.members.iter().map(|index| used[*index]).collect();
-        let tail = bucket::tail(&members_used, self.scale, bucket.tensor.dtype(), bucket.tensor.device())?;
-        copy::copy(&bucket.tail, &tail)?;
-        self.launch(bucket, state.next)?;
-        state.next += 1;
-        Ok(())
+        self.launch(state, Some(&members_used))
     }
 
     /// After the first synchronised backward pass, all ranks take over the order in which rank 0's gradients came.
@@ -291,12 +309,14 @@ impl Reducer {
 
 impl State {
     /// Makes the buckets for gradients that come in `order`.
-    fn lay_out(&mut self, order: &[usize], scale: f64) -> Result<()> {
+    fn lay_out(&mut self, order: &[usize], world_size: usize) -> Result<()> {
         // The old storage goes first, unless gradients of the last backward pass still hold on to it.
         self.buckets.clear();
         let plan = bucket::plan(&self.parameters, order, self.caps);
+        let scale = 1.0 / world_size as f64;
         self.buckets =
             plan.into_iter().map(|members| Bucket::new(&self.parameters, members, scale)).collect::<Result<_>>()?;
+        self.exchange.set_buckets(&self.buckets, &self.parameters)?;
         self.places = vec![(0, 0); self.parameters.len()];
         for (number, bucket) in self.buckets.iter().enumerate() {
             for (slot, &index) in bucket.members.iter().enumerate() {
@@ -314,10 +334,9 @@ impl State {
         Ok(self.places.iter().map(gradient).collect())
     }
 
-    /// What the tail of a reduced bucket says of one parameter.
+    /// Whether any rank used a parameter that this one did not.
     fn anybody_used(&self, index: usize) -> Result<bool> {
         let (bucket, slot) = self.places[index];
-        let used = self.buckets[bucket].tail.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
-        Ok(used.to_vec1::<f32>()?[0] > 0.0)
+        self.exchange.anybody_used(index, &self.buckets[bucket], slot)
     }
 }

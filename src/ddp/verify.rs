@@ -1,11 +1,11 @@
-//! The check at construction that all ranks hold the same model.
+//! The checks that all ranks hold the same model and the same communication hook.
 use super::{Buffer, DdpOptions, Parameter};
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 
-/// First character of what a rank reports: whether it could build its model.
-const BUILT: u8 = b'+';
+/// First character of what a rank reports: whether it has what is to be compared.
+const GOOD: u8 = b'+';
 const FAILED: u8 = b'-';
 
 /// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none.
@@ -15,30 +15,47 @@ pub(super) fn same_model(
     options: &DdpOptions,
     model: std::result::Result<(&[Parameter], &[Buffer]), &Error>,
 ) -> Result<()> {
-    let report = match model {
-        Ok((parameters, buffers)) => describe_model(options, parameters, buffers),
+    let report = model.map(|(parameters, buffers)| describe_model(options, parameters, buffers));
+    match agree(group, report, "it could not build its model")? {
+        None => Ok(()),
+        Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+    }
+}
+
+/// Checks that all ranks register the same communication hook; `described` is this rank's, or why it can have none.
+pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
+    match agree(group, described, "it could not register its communication hook")? {
+        None => Ok(()),
+        Some((rank, difference)) => Err(Error::CommHookMismatch { rank, difference }),
+    }
+}
+
+/// The first rank whose report differs from rank 0's, and in what. A rank that has none, but a reason, is an error on all,
+/// to which `failed` is the introduction.
+fn agree(
+    group: &ProcessGroup,
+    report: std::result::Result<String, &Error>,
+    failed: &str,
+) -> Result<Option<(usize, String)>> {
+    let report = match report {
+        Ok(report) => format!("{}{report}", char::from(GOOD)),
         Err(error) => format!("{}{error}", char::from(FAILED)),
     };
     let reports = group.all_gather_bytes(report.as_bytes())?;
     let text = |rank: usize| String::from_utf8_lossy(&reports[rank]).into_owned();
     if let Some(peer) = reports.iter().position(|report| report.first() == Some(&FAILED)) {
-        let reason = format!("it could not build its model: {}", &text(peer)[1..]);
+        let reason = format!("{failed}: {}", &text(peer)[1..]);
         return Err(Error::PeerFailed { peer, reason });
     }
-    match reports.iter().position(|report| *report != reports[0]) {
-        None => Ok(()),
-        Some(rank) => Err(Error::ModelMismatch { rank, difference: first_difference(rank, &text(rank), &text(0)) }),
-    }
+    let other = reports.iter().position(|report| *report != reports[0]);
+    Ok(other.map(|rank| (rank, first_difference(rank, &text(rank), &text(0)))))
 }
 
 /// One line per fact on which ranks must agree.
 fn describe_model(options: &DdpOptions, parameters: &[Parameter], buffers: &[Buffer]) -> String {
     let mut lines = vec![format!(
-        "{}options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
-        char::from(BUILT),
-        options.bucket_cap_mb,
-        options.first_bucket_mb,
-        options.broadcast_buffers
+        "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
+        options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
     )];
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
@@ -63,7 +80,7 @@ fn first_difference(rank: usize, theirs: &str, rank_0: &str) -> String {
         match (theirs.next(), rank_0.next()) {
             (Some(a), Some(b)) if a == b => {}
             (Some(a), Some(b)) => {
-                let plain = |line: &str| line.trim_start_matches(char::from(BUILT)).to_string();
+                let plain = |line: &str| line.trim_start_matches(char::from(GOOD)).to_string();
                 return format!("{} on rank {rank}, {} on rank 0", plain(a), plain(b));
             }
             (Some(a), None) => return format!("{a} on rank {rank} does not exist on rank 0"),

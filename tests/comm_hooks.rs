@@ -1,0 +1,457 @@
+//! Communication hooks, with ranks as threads: the reducer's side, and the hooks of one stage.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp,
+    Result,
+};
+use candle_nn::{Optimizer, SGD, VarMap};
+use common::{assert_close, floats, ranks, tensor};
+use std::sync::{Arc, Mutex};
+
+/// Parameters whose gradients are what a test wants: the loss is the sum of their products with it.
+struct Weights(Vec<Tensor>);
+
+type Model = DistributedDataParallel<Weights>;
+
+const SHAPES: [(&str, &[usize]); 4] = [("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
+
+fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
+    let build = |vb: candle_nn::VarBuilder<'static>| {
+        let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
+        Ok::<_, Error>(Weights(SHAPES.iter().map(weight).collect::<candle_core::Result<_>>()?))
+    };
+    DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, options)
+}
+
+/// A backward pass in which the gradient of parameter `i` is `gradients[i]`; None: it is not used.
+fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
+    let loss = ddp.call(|net| {
+        let mut loss = Tensor::new(0f32, &Device::Cpu)?;
+        for (weight, gradient) in net.0.iter().zip(gradients) {
+            if let Some(gradient) = gradient {
+                loss = (loss + (weight.to_dtype(DType::F32)? * gradient)?.sum_all()?)?;
+            }
+        }
+        Ok::<_, Error>(loss)
+    })?;
+    let grads = ddp.backward(&loss)?;
+    // Copies: the views are overwritten by the next pass.
+    let gradient = |var: &Var| grads.get(var).map(Tensor::copy).transpose();
+    Ok(ddp.parameters().iter().map(gradient).collect::<candle_core::Result<_>>()?)
+}
+
+/// Rank `rank`'s gradients in step `step`, of all parameters.
+fn all(rank: usize, step: usize) -> Vec<Option<Tensor>> {
+    let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
+        Some(tensor(shape, 1 + (rank * 1000 + step * 10 + index) as u64))
+    };
+    SHAPES.iter().enumerate().map(gradient).collect()
+}
+
+fn mean_of(world: usize, step: usize, index: usize) -> Vec<f32> {
+    let of_rank = |rank: usize| floats(all(rank, step)[index].as_ref().unwrap());
+    let mut mean = vec![0.0; of_rank(0).len()];
+    for rank in 0..world {
+        mean.iter_mut().zip(of_rank(rank)).for_each(|(mean, value)| *mean += value / world as f32);
+    }
+    mean
+}
+
+/// The same value everywhere.
+fn constant(value: f64) -> Vec<Option<Tensor>> {
+    SHAPES.iter().map(|(_, shape)| Some(Tensor::full(value as f32, *shape, &Device::Cpu).unwrap())).collect()
+}
+
+/// One bucket for each parameter.
+fn tiny() -> DdpOptions {
+    DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
+}
+
+#[test]
+fn the_all_reduce_hook_gives_what_ddp_gives_without_it() {
+    for (world, options) in [(1, tiny()), (2, DdpOptions::default()), (3, tiny())] {
+        ranks(world, |pg| {
+            let (plain, hooked) = (wrap(&pg, options.clone())?, wrap(&pg, options.clone())?);
+            hooked.register_comm_hook(AllReduce::default())?;
+            for step in 0..3 {
+                let gradients = all(pg.rank(), step);
+                let (plain, hooked) = (backward(&plain, &gradients)?, backward(&hooked, &gradients)?);
+                for (index, (plain, hooked)) in plain.iter().zip(&hooked).enumerate() {
+                    let (plain, hooked) = (floats(plain.as_ref().unwrap()), floats(hooked.as_ref().unwrap()));
+                    assert_eq!(plain, hooked, "bit for bit");
+                    assert_close(&hooked, &mean_of(world, step, index), 1e-6, "the mean");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn compression_rounds_to_the_bits_of_its_dtype_and_no_further() {
+    let (fine, coarse) = (1.0 + 1.0 / 1024.0, 1.0 + 1.0 / 64.0);
+    // What comes out where each of two ranks has the first value: f16 keeps 11 bits, and bf16 8 and the range of f32.
+    let cases = [
+        (coarse, coarse, coarse),
+        (fine, fine, 1.0),
+        (1.0 + 1.0 / 4096.0, 1.0, 1.0),
+        (-65504.0, -65504.0, -65536.0),
+        (131072.0, f64::INFINITY, 131072.0),
+        (1e-30, 0.0, f64::from(half::bf16::from_f64(1e-30))),
+    ];
+    for (value, f16, bf16) in cases {
+        ranks(2, |pg| {
+            let (half, brain) = (wrap(&pg, tiny())?, wrap(&pg, DdpOptions::default())?);
+            half.register_comm_hook(Fp16Compress::default())?;
+            brain.register_comm_hook(Bf16Compress::default())?;
+            for (ddp, expected) in [(half, f16), (brain, bf16)] {
+                for gradient in backward(&ddp, &constant(value))?.into_iter().flatten() {
+                    assert_eq!(gradient.dtype(), DType::F32);
+                    assert!(floats(&gradient).iter().all(|value| *value == expected as f32), "{value}: {gradient}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn compressed_gradients_are_the_mean_within_their_precision_and_cost_half() {
+    for world in [2, 3] {
+        ranks(world, |pg| {
+            let (half, brain) = (wrap(&pg, DdpOptions::default())?, wrap(&pg, tiny())?);
+            half.register_comm_hook(Fp16Compress::default())?;
+            brain.register_comm_hook(Bf16Compress::default())?;
+            assert!(wrap(&pg, tiny())?.comm_hook_traffic().is_none());
+            for (ddp, tolerance) in [(half, 2e-3), (brain, 1.5e-2)] {
+                for step in 0..3 {
+                    let gradients = backward(&ddp, &all(pg.rank(), step))?;
+                    for (index, gradient) in gradients.iter().enumerate() {
+                        let gradient = floats(gradient.as_ref().unwrap());
+                        assert_close(&gradient, &mean_of(world, step, index), tolerance, "compressed");
+                    }
+                }
+                // Three steps of 48 elements, and one byte for each of the four parameters.
+                let traffic = ddp.comm_hook_traffic().unwrap();
+                assert_eq!((traffic.gradient_bytes, traffic.bytes_sent), (3 * 48 * 4, Some(3 * (48 * 2 + 4))));
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn noop_sends_nothing_and_leaves_each_rank_its_own() {
+    for world in [1, 3] {
+        ranks(world, |pg| {
+            let ddp = wrap(&pg, tiny())?;
+            ddp.register_comm_hook(Noop)?;
+            // As many steps as the rank likes: nobody waits for it, and the group's next call finds no trace of them.
+            for step in 0..=pg.rank() {
+                let mut gradients = all(pg.rank(), step);
+                gradients[pg.rank()] = None;
+                let out = backward(&ddp, &gradients)?;
+                for (index, (given, got)) in gradients.iter().zip(&out).enumerate() {
+                    let (given, got) = (given.as_ref().map(floats), got.as_ref().map(floats));
+                    assert_eq!(given, got, "parameter {index} on rank {}", pg.rank());
+                }
+            }
+            assert_eq!(ddp.comm_hook_traffic().unwrap().bytes_sent, Some(0));
+            pg.barrier()
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn ranks_may_use_different_parameters_with_a_hook() {
+    for options in [DdpOptions::default(), tiny()] {
+        ranks(3, |pg| {
+            let ddp = wrap(&pg, options.clone())?;
+            ddp.register_comm_hook(Bf16Compress::default())?;
+            for step in 0..4 {
+                // Everything in the slices first, which must not be mistaken for a gradient; then: nobody uses `d`,
+                // `c` is used by one rank alone, each time another one, and each rank leaves one of `a` and `b` out.
+                backward(&ddp, &constant(9.0))?;
+                let mut gradients = constant(3.0);
+                gradients[3] = None;
+                if pg.rank() != step % 3 {
+                    gradients[2] = None;
+                }
+                gradients[pg.rank() % 2] = None;
+                let out = backward(&ddp, &gradients)?;
+                let expected = [Some(1.0), Some(2.0), Some(1.0), None];
+                for (got, expected) in out.iter().zip(expected) {
+                    let got = got.as_ref().map(floats);
+                    assert_eq!(got.as_ref().map(|got| got[0]), expected, "rank {}, step {step}", pg.rank());
+                    assert!(got.iter().flatten().all(|value| Some(*value) == expected));
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn no_sync_hands_the_sum_to_the_hook() {
+    for world in [2, 3] {
+        ranks(world, |pg| {
+            let ddp = wrap(&pg, DdpOptions::default())?;
+            ddp.register_comm_hook(AllReduce::default())?;
+            backward(&ddp, &all(pg.rank(), 9))?;
+            {
+                let _guard = ddp.no_sync();
+                backward(&ddp, &all(pg.rank(), 0))?;
+            }
+            // The last one is not used in the synchronised pass: what has accumulated counts all the same.
+            let mut gradients = all(pg.rank(), 1);
+            gradients[3] = None;
+            let out = backward(&ddp, &gradients)?;
+            for (index, got) in out.iter().enumerate() {
+                let mut expected = mean_of(world, 0, index);
+                if index != 3 {
+                    expected.iter_mut().zip(mean_of(world, 1, index)).for_each(|(sum, value)| *sum += value);
+                }
+                assert_close(&floats(got.as_ref().unwrap()), &expected, 1e-6, "the mean of the sums");
+            }
+            assert_eq!(ddp.comm_hook_traffic().unwrap().gradient_bytes, 2 * 48 * 4, "of the synchronised passes");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn mixed_precision_and_hooks_go_together() {
+    let cases = [
+        (Some(DType::F16), Some(DType::F32)),
+        (Some(DType::BF16), None),
+        (None, Some(DType::BF16)),
+        (Some(DType::F16), None),
+    ];
+    for (param_dtype, reduce_dtype) in cases {
+        ranks(2, |pg| {
+            let mixed_precision = Some(MixedPrecision { param_dtype, reduce_dtype, buffer_dtype: None });
+            let ddp = wrap(&pg, DdpOptions { mixed_precision, ..Default::default() })?;
+            ddp.register_comm_hook(Fp16Compress::default())?;
+            for step in 0..3 {
+                for (index, got) in backward(&ddp, &all(pg.rank(), step))?.iter().enumerate() {
+                    let got = got.as_ref().unwrap();
+                    assert_eq!(got.dtype(), DType::F32, "the variables'");
+                    assert_close(&floats(got), &mean_of(2, step, index), 1.5e-2, "the mean");
+                }
+            }
+            assert_eq!(ddp.comm_hook_traffic().unwrap().bytes_sent, Some(3 * (48 * 2 + 4)));
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, DdpOptions::default())?;
+        ddp.register_comm_hook(Fp16Compress::default())?;
+        let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
+        let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
+        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
+        for (gradient, stepped) in [(1.0, true), (1000.0, false), (1.0, true)] {
+            // Only rank 1's gradient is large, and only in f16.
+            let gradient = if pg.rank() == 1 { gradient } else { 1.0 };
+            let before = floats(&ddp.parameters()[0]);
+            let loss = ddp.call(|net| Ok::<_, Error>((net.0[0].sum_all()? * gradient)?))?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            assert_eq!(scaler.step(&mut optimizer, &mut grads)?, stepped);
+            scaler.update()?;
+            let expected: Vec<f32> = before.iter().map(|value| value - f32::from(u8::from(stepped))).collect();
+            assert_close(&floats(&ddp.parameters()[0]), &expected, 1e-6, "one step");
+        }
+        assert_eq!(scaler.current_scale(), 512.0);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// What a hook was called with: the stage, the bucket, whether it is the last, its names.
+type Log = Arc<Mutex<Vec<(usize, usize, bool, Vec<String>)>>>;
+
+/// A hook of a program's own, with state and three stages: the first two add up over the ranks, the last takes the
+/// number of passes so far away.
+struct Stages {
+    log: Log,
+    passes: f32,
+}
+
+impl Stages {
+    fn note(&self, stage: usize, bucket: &GradBucket) {
+        self.log.lock().unwrap().push((stage, bucket.index(), bucket.is_last(), bucket.names().to_vec()));
+    }
+}
+
+impl CommHook for Stages {
+    fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
+        self.note(1, bucket);
+        assert_eq!(bucket.gradients().len(), bucket.names().len());
+        self.passes += f32::from(u8::from(bucket.is_last()));
+        let work = group.all_reduce_async(bucket.buffer(), ReduceOp::Sum)?;
+        Ok(HookWork::then([work], |hook: &mut Self, bucket, group| {
+            hook.note(2, bucket);
+            let work = group.all_reduce_async(bucket.buffer(), ReduceOp::Sum)?;
+            Ok(HookWork::then([work], |hook: &mut Self, bucket, _| {
+                hook.note(3, bucket);
+                bucket.set_buffer(&(bucket.buffer() - f64::from(hook.passes))?)?;
+                Ok(HookWork::done())
+            }))
+        }))
+    }
+}
+
+#[test]
+fn a_hook_of_ones_own_runs_stage_by_stage_in_the_order_of_the_buckets() {
+    let world = 2;
+    ranks(world, |pg| {
+        let ddp = wrap(&pg, tiny())?;
+        let log = Log::default();
+        ddp.register_comm_hook(Stages { log: log.clone(), passes: 0.0 })?;
+        for step in 0..3 {
+            log.lock().unwrap().clear();
+            let out = backward(&ddp, &all(pg.rank(), step))?;
+            for (index, got) in out.iter().enumerate() {
+                let factor = (world * world) as f32;
+                let expected = mean_of(world, step, index).into_iter().map(|mean| mean * factor - (step + 1) as f32);
+                assert_close(&floats(got.as_ref().unwrap()), &expected.collect::<Vec<_>>(), 1e-5, "both sums");
+            }
+            let expected = (1..=3).flat_map(|stage| {
+                let bucket = move |(index, names): (usize, Vec<String>)| (stage, index, index == 3, names);
+                ddp.buckets().into_iter().enumerate().map(bucket)
+            });
+            assert_eq!(*log.lock().unwrap(), expected.collect::<Vec<_>>());
+        }
+        assert_eq!(ddp.comm_hook_traffic().unwrap().bytes_sent, None, "not counted");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Fails on one rank, in the given stage of its second pass.
+struct Fails {
+    rank: usize,
+    stage: usize,
+    buckets: usize,
+}
+
+impl CommHook for Fails {
+    fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
+        self.buckets += 1;
+        let fails = group.rank() == self.rank && self.buckets == 6;
+        let failure = || Error::InvalidArgument { argument: "test", reason: "the wire is cut".to_string() };
+        if fails && self.stage == 1 {
+            return Err(failure());
+        }
+        let work = group.all_reduce_async(bucket.buffer(), ReduceOp::Sum)?;
+        Ok(HookWork::then([work], move |hook: &mut Self, bucket, group| {
+            if fails && hook.stage == 2 {
+                return Err(failure());
+            }
+            Ok(HookWork::wait([group.all_reduce_async(bucket.buffer(), ReduceOp::Sum)?]))
+        }))
+    }
+}
+
+#[test]
+fn a_hook_that_fails_on_one_rank_ends_all_with_its_reason() {
+    for stage in [1, 2] {
+        let errors = ranks(3, |pg| {
+            let ddp = wrap(&pg, tiny())?;
+            ddp.register_comm_hook(Fails { rank: 1, stage, buckets: 0 })?;
+            let steps = || (0..2).try_for_each(|step| backward(&ddp, &all(pg.rank(), step)).map(drop));
+            Ok(steps().expect_err("an error"))
+        })
+        .unwrap();
+        assert!(matches!(errors[1], Error::InvalidArgument { argument: "test", .. }), "typed: {}", errors[1]);
+        for rank in [0, 2] {
+            assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+            assert!(errors[rank].to_string().contains("the wire is cut"), "{}", errors[rank]);
+        }
+    }
+    // Alone in its world, a rank may go on.
+    ranks(1, |pg| {
+        let ddp = wrap(&pg, tiny())?;
+        ddp.register_comm_hook(Fails { rank: 0, stage: 2, buckets: 0 })?;
+        backward(&ddp, &all(0, 0))?;
+        assert!(backward(&ddp, &all(0, 1)).is_err());
+        for (index, got) in backward(&ddp, &all(0, 2))?.iter().enumerate() {
+            assert_close(&floats(got.as_ref().unwrap()), &mean_of(1, 2, index), 1e-6, "after a failure");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn every_rank_hears_of_a_hook_that_differs() {
+    let errors = ranks(3, |pg| {
+        let ddp = wrap(&pg, tiny())?;
+        let error = match pg.rank() {
+            2 => ddp.register_comm_hook(Fp16Compress::default()),
+            _ => ddp.register_comm_hook(Bf16Compress::default()),
+        };
+        // The model and the group have survived.
+        for (index, got) in backward(&ddp, &all(pg.rank(), 0))?.iter().enumerate() {
+            assert_close(&floats(got.as_ref().unwrap()), &mean_of(3, 0, index), 1e-6, "plain");
+        }
+        Ok(error.expect_err("an error"))
+    })
+    .unwrap();
+    for error in errors {
+        assert!(matches!(error, Error::CommHookMismatch { rank: 2, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("fp16 compression on rank 2, bf16 compression on rank 0"), "{text}");
+    }
+}
+
+#[test]
+fn a_hook_is_registered_once_and_in_time() {
+    let errors = ranks(2, |pg| {
+        let (twice, late) = (wrap(&pg, tiny())?, wrap(&pg, tiny())?);
+        twice.register_comm_hook(Noop)?;
+        let twice = twice.register_comm_hook(Noop).expect_err("a second one");
+        if pg.rank() == 1 {
+            let _guard = late.no_sync();
+            backward(&late, &all(1, 0))?;
+        }
+        Ok((twice, late.register_comm_hook(Noop).expect_err("too late on rank 1")))
+    })
+    .unwrap();
+    for (rank, (twice, late)) in errors.iter().enumerate() {
+        assert!(twice.to_string().contains("one already"), "{twice}");
+        assert!(late.to_string().contains("before the first backward pass"), "{late}");
+        assert_eq!(matches!(late, Error::PeerFailed { peer: 1, .. }), rank == 0, "{late}");
+    }
+}
+
+#[test]
+fn a_bucket_takes_only_as_many_values_as_it_has() {
+    struct Short;
+    impl CommHook for Short {
+        fn run(&mut self, bucket: &GradBucket, _: &ProcessGroup) -> Result<HookWork<Self>> {
+            bucket.set_buffer(&Tensor::zeros(3, DType::F32, &Device::Cpu)?)?;
+            Ok(HookWork::done())
+        }
+    }
+    let error = ranks(1, |pg| {
+        let ddp = wrap(&pg, DdpOptions::default())?;
+        ddp.register_comm_hook(Short)?;
+        Ok(backward(&ddp, &all(0, 0)).map(drop).expect_err("an error").to_string())
+    });
+    assert!(error.unwrap()[0].contains("3 elements for a bucket of 48"));
+}
