@@ -197,6 +197,18 @@ impl GradScaler {
     /// A second call in the same step ([`Error::GradScaler`]); gradients in f16, which cannot hold what they are divided
     /// to ([`Error::Parameter`]).
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
+        let parameters = std::mem::take(&mut self.parameters);
+        let result = self.unscale_with(|factor| divide(&parameters, grads, factor));
+        self.parameters = parameters;
+        result
+    }
+
+    /// [`unscale`](Self::unscale) for gradients that are not in a `GradStore`: `divide` is given what they are to be
+    /// multiplied by, and says whether this rank has infinities or NaNs among them.
+    ///
+    /// # Errors
+    /// As with `unscale`, and those of `divide`.
+    pub fn unscale_with(&mut self, divide: impl FnOnce(f64) -> Result<bool>) -> Result<bool> {
         if !self.options.enabled {
             return Ok(true);
         }
@@ -205,7 +217,8 @@ impl GradScaler {
             Stage::Unscaled { .. } => return Err(misuse("unscale", "it was called in this step before")),
             Stage::Stepped { .. } => return Err(misuse("unscale", "this step is over: call `update` first")),
         }
-        let here = self.divide(grads);
+        // As PyTorch: the reciprocal in f64, rounded to f32.
+        let here = divide(f64::from((1.0 / self.scale) as f32));
         // A rank that fails here takes part, so that the others do not wait for it.
         let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
         let overflow = if self.group.world_size() > 1 {
@@ -218,40 +231,6 @@ impl GradScaler {
         here?;
         self.stage = Stage::Unscaled { overflow };
         Ok(!overflow)
-    }
-
-    /// Divides this rank's gradients, and says whether any is infinite or NaN.
-    fn divide(&self, grads: &mut GradStore) -> Result<bool> {
-        // As PyTorch: the reciprocal in f64, rounded to f32.
-        let factor = f64::from((1.0 / self.scale) as f32);
-        let mut overflow = false;
-        // Of devices where looking means waiting, the sum over all gradients of zeros, or NaN.
-        let mut zeros: Option<Tensor> = None;
-        for (name, var) in &self.parameters {
-            let Some(grad) = grads.get(var) else { continue };
-            if grad.dtype() == DType::F16 {
-                let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, \
-                              and let mixed_precision.param_dtype be F16";
-                return Err(Error::parameter(name, reason));
-            }
-            if grad.device().is_cpu() && grad.is_contiguous() && grad.elem_count() > 0 {
-                let scaling = Unscale { factor, overflow: Cell::new(false) };
-                grad.inplace_op1(&scaling)?;
-                overflow |= scaling.overflow.get();
-            } else {
-                let grad = grad.detach().affine(factor, 0.0)?;
-                let zero = grad.sub(&grad)?.sum_all()?.to_dtype(DType::F32)?;
-                zeros = Some(match zeros {
-                    Some(zeros) => (zeros + zero.to_device(self.group.device())?)?,
-                    None => zero.to_device(self.group.device())?,
-                });
-                grads.insert(var, grad);
-            }
-        }
-        if let Some(zeros) = zeros {
-            overflow |= zeros.to_scalar::<f32>()? != 0.0;
-        }
-        Ok(overflow)
     }
 
     /// Divides the gradients, unless [`unscale`](Self::unscale) has, and calls `optimizer.step` with them if all are
@@ -412,6 +391,45 @@ impl FromStr for GradScalerState {
         state.check()?;
         Ok(state)
     }
+}
+
+/// Multiplies this rank's gradients, and says whether any is infinite or NaN.
+fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<bool> {
+    let mut overflow = false;
+    // Of devices where looking means waiting, the sum over all gradients of zeros, or NaN.
+    let mut zeros: Option<Tensor> = None;
+    let mut none = true;
+    for (name, var) in parameters {
+        let Some(grad) = grads.get(var) else { continue };
+        none = false;
+        if grad.dtype() == DType::F16 {
+            let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, \
+                          and let mixed_precision.param_dtype be F16";
+            return Err(Error::parameter(name, reason));
+        }
+        if grad.device().is_cpu() && grad.is_contiguous() && grad.elem_count() > 0 {
+            let scaling = Unscale { factor, overflow: Cell::new(false) };
+            grad.inplace_op1(&scaling)?;
+            overflow |= scaling.overflow.get();
+        } else {
+            let grad = grad.detach().affine(factor, 0.0)?;
+            let zero = grad.sub(&grad)?.sum_all()?.to_dtype(DType::F32)?;
+            zeros = Some(match zeros {
+                Some(zeros) => (&zeros + zero.to_device(zeros.device())?)?,
+                None => zero,
+            });
+            grads.insert(var, grad);
+        }
+    }
+    if none && !parameters.is_empty() {
+        let reason =
+            "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its `unscale` first";
+        return Err(Error::invalid("grads", reason));
+    }
+    if let Some(zeros) = zeros {
+        overflow |= zeros.to_scalar::<f32>()? != 0.0;
+    }
+    Ok(overflow)
 }
 
 /// Multiplies a tensor by a factor, and notes whether a number in it was infinite or NaN.

@@ -49,12 +49,12 @@ impl BucketCaps {
 
 /// Groups parameters into buckets, walking them in `order`, which is the one in which their gradients are expected.
 ///
-/// A bucket holds one dtype on one device. A parameter is appended to the open bucket of its kind, which closes when it
+/// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open bucket of its kind, which closes when it
 /// has reached its cap; the first bucket of a kind is smaller than the others, so that communication begins early
 /// (PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order in which they are expected to fill up.
 pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
     struct Open {
-        kind: (DType, DeviceLocation),
+        kind: (DType, DType, DeviceLocation),
         cap: usize,
         bytes: usize,
         members: Vec<usize>,
@@ -64,7 +64,7 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
     let mut closed: Vec<(usize, Vec<usize>)> = Vec::new();
     for (position, &index) in order.iter().enumerate() {
         let parameter = &parameters[index];
-        let kind = (parameter.dtype, parameter.device.location());
+        let kind = (parameter.dtype, parameter.leaves_as, parameter.device.location());
         let at = open.iter().position(|bucket| bucket.kind == kind).unwrap_or_else(|| {
             open.push(Open { kind, cap: caps.first, bytes: 0, members: Vec::new(), last: 0 });
             open.len() - 1
@@ -87,6 +87,8 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
     pub(super) tensor: Tensor,
+    /// The view of the same storage that begins with the gradients and has as many equal parts as there are ranks.
+    pub(super) parts: Tensor,
     pub(super) members: Vec<usize>,
     /// Views of `tensor`, in the shapes of the members.
     pub(super) gradients: Vec<Tensor>,
@@ -101,11 +103,13 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    pub(super) fn new(parameters: &[ParameterInfo], members: Vec<usize>, scale: f64) -> Result<Self> {
+    pub(super) fn new(parameters: &[ParameterInfo], members: Vec<usize>, world_size: usize) -> Result<Self> {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
-        let tensor = Tensor::zeros(elements + members.len(), dtype, device)?;
+        let (with_tail, in_parts) = (elements + members.len(), elements.next_multiple_of(world_size));
+        let storage = Tensor::zeros(with_tail.max(in_parts), dtype, device)?;
+        let tensor = storage.narrow(0, 0, with_tail)?;
         let mut offset = 0;
         let mut gradients = Vec::with_capacity(members.len());
         for &index in &members {
@@ -115,7 +119,8 @@ impl Bucket {
         }
         Ok(Self {
             tail: tensor.narrow(0, elements, members.len())?,
-            tail_all_used: tail(&vec![true; members.len()], scale, dtype, device)?,
+            tail_all_used: tail(&vec![true; members.len()], 1.0 / world_size as f64, dtype, device)?,
+            parts: storage.narrow(0, 0, in_parts)?,
             arrived: vec![false; members.len()],
             missing: members.len(),
             work: None,
@@ -129,18 +134,15 @@ impl Bucket {
     /// of one converted copy.
     pub(super) fn converted(&self, parameters: &[ParameterInfo]) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
-        let same = dtype == self.tensor.dtype();
-        let tensor = if same { self.tensor.clone() } else { self.tensor.to_dtype(dtype)? };
+        if dtype == self.tensor.dtype() {
+            return Ok(self.gradients.clone());
+        }
+        let tensor = self.tensor.to_dtype(dtype)?;
         let mut offset = 0;
         let mut gradients = Vec::with_capacity(self.members.len());
-        for (gradient, &index) in self.gradients.iter().zip(&self.members) {
-            let ParameterInfo { leaves_as, shape, .. } = &parameters[index];
-            gradients.push(if *leaves_as == self.tensor.dtype() {
-                gradient.clone()
-            } else {
-                tensor.narrow(0, offset, shape.elem_count())?.reshape(shape)?.to_dtype(*leaves_as)?
-            });
-            offset += shape.elem_count();
+        for gradient in &self.gradients {
+            gradients.push(tensor.narrow(0, offset, gradient.elem_count())?.reshape(gradient.shape())?);
+            offset += gradient.elem_count();
         }
         Ok(gradients)
     }

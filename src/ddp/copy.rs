@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout
 type CandleResult<T> = candle_core::Result<T>;
 
 /// Copies `source` into the contiguous `destination` of the same shape and device, in the latter's dtype.
-pub(super) fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
+pub(crate) fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
     if destination.dtype() != source.dtype() {
         return scaled_copy(destination, source, 1.0, false);
     }

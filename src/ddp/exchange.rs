@@ -2,6 +2,7 @@
 use super::bucket::{self, Bucket, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
 use super::copy;
+use super::shard::ShardExchange;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
@@ -16,13 +17,15 @@ pub(super) enum Exchange {
     AllReduce,
     /// A communication hook gets the gradients of each bucket; the tails of all travel beside it.
     Hook(HookExchange),
+    /// Each rank gets its part of each bucket (ZeRO-1).
+    Shard(ShardExchange),
 }
 
 impl Exchange {
     /// What gradients are multiplied by on their way into a bucket.
     pub(super) fn scale(&self, world_size: usize) -> f64 {
         match self {
-            Self::AllReduce => 1.0 / world_size as f64,
+            Self::AllReduce | Self::Shard(_) => 1.0 / world_size as f64,
             Self::Hook(_) => 1.0,
         }
     }
@@ -30,15 +33,18 @@ impl Exchange {
     /// The buckets were laid out anew.
     pub(super) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
         match self {
-            Self::AllReduce => Ok(()),
+            // The layout is final when shards are made.
+            Self::AllReduce | Self::Shard(_) => Ok(()),
             Self::Hook(exchange) => exchange.set_buckets(buckets, parameters),
         }
     }
 
     /// A new backward pass: forgets what a failed one may have left.
     pub(super) fn begin(&mut self) {
-        if let Self::Hook(exchange) = self {
-            exchange.hook.begin();
+        match self {
+            Self::AllReduce => {}
+            Self::Hook(exchange) => exchange.hook.begin(),
+            Self::Shard(exchange) => exchange.begin(),
         }
     }
 
@@ -63,6 +69,7 @@ impl Exchange {
                 Ok(())
             }
             Self::Hook(exchange) => exchange.hook.launch(&exchange.buckets[number], group),
+            Self::Shard(exchange) => exchange.launch(number, group),
         }
     }
 
@@ -85,6 +92,7 @@ impl Exchange {
                 Ok(())
             }
             Self::Hook(exchange) => exchange.finish(used, group, trace),
+            Self::Shard(exchange) => exchange.finish(used, group, trace),
         }
     }
 
@@ -97,12 +105,13 @@ impl Exchange {
             }
             Self::Hook(HookExchange { used: Some(used), .. }) => Ok(used.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0),
             Self::Hook(_) => Ok(false),
+            Self::Shard(exchange) => exchange.anybody_used(index),
         }
     }
 }
 
 /// Writes a collective that is over into the trace.
-fn show(trace: Option<&Trace>, work: &Work, name: std::fmt::Arguments) {
+pub(super) fn show(trace: Option<&Trace>, work: &Work, name: std::fmt::Arguments) {
     if let Some(trace) = trace
         && let Some((start, end)) = work.span()
     {

@@ -2,16 +2,20 @@
 //! averaged while they come out of backward.
 mod bucket;
 pub mod comm_hook;
-mod copy;
+pub(crate) mod copy;
 mod exchange;
 mod hook;
 mod options;
 mod reducer;
 mod registry;
+mod shard;
 mod sync;
 mod verify;
 
 pub use options::{DdpOptions, NamePredicate};
+pub(crate) use reducer::Reducer;
+pub(crate) use shard::{Fresh, Shard};
+pub(crate) use verify::agree;
 
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
@@ -21,7 +25,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use comm_hook::{CommHook, CommHookTraffic};
-use reducer::{Gradient, Reducer};
+use reducer::Gradient;
 use registry::{Registry, Role};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -316,6 +320,15 @@ impl<M> DistributedDataParallel<M> {
     pub fn named_parameters(&self) -> Vec<(String, Var)> {
         let ignored = self.ignored.iter().map(|ignored| (ignored.name.clone(), ignored.var.clone()));
         self.parameters.iter().map(|parameter| (parameter.name.clone(), parameter.var.clone())).chain(ignored).collect()
+    }
+
+    /// The parameters whose gradients are averaged.
+    pub(crate) fn averaged_parameters(&self) -> Vec<(String, Var)> {
+        self.parameters.iter().map(|parameter| (parameter.name.clone(), parameter.var.clone())).collect()
+    }
+
+    pub(crate) fn reducer(&self) -> Arc<Reducer> {
+        Arc::clone(&self.reducer)
     }
 
     /// The buffers with the model's own names for them, in the order in which the model asked for them.

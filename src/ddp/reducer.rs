@@ -3,6 +3,7 @@ use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
 use super::copy;
 use super::exchange::{Exchange, HookExchange};
+use super::shard::{Fresh, Shard, ShardExchange};
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
@@ -11,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 /// Collects gradients in buckets and sends off each bucket as soon as it is full and its turn has come.
-pub(super) struct Reducer {
+pub(crate) struct Reducer {
     group: ProcessGroup,
     state: Mutex<State>,
     trace: OnceLock<Trace>,
@@ -94,6 +95,7 @@ impl Reducer {
         let state = self.lock();
         let reason = match state.exchange {
             Exchange::Hook(_) => "there is one already, and it cannot be replaced",
+            Exchange::Shard(_) => "a ZeroRedundancyOptimizer has the gradients reduce-scattered instead",
             Exchange::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
             Exchange::AllReduce => return Ok(()),
         };
@@ -115,8 +117,66 @@ impl Reducer {
 
     pub(super) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
         match &self.lock().exchange {
-            Exchange::AllReduce => None,
+            Exchange::AllReduce | Exchange::Shard(_) => None,
             Exchange::Hook(exchange) => Some(exchange.traffic()),
+        }
+    }
+
+    /// Whether [`shard`](Self::shard) is possible now.
+    pub(crate) fn check_shard(&self) -> Result<()> {
+        let state = self.lock();
+        let reason = match state.exchange {
+            Exchange::Hook(_) => "its gradients are the business of a communication hook",
+            Exchange::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
+            Exchange::AllReduce if state.accumulated.contains(&true) => {
+                "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
+            }
+            Exchange::AllReduce => return Ok(()),
+        };
+        Err(Error::invalid("ddp", reason))
+    }
+
+    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the buckets stay as
+    /// they are.
+    pub(crate) fn shard(&self) -> Result<Vec<Shard>> {
+        self.check_shard()?;
+        let mut state = self.lock();
+        if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
+            state.lay_out(&order, self.group.world_size())?;
+        }
+        let exchange = ShardExchange::new(&state.buckets, self.group.world_size())?;
+        let shards = exchange.shards();
+        state.exchange = Exchange::Shard(exchange);
+        Ok(shards)
+    }
+
+    /// Gradients are all-reduced again.
+    pub(crate) fn unshard(&self) {
+        self.lock().exchange = Exchange::AllReduce;
+    }
+
+    /// What the shards hold.
+    pub(crate) fn fresh(&self) -> Result<Fresh> {
+        self.with_shards(|exchange| exchange.fresh().cloned())
+    }
+
+    /// Has the next user of the shards' gradients multiply them by `factor`.
+    pub(crate) fn scale_fresh(&self, factor: f64) -> Result<()> {
+        self.with_shards(|exchange| exchange.fresh().map(|fresh| fresh.scale *= factor))
+    }
+
+    /// The shards' gradients were used.
+    pub(crate) fn forget_fresh(&self) -> Result<()> {
+        self.with_shards(|exchange| {
+            exchange.forget();
+            Ok(())
+        })
+    }
+
+    fn with_shards<T>(&self, work: impl FnOnce(&mut ShardExchange) -> Result<T>) -> Result<T> {
+        match &mut self.lock().exchange {
+            Exchange::Shard(exchange) => work(exchange),
+            _ => Err(Error::invalid("ddp", "its gradients are not sharded")),
         }
     }
 
@@ -258,14 +318,16 @@ impl Reducer {
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
-        let mut gradients = state.gradients()?;
-        for (index, gradient) in gradients.iter_mut().enumerate() {
+        for (index, used) in used.iter_mut().enumerate() {
             // Only a rank that did not contribute has to ask.
-            if !used[index] && !state.anybody_used(index)? {
-                *gradient = Gradient::Absent;
-            }
+            *used = *used || state.anybody_used(index)?;
         }
-        Ok(gradients)
+        if let Exchange::Shard(exchange) = &mut state.exchange {
+            exchange.set_fresh(used);
+            return Ok(state.places.iter().map(|_| Gradient::Absent).collect());
+        }
+        let present = |(gradient, used)| if used { gradient } else { Gradient::Absent };
+        Ok(state.gradients()?.into_iter().zip(used).map(present).collect())
     }
 
     /// Fills up the next bucket, of which not all gradients have come, and sends it off.
@@ -313,9 +375,8 @@ impl State {
         // The old storage goes first, unless gradients of the last backward pass still hold on to it.
         self.buckets.clear();
         let plan = bucket::plan(&self.parameters, order, self.caps);
-        let scale = 1.0 / world_size as f64;
-        self.buckets =
-            plan.into_iter().map(|members| Bucket::new(&self.parameters, members, scale)).collect::<Result<_>>()?;
+        let bucket = |members| Bucket::new(&self.parameters, members, world_size);
+        self.buckets = plan.into_iter().map(bucket).collect::<Result<_>>()?;
         self.exchange.set_buckets(&self.buckets, &self.parameters)?;
         self.places = vec![(0, 0); self.parameters.len()];
         for (number, bucket) in self.buckets.iter().enumerate() {

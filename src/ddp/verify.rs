@@ -32,7 +32,7 @@ pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Resul
 
 /// The first rank whose report differs from rank 0's, and in what. A rank that has none, but a reason, is an error on all,
 /// to which `failed` is the introduction.
-fn agree(
+pub(crate) fn agree(
     group: &ProcessGroup,
     report: std::result::Result<String, &Error>,
     failed: &str,

@@ -1,6 +1,6 @@
 //! Adam, and Adam with decoupled weight decay.
 use super::element::{Element, Real};
-use super::rule::{Kernel, Moment, MomentRates, Slices, bias_correction, fraction, moments, not_negative};
+use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
 use crate::Result;
 use candle_nn::ParamsAdamW;
 
@@ -88,7 +88,7 @@ impl Kernel for ParamsAdam {
     }
 
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
         update(self.clone(), decay, moment, slices);
     }
@@ -114,7 +114,7 @@ impl Kernel for ParamsAdamW {
     }
 
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
         let decay = Decay { coupled: 0., decoupled: weight_decay };
         update(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment, slices);

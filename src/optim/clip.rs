@@ -39,9 +39,7 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 /// # Errors
 /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and for a norm that is not finite if so asked for.
 pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
-    if max_norm.is_nan() || max_norm < 0. {
-        return Err(Error::invalid("max_norm", format!("it must be at least 0, and is {max_norm}")));
-    }
+    check_max_norm(max_norm)?;
     let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
         let reason = format!(
@@ -50,11 +48,24 @@ pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, o
         );
         return Err(Error::invalid("grads", reason));
     }
-    let scale = max_norm / (norm + 1e-6);
-    if scale < 1. || scale.is_nan() {
+    let scale = coefficient(norm, max_norm);
+    if scale != 1. {
         change(grads, vars, |gradient| gradient * scale, Change::Scale(scale))?;
     }
     Ok(norm)
+}
+
+pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
+    if max_norm.is_nan() || max_norm < 0. {
+        return Err(Error::invalid("max_norm", format!("it must be at least 0, and is {max_norm}")));
+    }
+    Ok(())
+}
+
+/// What gradients of norm `norm` are multiplied by; NaN when that is.
+pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
+    let scale = max_norm / (norm + 1e-6);
+    if scale >= 1. { 1. } else { scale }
 }
 
 /// Limits every element of the gradients of `vars` to the range from `-clip_value` to `clip_value`: PyTorch's
@@ -126,6 +137,15 @@ fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change
 
 /// The norm of all `gradients` together; NaN if there is one among their elements.
 pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
+    let total = total(gradients, norm_type)?;
+    Ok(match norm_type {
+        NormType::L2 => total.sqrt(),
+        NormType::Inf => total,
+    })
+}
+
+/// The sum of squares, or the largest absolute value, of all elements; NaN if there is one.
+pub(super) fn total<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
     let mut total = 0f64;
     for gradient in gradients {
         if gradient.elem_count() == 0 {
@@ -138,10 +158,7 @@ pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: N
             NormType::Inf => total.max(part),
         };
     }
-    Ok(match norm_type {
-        NormType::L2 => total.sqrt(),
-        NormType::Inf => total,
-    })
+    Ok(total)
 }
 
 /// The sum of squares or the largest absolute value.

@@ -1,12 +1,13 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
+use super::clip;
 use super::element::{DTYPES, state_dtype};
 use super::rule::{Moment, UpdateRule};
 use super::state::{self, Loader, StateDict};
-use super::{clip, storage};
+use super::storage::Part;
 use crate::error::describe;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::Optimizer;
 use std::collections::{HashMap, HashSet};
 
@@ -54,19 +55,7 @@ struct Slot {
 
 impl Slot {
     fn new<R: UpdateRule>(name: String, var: Var, options: &R) -> Result<Self> {
-        let Some(dtype) = state_dtype(var.dtype()) else {
-            let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
-            let reason = format!("{} has no kernel for {dtype:?} (supported: {supported})", R::NAME);
-            return Err(Error::parameter(name, reason));
-        };
-        if !var.device().is_cpu() {
-            let reason = format!("{} has no kernel for {:?}", R::NAME, var.device().location());
-            return Err(Error::parameter(name, reason));
-        }
-        if !var.is_contiguous() {
-            let reason = "its variable is not contiguous: make it from a contiguous tensor";
-            return Err(Error::parameter(name, reason));
-        }
+        let dtype = state_dtype_of::<R>(&name, &var)?;
         let flat = var.as_detached_tensor().flatten_all()?;
         let states = options.states().iter().map(|_| Tensor::zeros(flat.shape(), dtype, flat.device()));
         let states = states.collect::<candle_core::Result<_>>()?;
@@ -89,6 +78,58 @@ impl Slot {
     /// The names of its states in a state dict.
     fn key(&self, part: &str) -> String {
         format!("state.{}.{part}", self.name)
+    }
+}
+
+/// The dtype of what `R` keeps for a parameter, if it can update that.
+pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DType> {
+    let Some(dtype) = state_dtype(var.dtype()) else {
+        let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
+        let reason = format!("{} has no kernel for {dtype:?} (supported: {supported})", R::NAME);
+        return Err(Error::parameter(name, reason));
+    };
+    if !var.device().is_cpu() {
+        let reason = format!("{} has no kernel for {:?}", R::NAME, var.device().location());
+        return Err(Error::parameter(name, reason));
+    }
+    if !var.is_contiguous() {
+        let reason = "its variable is not contiguous: make it from a contiguous tensor";
+        return Err(Error::parameter(name, reason));
+    }
+    Ok(dtype)
+}
+
+/// An optimizer whose groups of parameters each have a learning rate: what schedules work on.
+pub trait LearningRates {
+    /// The learning rate of each group.
+    fn learning_rates(&self) -> Vec<f64>;
+
+    /// Changes the learning rate of each group.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are not as many as groups.
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()>;
+}
+
+/// There must be one for each of the `groups`.
+pub(super) fn check_learning_rates(learning_rates: &[f64], groups: usize) -> Result<()> {
+    if learning_rates.len() == groups {
+        return Ok(());
+    }
+    Err(Error::invalid("learning_rates", format!("{} were given for {groups} groups", learning_rates.len())))
+}
+
+impl<R: UpdateRule> LearningRates for FusedOptimizer<R> {
+    fn learning_rates(&self) -> Vec<f64> {
+        self.options().map(R::learning_rate).collect()
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        check_learning_rates(learning_rates, self.groups.len())?;
+        for (group, learning_rate) in self.groups.iter_mut().zip(learning_rates) {
+            group.options.set_learning_rate(*learning_rate);
+        }
+        Ok(())
     }
 }
 
@@ -154,26 +195,6 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         Ok(())
     }
 
-    /// The learning rate of each group.
-    pub fn learning_rates(&self) -> Vec<f64> {
-        self.options().map(R::learning_rate).collect()
-    }
-
-    /// Changes the learning rate of each group.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] when there are not as many as groups.
-    pub fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
-        if learning_rates.len() != self.groups.len() {
-            let (given, needed) = (learning_rates.len(), self.groups.len());
-            return Err(Error::invalid("learning_rates", format!("{given} were given for {needed} groups")));
-        }
-        for (group, learning_rate) in self.groups.iter_mut().zip(learning_rates) {
-            group.options.set_learning_rate(*learning_rate);
-        }
-        Ok(())
-    }
-
     /// The names of the parameters that are trained, group by group.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
         self.slots().map(|slot| slot.name.as_str())
@@ -203,7 +224,8 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             for (slot, gradient) in slots.iter_mut().zip(gradients) {
                 let Some(gradient) = gradient else { continue };
                 let moment = Moment { step: slot.steps + 1, gradient_scale };
-                storage::update(options, moment, &slot.flat, &gradient, &slot.states)?;
+                let part = Part { parameter: &slot.flat, gradient: &gradient, states: &slot.states };
+                part.update_whole(options, moment)?;
                 slot.steps += 1;
             }
         }

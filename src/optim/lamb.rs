@@ -1,7 +1,7 @@
 //! LAMB: Adam whose step is as long as the parameter's norm allows.
 use super::adam::MOMENTS;
 use super::element::{Element, Real, sum_of_squares};
-use super::rule::{Kernel, Moment, MomentRates, Slices, bias_correction, fraction, moments, not_negative};
+use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
 use crate::{Error, Result};
 
 /// The options of [`Lamb`](super::Lamb), with the meaning and the defaults of Apex's `FusedLAMB`.
@@ -87,28 +87,21 @@ impl Kernel for ParamsLamb {
         self.max_grad_norm
     }
 
-    /// Two passes: the moments and the norm of the update they give, then, computed once more instead of stored, the
-    /// update itself. Parameter and states must be whole, for the sake of the norms.
+    const NEEDS_SUMS: bool = true;
+
+    /// Updates the moments; the sums of the squares of the parameter and of the update that they give. Both are zero where
+    /// no trust ratio is wanted.
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
-        let [m, v] = slices.states else { return };
+    fn prepare<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) -> Sums {
+        let [m, v] = slices.states else { return Sums::default() };
         let real = <E::Real as Real>::from_f64;
         let rate1 = if self.grad_averaging { 1. - self.beta1 } else { 1. };
         let rates = MomentRates::with_rate1(self.beta1, self.beta2, rate1);
-        let (correction1, correction2) = if self.bias_correction {
-            (bias_correction(self.beta1, moment.step), bias_correction(self.beta2, moment.step))
-        } else {
-            (1., 1.)
-        };
-        let (inverse1, root2) = (real(1. / correction1), real(1. / correction2.sqrt()));
-        let (eps, scale) = (real(self.eps), real(moment.gradient_scale));
-        let (coupled, decay) = if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) };
-        let (coupled, decay) = (real(coupled), real(decay));
-
-        let direction =
-            |value: E::Real, m: E::Real, v: E::Real| m * inverse1 / (v.sqrt() * root2 + eps) + value * decay;
+        let scale = real(moment.gradient_scale);
+        let coupled = real(if self.adam_w_mode { 0. } else { self.weight_decay });
+        let direction = Direction::new(self, moment);
         let adapt = self.use_nvlamb || self.weight_decay != 0.;
-        let (mut norm, mut update_norm) = (0., 0.);
+        let [mut norm, mut update_norm] = Sums::default();
         // In blocks that stay in the cache.
         let mut updates = [E::Real::default(); BLOCK];
         let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
@@ -118,18 +111,57 @@ impl Kernel for ParamsLamb {
             }
             if adapt {
                 for (((update, p), m), v) in updates.iter_mut().zip(p).zip(m).zip(v) {
-                    *update = direction(p.load(), *m, *v);
+                    *update = direction.of(p.load(), *m, *v);
                 }
                 norm += sum_of_squares(p);
                 update_norm += sum_of_squares(updates.get(..p.len()).unwrap_or_default());
             }
         }
-        // Both are zero, and the ratio 1, where there is none.
+        [norm, update_norm]
+    }
+
+    /// The update, computed once more instead of stored, with the trust ratio of the sums.
+    #[inline(always)]
+    fn update<E: Element>(&self, moment: Moment, [norm, update_norm]: Sums, slices: Slices<'_, '_, E>) {
+        let [m, v] = slices.states else { return };
         let ratio = if norm != 0. && update_norm != 0. { (norm / update_norm).sqrt() } else { 1. };
-        let rate = real(self.lr * ratio);
+        let rate = <E::Real as Real>::from_f64(self.lr * ratio);
+        let direction = Direction::new(self, moment);
         for (parameter, (m, v)) in slices.parameter.iter_mut().zip(m.iter().zip(v.iter())) {
             let value = parameter.load();
-            *parameter = E::store(value - direction(value, *m, *v) * rate);
+            *parameter = E::store(value - direction.of(value, *m, *v) * rate);
         }
+    }
+}
+
+/// Where a parameter goes.
+struct Direction<R> {
+    inverse1: R,
+    root2: R,
+    eps: R,
+    decay: R,
+}
+
+impl<R: Real> Direction<R> {
+    #[inline(always)]
+    fn new(options: &ParamsLamb, moment: Moment) -> Self {
+        let (correction1, correction2) = if options.bias_correction {
+            (bias_correction(options.beta1, moment.step), bias_correction(options.beta2, moment.step))
+        } else {
+            (1., 1.)
+        };
+        let decay = if options.adam_w_mode { options.weight_decay } else { 0. };
+        let real = R::from_f64;
+        Self {
+            inverse1: real(1. / correction1),
+            root2: real(1. / correction2.sqrt()),
+            eps: real(options.eps),
+            decay: real(decay),
+        }
+    }
+
+    #[inline(always)]
+    fn of(&self, value: R, m: R, v: R) -> R {
+        m * self.inverse1 / (v.sqrt() * self.root2 + self.eps) + value * self.decay
     }
 }

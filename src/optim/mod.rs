@@ -45,13 +45,14 @@ mod schedule;
 mod sgd;
 mod state;
 mod storage;
+mod zero;
 
 pub use adam::ParamsAdam;
 pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
 pub use ema::Ema;
-pub use fused::{FusedOptimizer, ParameterGroup};
+pub use fused::{FusedOptimizer, LearningRates, ParameterGroup};
 pub use lamb::ParamsLamb;
 pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
 pub use rule::UpdateRule;
@@ -61,6 +62,7 @@ pub use schedule::{
 };
 pub use sgd::ParamsSgd;
 pub use state::StateDict;
+pub use zero::ZeroRedundancyOptimizer;
 
 /// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It takes the place of
 /// candle_nn's.

@@ -1,6 +1,6 @@
 //! Learning rates that fall when training makes no more progress.
-use super::fused::FusedOptimizer;
-use super::rule::{UpdateRule, not_negative};
+use super::fused::LearningRates;
+use super::rule::not_negative;
 use super::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -93,7 +93,7 @@ impl ReduceLrOnPlateau {
     ///
     /// # Errors
     /// None at present.
-    pub fn step<R: UpdateRule>(&mut self, optimizer: &mut FusedOptimizer<R>, metric: f64) -> Result<bool> {
+    pub fn step(&mut self, optimizer: &mut impl LearningRates, metric: f64) -> Result<bool> {
         let mut rates = optimizer.learning_rates();
         let reduced = self.update(&mut rates, metric);
         optimizer.set_learning_rates(&rates)?;

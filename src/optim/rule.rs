@@ -30,6 +30,9 @@ pub struct Slices<'a, 'b, E: Element> {
     pub states: &'a mut [&'b mut [E::Real]],
 }
 
+/// Two sums over a parameter.
+pub(super) type Sums = [f64; 2];
+
 /// The sealed part of [`UpdateRule`].
 pub trait Kernel {
     /// The optimizer's name in messages and files.
@@ -52,8 +55,16 @@ pub trait Kernel {
         None
     }
 
-    /// Updates parameter and states.
-    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>);
+    /// Whether an update depends on sums over the whole parameter, which [`prepare`](Self::prepare) makes.
+    const NEEDS_SUMS: bool = false;
+
+    /// What comes before [`update`](Self::update) where that needs sums: those of this part of the parameter.
+    fn prepare<E: Element>(&self, _: Moment, _: Slices<'_, '_, E>) -> Sums {
+        Sums::default()
+    }
+
+    /// Updates parameter and states. `sums`: over all parts of the parameter.
+    fn update<E: Element>(&self, moment: Moment, sums: Sums, slices: Slices<'_, '_, E>);
 }
 
 /// Refuses values that are not finite or below zero.

@@ -1,6 +1,6 @@
 //! Learning rates that follow from the number of steps.
-use super::fused::FusedOptimizer;
-use super::rule::{UpdateRule, fraction, not_negative};
+use super::fused::LearningRates;
+use super::rule::{fraction, not_negative};
 use super::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -52,7 +52,7 @@ impl<S: Schedule> LrScheduler<S> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for options that make no sense.
-    pub fn new<R: UpdateRule>(optimizer: &mut FusedOptimizer<R>, schedule: S) -> Result<Self> {
+    pub fn new(optimizer: &mut impl LearningRates, schedule: S) -> Result<Self> {
         let scheduler = Self::from_rates(optimizer.learning_rates(), schedule)?;
         optimizer.set_learning_rates(&scheduler.learning_rates())?;
         Ok(scheduler)
@@ -81,7 +81,7 @@ impl<S: Schedule> LrScheduler<S> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] when the optimizer has another number of groups than before.
-    pub fn step<R: UpdateRule>(&mut self, optimizer: &mut FusedOptimizer<R>) -> Result<()> {
+    pub fn step(&mut self, optimizer: &mut impl LearningRates) -> Result<()> {
         self.advance();
         optimizer.set_learning_rates(&self.learning_rates())
     }

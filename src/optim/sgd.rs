@@ -1,6 +1,6 @@
 //! Stochastic gradient descent.
 use super::element::{Element, Real};
-use super::rule::{Kernel, Moment, Slices, not_negative};
+use super::rule::{Kernel, Moment, Slices, Sums, not_negative};
 use crate::{Error, Result};
 
 /// The options of [`Sgd`](super::Sgd), with the meaning and the defaults of PyTorch's `torch.optim.SGD`.
@@ -53,7 +53,7 @@ impl Kernel for ParamsSgd {
     }
 
     #[inline(always)]
-    fn update<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) {
+    fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
         let real = <E::Real as Real>::from_f64;
         let (lr, decay, scale) = (real(self.lr), real(self.weight_decay), real(moment.gradient_scale));
         let pairs = slices.parameter.iter_mut().zip(slices.gradient);

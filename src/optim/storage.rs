@@ -1,22 +1,42 @@
 //! From tensors to the slices that kernels work on: candle lends the storage of one tensor mutably, by an in-place
 //! operation, so for several such operations are nested.
 use super::element::Element;
-use super::rule::{Moment, Slices, UpdateRule};
+use super::rule::{Moment, Slices, Sums, UpdateRule};
 use crate::simd;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor};
 use half::{bf16, f16};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
-/// Updates the contiguous `parameter` and its `states`, which have storage of their own each, with a contiguous gradient
-/// of the same dtype. All have the same number of elements.
-pub(super) fn update<R: UpdateRule>(
-    rule: &R,
-    moment: Moment,
-    parameter: &Tensor,
-    gradient: &Tensor,
-    states: &[Tensor],
-) -> Result<()> {
-    parameter.inplace_op2(gradient, &Update { rule, moment, states })
+/// One part of a parameter, contiguous, with a contiguous gradient of the same dtype and its states, which have storage of
+/// their own each. All have the same number of elements.
+pub(super) struct Part<'a> {
+    pub(super) parameter: &'a Tensor,
+    pub(super) gradient: &'a Tensor,
+    pub(super) states: &'a [Tensor],
+}
+
+impl Part<'_> {
+    /// The update of a parameter that consists of this part alone.
+    pub(super) fn update_whole<R: UpdateRule>(&self, rule: &R, moment: Moment) -> Result<()> {
+        let sums = if R::NEEDS_SUMS { self.prepare(rule, moment)? } else { Sums::default() };
+        self.update(rule, moment, sums)
+    }
+
+    /// [`Kernel::prepare`](super::rule::Kernel::prepare).
+    pub(super) fn prepare<R: UpdateRule>(&self, rule: &R, moment: Moment) -> Result<Sums> {
+        let sums = Cell::new(Sums::default());
+        self.run(rule, moment, Pass::Prepare(&sums))?;
+        Ok(sums.get())
+    }
+
+    /// [`Kernel::update`](super::rule::Kernel::update).
+    pub(super) fn update<R: UpdateRule>(&self, rule: &R, moment: Moment, sums: Sums) -> Result<()> {
+        self.run(rule, moment, Pass::Update(sums))
+    }
+
+    fn run<R: UpdateRule>(&self, rule: &R, moment: Moment, pass: Pass) -> Result<()> {
+        self.parameter.inplace_op2(self.gradient, &Update { rule, moment, states: self.states, pass })
+    }
 }
 
 /// Runs `f` on the elements of two contiguous tensors, of which it may change the first; they may differ in dtype.
@@ -58,10 +78,17 @@ fn part_mut<'a, E>(elements: Option<&'a mut [E]>, layout: &Layout) -> Result<&'a
     }
 }
 
+#[derive(Clone, Copy)]
+enum Pass<'a> {
+    Prepare(&'a Cell<Sums>),
+    Update(Sums),
+}
+
 struct Update<'a, R> {
     rule: &'a R,
     moment: Moment,
     states: &'a [Tensor],
+    pass: Pass<'a>,
 }
 
 impl<R: UpdateRule> Update<'_, R> {
@@ -69,7 +96,11 @@ impl<R: UpdateRule> Update<'_, R> {
         let parameter = part_mut(E::slice_mut(p), pl)?;
         let gradient = part(E::slice(g), gl)?;
         with_slices::<E::Real>(self.states, &mut |states| {
-            simd::vectorise(|| self.rule.update(self.moment, Slices { parameter: &mut *parameter, gradient, states }));
+            let slices = Slices { parameter: &mut *parameter, gradient, states };
+            simd::vectorise(|| match self.pass {
+                Pass::Prepare(sums) => sums.set(self.rule.prepare(self.moment, slices)),
+                Pass::Update(sums) => self.rule.update(self.moment, sums, slices),
+            });
         })
     }
 }

@@ -1,0 +1,361 @@
+//! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
+use super::super::fused::{LearningRates, state_dtype_of};
+use super::super::rule::UpdateRule;
+use super::super::state::{self, Loader, read_file, write_file};
+use super::ZeroRedundancyOptimizer;
+use crate::ddp::agree;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+type Dict = HashMap<String, Tensor>;
+
+/// The number that all files of one saving have in common.
+const SAVING: &str = "saving";
+
+impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
+    /// The whole state on rank `to`, `None` on the others: PyTorch's `consolidate_state_dict(to)`. Every rank calls it.
+    ///
+    /// It is the state dict of the [`FusedOptimizer`](super::super::FusedOptimizer) with the same rule, so that states can
+    /// be carried over in both directions, and to any number of ranks.
+    ///
+    /// # Errors
+    /// Those of the process group.
+    pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
+        let is_here = self.process_group.rank() == to;
+        let mut dict = state::begin(R::NAME)?;
+        dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
+        for (index, _) in self.grouped() {
+            let parameter = &self.parameters[index];
+            dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
+        }
+        for own in &self.shards {
+            let Some(dtype) = self.state_dtype(own.shard.members.first().map(|member| member.parameter))? else {
+                continue;
+            };
+            for name in self.state_names() {
+                let part = Tensor::zeros(own.shard.own.shape(), dtype, own.shard.own.device())?;
+                for piece in &own.pieces {
+                    if let Some(state) = self.state(piece.parameter, name, &piece.states) {
+                        part.slice_set(state, 0, piece.offset)?;
+                    }
+                }
+                let whole = match is_here {
+                    true => Some(Tensor::zeros(own.shard.whole.shape(), dtype, part.device())?),
+                    false => None,
+                };
+                self.process_group.gather(whole.as_ref(), &part, to)?;
+                let Some(whole) = whole else { continue };
+                for member in &own.shard.members {
+                    let parameter = &self.parameters[member.parameter];
+                    if parameter.group.is_some_and(|group| self.options[group].states().contains(&name)) {
+                        let values = whole.narrow(0, member.offset, member.elements)?.reshape(parameter.var.shape())?;
+                        dict.insert(key(&parameter.name, name), values);
+                    }
+                }
+            }
+        }
+        Ok(is_here.then_some(dict))
+    }
+
+    /// Takes over a whole state, of this optimizer in a world of any size or of the
+    /// [`FusedOptimizer`](super::super::FusedOptimizer) with the same rule. Every rank gives the same. What does not fit is
+    /// refused, and then nothing has changed.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
+    pub fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
+        let mut loader = Loader::new(dict, R::NAME)?;
+        let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
+        let mut steps = HashMap::new();
+        let mut whole = HashMap::new();
+        for (index, options) in self.grouped() {
+            let parameter = &self.parameters[index];
+            steps.insert(index, loader.count(&key(&parameter.name, "step"))?);
+            let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
+            for name in options.states() {
+                let source = loader.like(&key(&parameter.name, name), parameter.var.shape(), dtype)?;
+                whole.insert((index, *name), source.flatten_all()?);
+            }
+        }
+        loader.finish()?;
+        self.replace_states(steps, &learning_rates, |index, name, start, elements| match whole.get(&(index, name)) {
+            Some(whole) => Ok(whole.narrow(0, start, elements)?.copy()?),
+            None => Err(Error::parameter(name, "it is missing from the state")),
+        })
+    }
+
+    /// Writes the whole state to one file, which is there as a whole or not at all. Every rank calls it, rank 0 writes.
+    ///
+    /// # Errors
+    /// On every rank: [`Error::Io`] on rank 0, [`Error::PeerFailed`] on the others, and those of the process group.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let written = self.consolidate_state_dict(0)?.map_or(Ok(()), |dict| write_file(path.as_ref(), &dict));
+        self.all_well(written, "it could not save the optimizer")
+    }
+
+    /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](super::super::FusedOptimizer) of the same rule, wrote. Every
+    /// rank calls it, and reads the file.
+    ///
+    /// # Errors
+    /// On every rank, when one of them could not load it.
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let loaded = read_file(path.as_ref()).and_then(|dict| self.load_state_dict(&dict));
+        self.all_well(loaded, "it could not load the optimizer")
+    }
+
+    /// Writes each rank's part to a file of its own in `folder`, which must exist: `shard-00000-of-00002.safetensors` and so
+    /// on. Every rank calls it. For ranks on several machines, `folder` is on a file system that they share.
+    ///
+    /// A saving that is interrupted leaves a mixture of old and new files; [`load_shards`](Self::load_shards) recognises and
+    /// refuses it. Save to another folder each time, so that the last complete one stays.
+    ///
+    /// # Errors
+    /// On every rank, when one of them could not write its file.
+    pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
+        let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
+        let saving = Tensor::new(&[rand_number()], self.process_group.device())?;
+        self.process_group.broadcast(&saving, 0)?;
+        let written =
+            self.shard_dict(&saving).and_then(|dict| write_file(&file(folder.as_ref(), rank, world_size), &dict));
+        self.all_well(written, "it could not save its part of the optimizer")
+    }
+
+    fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {
+        let mut dict = state::begin(&kind::<R>())?;
+        dict.insert(SAVING.to_string(), saving.clone());
+        dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
+        for (index, _) in self.grouped() {
+            let parameter = &self.parameters[index];
+            dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
+        }
+        for piece in self.shards.iter().flat_map(|own| &own.pieces) {
+            let Some(options) = self.options_of(piece.parameter) else { continue };
+            for (name, state) in options.states().iter().zip(&piece.states) {
+                let key = key(&self.parameters[piece.parameter].name, name);
+                dict.insert(format!("{key}@{}", piece.start), state.clone());
+            }
+        }
+        Ok(dict)
+    }
+
+    /// Reads what [`save_shards`](Self::save_shards) wrote in a world of any size. Every rank calls it, and reads all files,
+    /// one after the other.
+    ///
+    /// # Errors
+    /// On every rank, when one of them could not load them: [`Error::InvalidArgument`] when files are missing, or are of
+    /// different savings.
+    pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        let loaded = self.read_shards(folder.as_ref());
+        self.all_well(loaded, "it could not load its part of the optimizer")
+    }
+
+    fn read_shards(&mut self, folder: &Path) -> Result<()> {
+        let mut parts = Parts::default();
+        let mut first: Option<(i64, Vec<f64>, HashMap<usize, u64>)> = None;
+        for path in files(folder)? {
+            let dict = read_file(&path)?;
+            let mut loader = Loader::new(&dict, &kind::<R>())?;
+            let saving = loader.list::<i64>(SAVING, 1)?[0];
+            let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
+            let mut steps = HashMap::new();
+            for (index, _) in self.grouped() {
+                steps.insert(index, loader.count(&key(&self.parameters[index].name, "step"))?);
+            }
+            match &first {
+                Some((other, ..)) if *other != saving => {
+                    let reason = "its files are of different savings, of which at least one was interrupted";
+                    return Err(Error::invalid("folder", format!("{}: {reason}", folder.display())));
+                }
+                Some(_) => {}
+                None => first = Some((saving, learning_rates, steps)),
+            }
+            for key in dict.keys().filter(|key| key.starts_with("state.")) {
+                if let Some((whole, start)) = key.rsplit_once('@')
+                    && let Ok(start) = start.parse::<usize>()
+                {
+                    parts.add(whole, start, loader.tensor(key)?)?;
+                }
+            }
+            loader.finish()?;
+        }
+        let Some((_, learning_rates, steps)) = first else {
+            return Err(Error::invalid("folder", format!("there are no shards in {}", folder.display())));
+        };
+        self.check_parts(&parts)?;
+        let names: Vec<String> = self.parameters.iter().map(|parameter| parameter.name.clone()).collect();
+        self.replace_states(steps, &learning_rates, |index, name, start, elements| {
+            parts.take(&key(&names[index], name), start, elements)
+        })
+    }
+
+    /// Every state is there as a whole, of the right dtype, and there is none too many.
+    fn check_parts(&self, parts: &Parts) -> Result<()> {
+        let mut known = std::collections::HashSet::new();
+        for (index, options) in self.grouped() {
+            let parameter = &self.parameters[index];
+            let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
+            for name in options.states() {
+                let key = key(&parameter.name, name);
+                parts.check(&key, parameter.flat.elem_count(), dtype)?;
+                known.insert(key);
+            }
+        }
+        match parts.0.keys().filter(|key| !known.contains(*key)).min() {
+            Some(key) => {
+                Err(Error::parameter(key, "the shards have it, and nothing here has that name: it is of another model"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Replaces all states by those that `part(parameter, state, start, elements)` finds, once all are found.
+    fn replace_states(
+        &mut self,
+        steps: HashMap<usize, u64>,
+        learning_rates: &[f64],
+        part: impl Fn(usize, &'static str, usize, usize) -> Result<Tensor>,
+    ) -> Result<()> {
+        let mut replacements = Vec::new();
+        for piece in self.shards.iter().flat_map(|own| &own.pieces) {
+            let names = self.options_of(piece.parameter).map_or(&[][..], |options| options.states());
+            let states = names.iter().map(|name| {
+                let state = part(piece.parameter, name, piece.start, piece.elements)?;
+                Ok(state.to_device(piece.values.device())?)
+            });
+            replacements.push(states.collect::<Result<Vec<_>>>()?);
+        }
+        self.set_learning_rates(learning_rates)?;
+        for (piece, states) in self.shards.iter_mut().flat_map(|own| &mut own.pieces).zip(replacements) {
+            piece.states = states;
+        }
+        for (index, steps) in steps {
+            self.parameters[index].steps = steps;
+        }
+        Ok(())
+    }
+
+    /// The trained parameters with their options.
+    fn grouped(&self) -> impl Iterator<Item = (usize, &R)> {
+        (0..self.parameters.len()).filter_map(|index| Some((index, self.options_of(index)?)))
+    }
+
+    fn options_of(&self, parameter: usize) -> Option<&R> {
+        self.parameters[parameter].group.map(|group| &self.options[group])
+    }
+
+    /// The names of all states that there are in any group, in the same order on all ranks.
+    fn state_names(&self) -> Vec<&'static str> {
+        let mut names: Vec<_> = self.options.iter().flat_map(|options| options.states()).copied().collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    fn state<'a>(&self, parameter: usize, name: &str, states: &'a [Tensor]) -> Option<&'a Tensor> {
+        let position = self.options_of(parameter)?.states().iter().position(|state| *state == name)?;
+        states.get(position)
+    }
+
+    /// Of the states in the bucket in which `parameter` lies.
+    fn state_dtype(&self, parameter: Option<usize>) -> Result<Option<DType>> {
+        let Some(parameter) = parameter.map(|index| &self.parameters[index]) else { return Ok(None) };
+        state_dtype_of::<R>(&parameter.name, &parameter.var).map(Some)
+    }
+
+    /// This rank's `result`, if it is an error, or that of the first rank that has one.
+    fn all_well(&self, result: Result<()>, failed: &str) -> Result<()> {
+        let verdict = agree(&self.process_group, result.as_ref().map(|()| String::new()), failed);
+        result?;
+        verdict.map(|_| ())
+    }
+}
+
+/// Parts of states, by the names of the whole ones; each with the place where it begins.
+#[derive(Default)]
+struct Parts(HashMap<String, Vec<(usize, Tensor)>>);
+
+impl Parts {
+    fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
+        self.0.entry(whole.to_string()).or_default().push((start, part.flatten_all()?));
+        Ok(())
+    }
+
+    fn check(&self, key: &str, elements: usize, dtype: DType) -> Result<()> {
+        let parts = self.0.get(key).map_or(&[][..], Vec::as_slice);
+        let mut ranges: Vec<_> = parts.iter().map(|(start, part)| (*start, part.elem_count())).collect();
+        ranges.sort_unstable();
+        let end = ranges.iter().try_fold(0, |end, (start, count)| (*start == end).then(|| end + count));
+        if end != Some(elements) {
+            let reason = format!("its parts in the shards do not make the {elements} elements that it has here");
+            return Err(Error::parameter(key, reason));
+        }
+        match parts.iter().find(|(_, part)| part.dtype() != dtype) {
+            Some((_, part)) => {
+                let (is, needed) = (part.dtype().as_str(), dtype.as_str());
+                Err(Error::parameter(key, format!("the shards hold {is}, and {needed} is needed")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The elements of a whole state from `start` on.
+    fn take(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
+        let mut found = Vec::new();
+        for (offset, part) in self.0.get(key).into_iter().flatten() {
+            let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
+            if from < to {
+                found.push((from, part.narrow(0, from - offset, to - from)?));
+            }
+        }
+        found.sort_by_key(|(from, _)| *from);
+        let found: Vec<Tensor> = found.into_iter().map(|(_, part)| part).collect();
+        // Storage of its own: the kernels change it in place.
+        Ok(Tensor::cat(&found, 0)?.copy()?)
+    }
+}
+
+fn key(parameter: &str, part: &str) -> String {
+    format!("state.{parameter}.{part}")
+}
+
+fn kind<R: UpdateRule>() -> String {
+    format!("part of {}", R::NAME)
+}
+
+fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
+    folder.join(format!("shard-{rank:05}-of-{world_size:05}.safetensors"))
+}
+
+/// The files of one saving.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let io = |source| Error::io(format!("reading {}", folder.display()), source);
+    let mut sizes = std::collections::BTreeSet::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let name = entry.map_err(io)?.file_name();
+        let size = name.to_str().and_then(|name| {
+            let (_, size) = name.strip_prefix("shard-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+            size.parse::<usize>().ok()
+        });
+        sizes.extend(size);
+    }
+    let invalid = |reason: String| Error::invalid("folder", format!("{} {reason}", folder.display()));
+    match sizes.iter().copied().collect::<Vec<_>>()[..] {
+        [] => Err(invalid("holds no shard-….safetensors".to_string())),
+        [size] => {
+            let paths: Vec<_> = (0..size).map(|rank| file(folder, rank, size)).collect();
+            match paths.iter().find(|path| !path.is_file()) {
+                Some(path) => Err(invalid(format!("is incomplete: {} is missing", path.display()))),
+                None => Ok(paths),
+            }
+        }
+        _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
+    }
+}
+
+/// One that no other saving is likely to have.
+fn rand_number() -> i64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::collections::hash_map::RandomState::new().build_hasher().finish() as i64
+}

@@ -1,0 +1,91 @@
+//! Which part of which parameter belongs to this rank.
+use super::super::fused::{ParameterGroup, state_dtype_of};
+use super::super::rule::UpdateRule;
+use super::zeros;
+use crate::ddp::Shard;
+use crate::{Error, Result};
+use candle_core::{Tensor, Var};
+use std::collections::HashMap;
+
+/// A parameter whose gradient DDP averages.
+pub(super) struct Trained {
+    pub(super) name: String,
+    pub(super) var: Var,
+    /// The variable's storage as one dimension.
+    pub(super) flat: Tensor,
+    /// The group of parameters to which it belongs; none if it is not trained by this optimizer.
+    pub(super) group: Option<usize>,
+    pub(super) steps: u64,
+}
+
+/// A bucket, and what this rank updates of it.
+pub(super) struct OwnShard {
+    pub(super) shard: Shard,
+    pub(super) pieces: Vec<Piece>,
+}
+
+/// What this rank has of one parameter.
+pub(super) struct Piece {
+    /// Its number in the order of registration.
+    pub(super) parameter: usize,
+    /// Where the piece begins in the parameter.
+    pub(super) start: usize,
+    /// Where it begins in this rank's part of the bucket.
+    pub(super) offset: usize,
+    pub(super) elements: usize,
+    /// The view of the variable.
+    pub(super) values: Tensor,
+    pub(super) states: Vec<Tensor>,
+}
+
+/// The averaged parameters `all`, with the groups to which they belong.
+pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[ParameterGroup<R>]) -> Result<Vec<Trained>> {
+    let mut group_of = HashMap::new();
+    for (number, group) in groups.iter().enumerate() {
+        group.options.check()?;
+        for (name, var) in &group.parameters {
+            if !all.iter().any(|(_, known)| known.id() == var.id()) {
+                let reason = "DistributedDataParallel does not average its gradient: give it an optimizer of its own";
+                return Err(Error::parameter(name, reason));
+            }
+            state_dtype_of::<R>(name, var)?;
+            if group_of.insert(var.id(), number).is_some() {
+                return Err(Error::parameter(name, "it is given twice, and would be updated twice"));
+            }
+        }
+    }
+    let trained = all.into_iter().map(|(name, var)| {
+        let (flat, group) = (var.as_detached_tensor().flatten_all()?, group_of.get(&var.id()).copied());
+        Ok(Trained { name, var, flat, group, steps: 0 })
+    });
+    trained.collect()
+}
+
+impl OwnShard {
+    pub(super) fn new<R: UpdateRule>(shard: Shard, rank: usize, parameters: &[Trained], options: &[R]) -> Result<Self> {
+        let length = shard.own.elem_count();
+        let mut pieces = Vec::new();
+        for member in &shard.members {
+            let Trained { name, var, flat, group, .. } = &parameters[member.parameter];
+            let from = (rank * length).max(member.offset);
+            let to = ((rank + 1) * length).min(member.offset + member.elements);
+            if from >= to {
+                continue;
+            }
+            let (start, elements) = (from - member.offset, to - from);
+            let values = flat.narrow(0, start, elements)?;
+            let states = match group {
+                Some(group) => zeros(&options[*group], elements, state_dtype_of::<R>(name, var)?, flat)?,
+                None => Vec::new(),
+            };
+            let (parameter, offset) = (member.parameter, from - rank * length);
+            pieces.push(Piece { parameter, start, offset, elements, values, states });
+        }
+        Ok(Self { shard, pieces })
+    }
+
+    /// This rank's mean gradient of a piece, in the bucket's dtype.
+    pub(super) fn gradient(&self, piece: &Piece) -> Result<Tensor> {
+        Ok(self.shard.own.narrow(0, piece.offset, piece.elements)?)
+    }
+}

@@ -1,0 +1,338 @@
+//! ZeRO-1: optimizer states that are spread over the ranks.
+mod checkpoint;
+mod layout;
+
+use super::clip::{self, NormType};
+use super::fused::{LearningRates, ParameterGroup};
+use super::rule::{Moment, Sums, UpdateRule};
+use super::storage::Part;
+use crate::amp::GradScaler;
+use crate::backend::Work;
+use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, agree, copy};
+use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
+use layout::{OwnShard, Piece, Trained};
+use std::sync::Arc;
+
+/// An optimizer each of whose states exists on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of ZeRO.
+///
+/// `R` is the rule by which parameters are updated: the options of one of this crate's optimizers, so that
+/// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with states of
+/// `1 / world_size` of its size on each rank.
+///
+/// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
+/// all-reducing it, while the backward pass goes on: each rank gets the mean gradients of its part, and the `GradStore`
+/// that `backward` returns does **not** hold those of DDP's parameters. [`step`](Self::step) updates the part of this
+/// rank and all-gathers the parameters, one bucket while the next one is updated; when it returns, all variables are up to
+/// date on all ranks. (The gathering does not go on into the next forward pass: candle does not tell when a variable is
+/// read, so that a program that saves its model then would save half of it.)
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
+/// use candle_ddp::{DdpOptions, DistributedDataParallel};
+/// use candle_nn::{VarMap, linear};
+///
+/// # fn main() -> candle_ddp::Result<()> {
+/// candle_ddp::spawn(2, |pg| {
+///     let build = |vb| linear(4, 2, vb);
+///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+///     for _ in 0..3 {
+///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
+///         let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         optimizer.clip_grad_norm(1.0)?; // instead of the function of that name
+///         optimizer.step(&grads)?;
+///     }
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Dropping it has gradients all-reduced again; every rank does so between the same two backward passes. The order of the
+/// buckets is final with its construction: after a first backward pass, it is that in which gradients come.
+pub struct ZeroRedundancyOptimizer<R> {
+    reducer: Arc<Reducer>,
+    process_group: ProcessGroup,
+    /// Of each group of parameters.
+    options: Vec<R>,
+    /// DDP's, in the order of registration.
+    parameters: Vec<Trained>,
+    /// For each bucket.
+    shards: Vec<OwnShard>,
+}
+
+impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
+    /// An optimizer for all parameters whose gradients `ddp` averages, with the same options. Every rank calls it.
+    ///
+    /// # Errors
+    /// On every rank: as with [`FusedOptimizer`](super::FusedOptimizer); when `ddp` has a communication hook or another
+    /// optimizer of this kind; when ranks give different options.
+    pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
+        let parameters = ddp.averaged_parameters();
+        Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
+    }
+
+    /// An optimizer whose groups of parameters, some or all of those whose gradients `ddp` averages, have options of their
+    /// own. Every rank calls it.
+    ///
+    /// # Errors
+    /// As with [`new`](Self::new); for a parameter that is in two groups, or whose gradient `ddp` does not average
+    /// ([`Error::Parameter`]).
+    pub fn from_groups<M>(ddp: &DistributedDataParallel<M>, groups: Vec<ParameterGroup<R>>) -> Result<Self> {
+        let (reducer, process_group) = (ddp.reducer(), ddp.process_group().clone());
+        let described = format!("{}: {:?}", R::NAME, groups.iter().map(describe).collect::<Vec<_>>());
+        let built = layout::trained(ddp.averaged_parameters(), &groups).and_then(|trained| {
+            reducer.check_shard()?;
+            Ok(trained)
+        });
+        let verdict = agree(&process_group, built.as_ref().map(|_| described), "it could not make its optimizer");
+        let parameters = built?;
+        if let Some((_, difference)) = verdict? {
+            let reason = format!("ranks gave different options: {difference}");
+            return Err(Error::invalid("groups", reason));
+        }
+        let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
+        let shards = reducer.shard()?;
+        let own = shards.into_iter().map(|shard| OwnShard::new(shard, process_group.rank(), &parameters, &options));
+        let shards = own.collect::<Result<_>>().inspect_err(|_| reducer.unshard())?;
+        Ok(Self { reducer, process_group, options, parameters, shards })
+    }
+
+    /// Updates every parameter that has a gradient on any rank. Every rank calls it, after each synchronised backward
+    /// pass; `grads` is what that returned.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
+    /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        let result = self.apply(grads);
+        if let Err(error) = &result
+            && self.process_group.world_size() > 1
+        {
+            self.process_group.abort(&format!("ZeroRedundancyOptimizer::step failed: {error}"));
+        }
+        result
+    }
+
+    fn apply(&mut self, grads: &GradStore) -> Result<()> {
+        if let Some(own) = self.parameters.iter().find(|own| own.group.is_some() && grads.get(&own.var).is_some()) {
+            let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
+            return Err(Error::parameter(&own.name, reason));
+        }
+        let fresh = self.reducer.fresh()?;
+        let scales = self.gradient_scales(&fresh)?;
+        let fresh = fresh.present;
+        let sums = if R::NEEDS_SUMS { self.sums(&fresh, &scales)? } else { vec![Sums::default(); fresh.len()] };
+        let mut in_flight: Option<Gathering> = None;
+        for shard in &self.shards {
+            for piece in &shard.pieces {
+                if let Some((options, moment)) = self.moment(piece, &fresh, &scales) {
+                    self.part(shard, piece, |part| Ok(part.update(options, moment, sums[piece.parameter])?))?;
+                }
+            }
+            let gathering = Gathering::start(shard, &self.parameters, &self.process_group)?;
+            if let Some(previous) = in_flight.replace(gathering) {
+                previous.finish(&self.parameters)?;
+            }
+        }
+        if let Some(last) = in_flight {
+            last.finish(&self.parameters)?;
+        }
+        for (parameter, fresh) in self.parameters.iter_mut().zip(fresh) {
+            parameter.steps += u64::from(fresh);
+        }
+        self.reducer.forget_fresh()
+    }
+
+    /// The options and the moment of an update of `piece`, if there is to be one.
+    fn moment(&self, piece: &Piece, fresh: &[bool], scales: &[f64]) -> Option<(&R, Moment)> {
+        let parameter = &self.parameters[piece.parameter];
+        let group = parameter.group.filter(|_| fresh[piece.parameter])?;
+        Some((&self.options[group], Moment { step: parameter.steps + 1, gradient_scale: scales[group] }))
+    }
+
+    /// Gives `work` what belongs to `piece`.
+    fn part<T>(&self, shard: &OwnShard, piece: &Piece, work: impl FnOnce(Part) -> Result<T>) -> Result<T> {
+        let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
+        work(Part { parameter: &piece.values, gradient: &gradient, states: &piece.states })
+    }
+
+    /// What gradients are multiplied by, for each group.
+    fn gradient_scales(&self, fresh: &Fresh) -> Result<Vec<f64>> {
+        let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
+        let norm = if limited { self.norm(fresh, NormType::L2)? } else { 0. };
+        let scale = |options: &R| match options.max_grad_norm() {
+            Some(max) if norm > max => fresh.scale * (max / norm),
+            _ => fresh.scale,
+        };
+        Ok(self.options.iter().map(scale).collect())
+    }
+
+    /// For each parameter, the sums that its update needs, over the parts of all ranks.
+    fn sums(&self, fresh: &[bool], scales: &[f64]) -> Result<Vec<Sums>> {
+        let mut sums = vec![Sums::default(); fresh.len()];
+        for shard in &self.shards {
+            for piece in &shard.pieces {
+                if let Some((options, moment)) = self.moment(piece, fresh, scales) {
+                    let [a, b] = self.part(shard, piece, |part| Ok(part.prepare(options, moment)?))?;
+                    let sums = &mut sums[piece.parameter];
+                    (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
+                }
+            }
+        }
+        let all = self.all_reduce(sums.concat(), ReduceOp::Sum)?;
+        Ok(all.chunks_exact(2).map(|sums| [sums[0], sums[1]]).collect())
+    }
+
+    fn all_reduce(&self, values: Vec<f64>, op: ReduceOp) -> Result<Vec<f64>> {
+        let values = Tensor::new(values, self.process_group.device())?;
+        self.process_group.all_reduce(&values, op)?;
+        Ok(values.to_vec1()?)
+    }
+
+    /// The norm of the gradients of all parameters of this optimizer, over all ranks, as they will enter the next step.
+    fn norm(&self, fresh: &Fresh, norm_type: NormType) -> Result<f64> {
+        let mut gradients = Vec::new();
+        for shard in &self.shards {
+            for piece in &shard.pieces {
+                if fresh.present[piece.parameter] && self.parameters[piece.parameter].group.is_some() {
+                    gradients.push(shard.gradient(piece)?);
+                }
+            }
+        }
+        let here = clip::total(gradients.iter(), norm_type)?;
+        let norm = match norm_type {
+            NormType::L2 => self.all_reduce(vec![here], ReduceOp::Sum)?[0].sqrt(),
+            NormType::Inf => {
+                // Engines differ in what the maximum with NaN is.
+                let nan = f64::from(u8::from(here.is_nan()));
+                let all = self.all_reduce(vec![if here.is_nan() { 0. } else { here }, nan], ReduceOp::Max)?;
+                if all[1] > 0. { f64::NAN } else { all[0] }
+            }
+        };
+        Ok(norm * fresh.scale)
+    }
+
+    /// Has the next step scale the gradients down if their norm, over all parameters and ranks, is above `max_norm`;
+    /// returns that norm. PyTorch's `clip_grad_norm_`, for between `backward` and [`step`](Self::step); after
+    /// [`unscale`](Self::unscale), if there is a [`GradScaler`]. Every rank calls it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and without a new backward pass.
+    pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
+        clip::check_max_norm(max_norm)?;
+        let norm = self.norm(&self.reducer.fresh()?, NormType::L2)?;
+        self.reducer.scale_fresh(clip::coefficient(norm, max_norm))?;
+        Ok(norm)
+    }
+
+    /// [`GradScaler::unscale`] for gradients that are spread over the ranks: to be called before `scaler.step`, in the
+    /// same way. The next step divides them. Returns whether all are finite, on all ranks; every rank calls it.
+    ///
+    /// # Errors
+    /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
+    pub fn unscale(&mut self, scaler: &mut GradScaler) -> Result<bool> {
+        let fresh = self.reducer.fresh()?;
+        let mut divided = 1.;
+        let finite = scaler.unscale_with(|factor| {
+            divided = factor;
+            let largest = self.norm(&fresh, NormType::Inf)?;
+            Ok(!largest.is_finite())
+        })?;
+        self.reducer.scale_fresh(divided)?;
+        Ok(finite)
+    }
+
+    /// The options of each group.
+    pub fn options(&self) -> impl ExactSizeIterator<Item = &R> {
+        self.options.iter()
+    }
+
+    /// How many bytes of optimizer states are on this rank.
+    pub fn state_bytes(&self) -> usize {
+        let bytes = |state: &Tensor| state.elem_count() * state.dtype().size_in_bytes();
+        self.shards.iter().flat_map(|shard| &shard.pieces).flat_map(|piece| &piece.states).map(bytes).sum()
+    }
+}
+
+/// The parameters of a bucket on their way to all ranks.
+struct Gathering<'a> {
+    shard: &'a Shard,
+    whole: Tensor,
+    work: Work,
+}
+
+impl<'a> Gathering<'a> {
+    /// Gathers the variables' present values, of which every rank has its part.
+    fn start(own: &'a OwnShard, parameters: &[Trained], group: &ProcessGroup) -> Result<Self> {
+        let shard = &own.shard;
+        // The bucket is free until the next backward pass. In another dtype, it would round.
+        let dtype =
+            shard.members.first().map_or(shard.whole.dtype(), |member| parameters[member.parameter].var.dtype());
+        let (whole, part) = if dtype == shard.whole.dtype() {
+            (shard.whole.clone(), shard.own.clone())
+        } else {
+            let zeros = |like: &Tensor| Tensor::zeros(like.shape(), dtype, like.device());
+            (zeros(&shard.whole)?, zeros(&shard.own)?)
+        };
+        for piece in &own.pieces {
+            copy::copy(&part.narrow(0, piece.offset, piece.elements)?, &piece.values)?;
+        }
+        let work = group.all_gather_async(&whole, &part)?;
+        Ok(Self { shard, whole, work })
+    }
+
+    fn finish(self, parameters: &[Trained]) -> Result<()> {
+        self.work.wait()?;
+        for member in &self.shard.members {
+            let values = self.whole.narrow(0, member.offset, member.elements)?;
+            copy::copy(&parameters[member.parameter].flat, &values)?;
+        }
+        Ok(())
+    }
+}
+
+impl<R: UpdateRule> LearningRates for ZeroRedundancyOptimizer<R> {
+    fn learning_rates(&self) -> Vec<f64> {
+        self.options.iter().map(R::learning_rate).collect()
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        super::fused::check_learning_rates(learning_rates, self.options.len())?;
+        for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
+            options.set_learning_rate(*learning_rate);
+        }
+        Ok(())
+    }
+}
+
+impl<R> Drop for ZeroRedundancyOptimizer<R> {
+    fn drop(&mut self) {
+        self.reducer.unshard();
+    }
+}
+
+impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = format!("ZeroRedundancyOptimizer<{}>", R::NAME);
+        f.debug_struct(&name)
+            .field("options", &self.options)
+            .field("state_bytes", &self.state_bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+/// On what ranks have to agree.
+fn describe<R: UpdateRule>(group: &ParameterGroup<R>) -> (Vec<&str>, &R) {
+    (group.parameters.iter().map(|(name, _)| name.as_str()).collect(), &group.options)
+}
+
+/// The states of `rule` for a parameter of `dtype`.
+fn zeros<R: UpdateRule>(rule: &R, elements: usize, dtype: DType, like: &Tensor) -> Result<Vec<Tensor>> {
+    let zeros = rule.states().iter().map(|_| Tensor::zeros(elements, dtype, like.device()));
+    Ok(zeros.collect::<candle_core::Result<_>>()?)
+}

@@ -1,0 +1,475 @@
+//! ZeRO-1 with ranks as threads, against the same optimizer on one rank.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Module, Tensor, Var};
+use candle_ddp::comm_hook::Bf16Compress;
+use candle_ddp::optim::{
+    AdamW, FusedOptimizer, LearningRates, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StateDict,
+    StepLr, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
+};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
+};
+use candle_nn::{Linear, Optimizer, VarBuilder, VarMap, linear};
+use common::{assert_close, fill, floats, ranks, tensor};
+
+/// Two layers, and a third that only some passes use. Sizes that no number of ranks divides.
+struct Net {
+    first: Linear,
+    second: Linear,
+    third: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self {
+            first: linear(5, 7, vb.pp("first"))?,
+            second: linear(7, 3, vb.pp("second"))?,
+            third: linear(3, 3, vb.pp("third"))?,
+        })
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.second.forward(&self.first.forward(x)?.tanh()?)
+    }
+}
+
+type Ddp = DistributedDataParallel<Net>;
+
+/// Buckets of a few parameters each.
+fn small() -> DdpOptions {
+    DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() }
+}
+
+fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    fill(&varmap, 7);
+    Ok(ddp)
+}
+
+/// This rank's part of the twelve samples of a step.
+fn batch(pg: &ProcessGroup, step: u64) -> Tensor {
+    let part = 12 / pg.world_size();
+    tensor(&[12, 5], 100 + step).narrow(0, part * pg.rank(), part).unwrap()
+}
+
+/// The backward pass of a step; the third layer takes part in the odd ones, on rank 0 only.
+fn backward(ddp: &Ddp, step: u64, scale: f64) -> Result<GradStore> {
+    let pg = ddp.process_group();
+    let loss = ddp.call(|net| {
+        let output = net.forward(&batch(pg, step))?;
+        let loss = output.sqr()?.mean_all()?;
+        // Alone, rank 0 counts as many times as there are ranks otherwise.
+        if step % 2 == 1 && pg.rank() == 0 {
+            let extra = net.third.forward(&tensor(&[2, 3], step))?.sqr()?.mean_all()?;
+            return (loss + (extra * pg.world_size() as f64)?)?.affine(scale, 0.);
+        }
+        loss.affine(scale, 0.)
+    })?;
+    ddp.backward(&loss)
+}
+
+fn values(ddp: &Ddp) -> Vec<(String, Vec<f32>)> {
+    ddp.named_parameters().into_iter().map(|(name, var)| (name, floats(&var))).collect()
+}
+
+#[track_caller]
+fn assert_same(actual: &[(String, Vec<f32>)], expected: &[(String, Vec<f32>)], tolerance: f32) {
+    for ((name, actual), (_, expected)) in actual.iter().zip(expected) {
+        assert_close(actual, expected, tolerance, name);
+    }
+}
+
+/// Weights with these options, biases with those.
+fn groups<R: Clone>(parameters: Vec<(String, Var)>, options: &R, biases: &R) -> Vec<ParameterGroup<R>> {
+    let (b, w): (Vec<_>, Vec<_>) = parameters.into_iter().partition(|(name, _)| name.ends_with("bias"));
+    vec![
+        ParameterGroup { parameters: w, options: options.clone() },
+        ParameterGroup { parameters: b, options: biases.clone() },
+    ]
+}
+
+/// What a plain optimizer makes of `steps` steps, in a world of one.
+fn plain<R: UpdateRule + Sync>(options: &R, biases: &R, steps: u64, max_norm: f64) -> Vec<(String, Vec<f32>)> {
+    let all = ranks(1, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer = FusedOptimizer::from_groups(groups(ddp.named_parameters(), options, biases))?;
+        for step in 0..steps {
+            let mut grads = backward(&ddp, step, 1.)?;
+            clip_grad_norm(&mut grads, &ddp.parameters(), max_norm)?;
+            optimizer.step(&grads)?;
+        }
+        Ok(values(&ddp))
+    });
+    all.unwrap().remove(0)
+}
+
+fn train_like_plain<R: UpdateRule + Sync>(options: R, biases: R) {
+    let expected = plain(&options, &biases, 6, 0.02);
+    for world_size in [1, 2, 3, 4] {
+        let found = ranks(world_size, |pg| {
+            let ddp = wrap(&pg, small())?;
+            let mut optimizer =
+                ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &options, &biases))?;
+            for step in 0..6 {
+                let grads = backward(&ddp, step, 1.)?;
+                let norm = optimizer.clip_grad_norm(0.02)?;
+                assert!(norm > 0.02, "the test clips: {norm}");
+                optimizer.step(&grads)?;
+            }
+            Ok(values(&ddp))
+        });
+        for rank in found.unwrap() {
+            assert_same(&rank, &expected, 1e-5);
+        }
+    }
+}
+
+fn adamw() -> ParamsAdamW {
+    ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..Default::default() }
+}
+
+#[test]
+fn adamw_trains_as_without() {
+    train_like_plain(adamw(), ParamsAdamW { weight_decay: 0., ..adamw() });
+}
+
+#[test]
+fn sgd_trains_as_without() {
+    let options = ParamsSgd { lr: 0.05, momentum: 0.9, nesterov: true, ..Default::default() };
+    // Without momentum there is no state.
+    train_like_plain(options, ParamsSgd { lr: 0.05, ..Default::default() });
+}
+
+#[test]
+fn lamb_trains_as_without() {
+    // Its trust ratios are of whole parameters, which lie on several ranks.
+    let options = ParamsLamb { lr: 0.02, max_grad_norm: Some(0.01), ..Default::default() };
+    train_like_plain(options.clone(), ParamsLamb { weight_decay: 0., ..options });
+}
+
+#[test]
+fn parameters_that_no_rank_used_stay_as_they_are() {
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let before = values(&ddp);
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        optimizer.step(&backward(&ddp, 0, 1.)?)?;
+        for ((name, after), (_, before)) in values(&ddp).iter().zip(&before) {
+            assert_eq!(after == before, name.starts_with("third"), "{name}");
+        }
+        // The step counts for those alone that were updated.
+        let state = optimizer.consolidate_state_dict(1)?;
+        assert_eq!(state.is_some(), pg.rank() == 1);
+        if let Some(state) = state {
+            let steps = |name: &str| state[&format!("state.{name}.step")].to_vec1::<i64>().unwrap()[0];
+            assert_eq!((steps("first.weight"), steps("third.weight")), (1, 0));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn each_state_is_on_one_rank_only() {
+    for world_size in [1, 2, 3] {
+        let bytes = ranks(world_size, |pg| {
+            let ddp = wrap(&pg, small())?;
+            Ok(ZeroRedundancyOptimizer::new(&ddp, adamw())?.state_bytes())
+        });
+        let bytes = bytes.unwrap();
+        let all = 2 * 4 * (5 * 7 + 7 + 7 * 3 + 3 + 3 * 3 + 3);
+        assert_eq!(bytes.iter().sum::<usize>(), all);
+        // The largest bucket is less than 45 elements long.
+        assert!(bytes.iter().all(|bytes| *bytes <= all / world_size + 2 * 4 * 45), "{bytes:?}");
+    }
+}
+
+#[test]
+fn mixed_precision_has_full_masters_everywhere() {
+    for mixed in [
+        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: None, buffer_dtype: None },
+        MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), buffer_dtype: None },
+    ] {
+        let run = |zero: bool| {
+            ranks(2, |pg| {
+                let ddp = wrap(&pg, DdpOptions { mixed_precision: Some(mixed), ..small() })?;
+                let loss =
+                    || -> Result<Tensor> { Ok(ddp.forward(&batch(&pg, 0))?.to_dtype(DType::F32)?.sqr()?.mean_all()?) };
+                if zero {
+                    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+                    for _ in 0..3 {
+                        optimizer.step(&ddp.backward(&loss()?)?)?;
+                    }
+                } else {
+                    let mut optimizer = AdamW::from_named(ddp.named_parameters(), adamw())?;
+                    for _ in 0..3 {
+                        optimizer.step(&ddp.backward(&loss()?)?)?;
+                    }
+                }
+                Ok(values(&ddp))
+            })
+            .unwrap()
+        };
+        let (with, without) = (run(true), run(false));
+        assert_eq!(with[0], with[1]);
+        assert_same(&with[0], &without[0], 1e-6);
+    }
+}
+
+#[test]
+fn an_overflow_on_one_rank_skips_the_step_on_all() {
+    let expected = plain(&adamw(), &adamw(), 3, f64::INFINITY);
+    let found = ranks(2, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        let options = GradScalerOptions { init_scale: 1024., ..Default::default() };
+        let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
+        for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
+            let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
+            let mut grads = backward(&ddp, step, scaler.current_scale() * broken)?;
+            assert_eq!(optimizer.unscale(&mut scaler)?, !overflow);
+            optimizer.clip_grad_norm(1e6)?;
+            assert_eq!(scaler.step_with(&mut grads, |grads| optimizer.step(grads))?, !overflow);
+            scaler.update()?;
+        }
+        assert_eq!(scaler.current_scale(), 512.);
+        // Forgotten, it would step with scaled gradients.
+        let mut grads = backward(&ddp, 3, scaler.current_scale())?;
+        let error = scaler.step_with(&mut grads, |grads| optimizer.step(grads)).unwrap_err().to_string();
+        assert!(error.contains("unscale"), "{error}");
+        Ok(values(&ddp))
+    });
+    for rank in found.unwrap() {
+        assert_same(&rank, &expected, 1e-5);
+    }
+}
+
+#[test]
+fn the_whole_state_is_that_of_the_plain_optimizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let (zero, fused) = (folder.path().join("zero.safetensors"), folder.path().join("fused.safetensors"));
+    let biases = ParamsAdamW { weight_decay: 0., ..adamw() };
+    let expected = plain(&adamw(), &biases, 6, f64::INFINITY);
+    let weights = ranks(2, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer =
+            ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &adamw(), &biases))?;
+        for step in 0..3 {
+            optimizer.step(&backward(&ddp, step, 1.)?)?;
+        }
+        optimizer.set_learning_rates(&[0.01, 0.01])?;
+        optimizer.save(&zero)?;
+        Ok(ddp.named_parameters())
+    });
+    let weights = &weights.unwrap()[0];
+    let take_over = |ddp: &Ddp| {
+        ddp.parameters().iter().zip(weights).for_each(|(var, (_, value))| var.set(&value.copy().unwrap()).unwrap());
+    };
+    // In a plain optimizer, on one rank …
+    let alone = ranks(1, |pg| {
+        let ddp = wrap(&pg, small())?;
+        take_over(&ddp);
+        let mut optimizer = AdamW::from_groups(groups(ddp.named_parameters(), &adamw(), &biases))?;
+        optimizer.load(&zero)?;
+        optimizer.save(&fused)?;
+        for step in 3..6 {
+            optimizer.step(&backward(&ddp, step, 1.)?)?;
+        }
+        Ok(values(&ddp))
+    });
+    assert_same(&alone.unwrap()[0], &expected, 1e-5);
+    // … and back again, on three.
+    let spread = ranks(3, |pg| {
+        let ddp = wrap(&pg, DdpOptions::default())?;
+        take_over(&ddp);
+        let mut optimizer =
+            ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &adamw(), &biases))?;
+        optimizer.load(&fused)?;
+        for step in 3..6 {
+            optimizer.step(&backward(&ddp, step, 1.)?)?;
+        }
+        Ok(values(&ddp))
+    });
+    assert_same(&spread.unwrap()[2], &expected, 1e-5);
+}
+
+#[test]
+fn shards_load_in_a_world_of_another_size() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = ParamsSgd { lr: 0.05, momentum: 0.9, ..Default::default() };
+    let expected = plain(&options, &options, 6, f64::INFINITY);
+    let mut weights = ranks(1, |pg| Ok(wrap(&pg, small())?.named_parameters())).unwrap().remove(0);
+    for (saved_by, from) in [(3, 0), (2, 2), (4, 4)] {
+        let here = folder.path().join(saved_by.to_string());
+        std::fs::create_dir(&here).unwrap();
+        let after = ranks(saved_by, |pg| {
+            let ddp = wrap(&pg, small())?;
+            ddp.parameters().iter().zip(&weights).for_each(|(var, (_, value))| var.set(value).unwrap());
+            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, options.clone())?;
+            if from > 0 {
+                let before = if from == 2 { 3 } else { 2 };
+                optimizer.load_shards(folder.path().join(before.to_string()))?;
+            }
+            for step in from..from + 2 {
+                optimizer.step(&backward(&ddp, step, 1.)?)?;
+            }
+            optimizer.save_shards(&here)?;
+            Ok(ddp.named_parameters())
+        });
+        weights = after.unwrap().remove(0);
+        assert_eq!(std::fs::read_dir(&here).unwrap().count(), saved_by);
+    }
+    let found: Vec<_> = weights.iter().map(|(name, var)| (name.clone(), floats(var))).collect();
+    assert_same(&found, &expected, 1e-5);
+}
+
+#[test]
+fn bad_shards_are_refused_on_all_ranks_and_change_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = ranks(2, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        optimizer.step(&backward(&ddp, 0, 1.)?)?;
+        let path = |name: &str| folder.path().join(name);
+        if pg.rank() == 0 {
+            ["empty", "one", "mixed"].iter().for_each(|name| std::fs::create_dir(path(name)).unwrap());
+        }
+        pg.barrier()?;
+        optimizer.save_shards(path("one"))?;
+        optimizer.save_shards(path("mixed"))?;
+        pg.barrier()?;
+        let file = "shard-00001-of-00002.safetensors";
+        if pg.rank() == 0 {
+            std::fs::copy(path("one").join(file), path("mixed").join(file)).unwrap();
+            std::fs::remove_file(path("one").join(file)).unwrap();
+        }
+        pg.barrier()?;
+        let state = |optimizer: &ZeroRedundancyOptimizer<_>| -> Result<Vec<Vec<f32>>> {
+            let state = optimizer.consolidate_state_dict(0)?.unwrap_or_default();
+            let mut keys: Vec<_> = state.keys().filter(|key| key.ends_with("exp_avg")).collect();
+            keys.sort();
+            Ok(keys.into_iter().map(|key| floats(&state[key])).collect())
+        };
+        let before = state(&optimizer)?;
+        let mut errors = Vec::new();
+        for name in ["empty", "one", "mixed", "absent"] {
+            errors.push(optimizer.load_shards(path(name)).unwrap_err().to_string());
+        }
+        // Saving where there is no folder.
+        errors.push(optimizer.save_shards(path("absent")).unwrap_err().to_string());
+        errors.push(optimizer.save(path("absent").join("file")).unwrap_err().to_string());
+        assert_eq!(state(&optimizer)?, before);
+        Ok(errors)
+    })
+    .unwrap();
+    for (rank, errors) in errors.iter().enumerate() {
+        for (error, part) in
+            errors.iter().zip(["no shard", "00001-of-00002", "interrupted", "absent", "absent", "absent"])
+        {
+            assert!(error.contains(part), "rank {rank}: {error}");
+        }
+    }
+}
+
+#[test]
+fn misuse_is_an_error() {
+    let message = |result: Result<()>| result.unwrap_err().to_string();
+    ranks(2, |pg| {
+        // Ranks that disagree.
+        let ddp = wrap(&pg, small())?;
+        let options = ParamsAdamW { lr: 0.1 * (1 + pg.rank()) as f64, ..adamw() };
+        let error = message(ZeroRedundancyOptimizer::new(&ddp, options).map(|_| ()));
+        assert!(error.contains("different options") && error.contains("0.2"), "{error}");
+        // Options that make no sense on one of them.
+        let options = ParamsAdamW { beta1: 0.9 + pg.rank() as f64, ..adamw() };
+        match ZeroRedundancyOptimizer::new(&ddp, options) {
+            Err(Error::PeerFailed { peer: 1, reason }) if pg.rank() == 0 => {
+                assert!(reason.contains("beta1"), "{reason}")
+            }
+            Err(Error::InvalidArgument { argument: "beta1", .. }) if pg.rank() == 1 => {}
+            other => panic!("rank {}: {other:?}", pg.rank()),
+        }
+        // A variable that DDP does not know.
+        let stranger = Var::zeros(3, DType::F32, pg.device())?;
+        let group = ParameterGroup { parameters: vec![("stranger".to_string(), stranger)], options: adamw() };
+        let error = ZeroRedundancyOptimizer::from_groups(&ddp, vec![group]).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "stranger"), "{error}");
+        // One optimizer at a time, and none beside a hook.
+        let optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        let error = message(ZeroRedundancyOptimizer::new(&ddp, adamw()).map(|_| ()));
+        assert!(error.contains("another"), "{error}");
+        assert!(ddp.register_comm_hook(Bf16Compress::default()).is_err());
+        drop(optimizer);
+        // With the optimizer gone, gradients are there again.
+        assert!(backward(&ddp, 0, 1.)?.get(&ddp.parameters()[0]).is_some());
+        ddp.process_group().barrier()?;
+        let hooked = wrap(&pg, small())?;
+        hooked.register_comm_hook(Bf16Compress::default())?;
+        let error = message(ZeroRedundancyOptimizer::new(&hooked, adamw()).map(|_| ()));
+        assert!(error.contains("hook"), "{error}");
+        Ok(())
+    })
+    .unwrap();
+    // Alone in the world, an error does not end the group.
+    ranks(1, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        let grads = backward(&ddp, 0, 1.)?;
+        optimizer.step(&grads)?;
+        let error = message(optimizer.step(&grads));
+        assert!(error.contains("no new gradients"), "{error}");
+        assert!(message(optimizer.clip_grad_norm(1.).map(|_| ())).contains("no new gradients"));
+        let local = {
+            let _guard = ddp.no_sync();
+            backward(&ddp, 0, 1.)?
+        };
+        let error = message(optimizer.step(&local));
+        assert!(error.contains("no_sync"), "{error}");
+        // And then it goes on.
+        optimizer.step(&backward(&ddp, 0, 1.)?)?;
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn accumulated_gradients_and_schedules_work() {
+    let options = ParamsSgd { lr: 0.05, ..Default::default() };
+    let run = |zero: bool, world_size| {
+        ranks(world_size, |pg| {
+            let ddp = wrap(&pg, small())?;
+            let micro_batches = |ddp: &Ddp, step| {
+                let guard = ddp.no_sync();
+                backward(ddp, step, 0.5)?;
+                drop(guard);
+                backward(ddp, step + 10, 0.5)
+            };
+            let halves = ParamsStepLr { step_size: 1, gamma: 0.5 };
+            if zero {
+                let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, options.clone())?;
+                let mut schedule = StepLr::new(&mut optimizer, halves)?;
+                for step in 0..3 {
+                    optimizer.step(&micro_batches(&ddp, step)?)?;
+                    schedule.step(&mut optimizer)?;
+                }
+            } else {
+                let mut optimizer = FusedOptimizer::from_named(ddp.named_parameters(), options.clone())?;
+                let mut schedule = StepLr::new(&mut optimizer, halves)?;
+                for step in 0..3 {
+                    optimizer.step(&micro_batches(&ddp, step)?)?;
+                    schedule.step(&mut optimizer)?;
+                }
+            }
+            Ok(values(&ddp))
+        })
+        .unwrap()
+        .remove(0)
+    };
+    assert_same(&run(true, 3), &run(false, 1), 1e-5);
+}
