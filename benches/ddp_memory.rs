@@ -12,8 +12,12 @@
 //!   own, while those of DDP are views of the buckets; where the peak falls into the backward pass, before the optimizer,
 //!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
 //!
+//! With `ZeroRedundancyOptimizer` instead of AdamW, on `W` ranks, each rank has between steps `2·P/W` bytes of states
+//! instead of `2·P`, and `P/W` for its part of the gradients.
+//!
 //! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
 use candle_core::{Device, Tensor};
+use candle_ddp::optim::{self, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
 use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
@@ -38,8 +42,10 @@ fn main() -> ExitCode {
     let measure = std::env::args().any(|argument| argument == "--bench");
     let models = if measure { MODELS } else { SMOKE_MODELS };
     println!("| MiB | parameters | plain | DDP | difference | formula |\n|---|---|---|---|---|---|");
-    match spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model))) {
-        Ok(_) => ExitCode::SUCCESS,
+    let alone = spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model)));
+    let spread = || models.iter().try_for_each(|model| [2, 4].into_iter().try_for_each(|ranks| zero(ranks, model)));
+    match alone.and_then(|_| spread()) {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::FAILURE
@@ -104,4 +110,48 @@ fn ddp(pg: &ProcessGroup, model: &Model, input: &Tensor) -> Result<(impl Sized +
     let parameters = ddp.parameters();
     let elements: usize = parameters.iter().map(|parameter| parameter.elem_count()).sum();
     Ok(((varmap, ddp, optimizer), (elements * DTYPE.size_in_bytes(), parameters.len())))
+}
+
+/// What a rank of several has between steps, with AdamW and with its states spread over the ranks.
+fn zero(world_size: usize, model: &Model) -> Result<()> {
+    let input = model.input()?;
+    let train = |zero: bool| -> Result<(usize, usize)> {
+        let before = ALLOCATOR.current_usage();
+        let ranks = spawn(world_size, |pg| {
+            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DTYPE, model.build, DdpOptions::default())?;
+            let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
+            let (mut plain, mut spread) = (None, None);
+            // The first pass finds the order of the buckets.
+            step(&ddp)?;
+            if zero {
+                let optimizer = spread.insert(ZeroRedundancyOptimizer::new(&ddp, adamw())?);
+                for _ in 1..STEPS {
+                    optimizer.step(&step(&ddp)?)?;
+                }
+            } else {
+                let optimizer = plain.insert(optim::AdamW::from_named(ddp.named_parameters(), adamw())?);
+                for _ in 1..STEPS {
+                    optimizer.step(&step(&ddp)?)?;
+                }
+            }
+            // Of all ranks together, while none of them does anything.
+            pg.barrier()?;
+            let usage = ALLOCATOR.current_usage().saturating_sub(before);
+            pg.barrier()?;
+            let elements: usize = ddp.parameters().iter().map(|var| var.elem_count()).sum();
+            Ok((usage / world_size, elements * DTYPE.size_in_bytes()))
+        })?;
+        Ok(ranks[0])
+    };
+    let (plain, bytes) = train(false)?;
+    let (spread, _) = train(true)?;
+    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    let (name, plain, spread) = (model.name, mib(plain), mib(spread));
+    let formula = mib(bytes) * (3.0 / world_size as f64 - 2.0);
+    println!(
+        "| {name}: ZeRO-1, a rank of {world_size} | {:.2} | {plain:.2} (DDP) | {spread:.2} | {:.2} | {formula:.2} |",
+        mib(bytes),
+        spread - plain
+    );
+    Ok(())
 }

@@ -144,8 +144,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// one after the other.
     ///
     /// # Errors
-    /// On every rank, when one of them could not load them: [`Error::InvalidArgument`] when files are missing, or are of
-    /// different savings.
+    /// On every rank, when one of them could not load them: [`Error::InvalidArgument`] when files are of different
+    /// savings or worlds, [`Error::Io`] when one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let loaded = self.read_shards(folder.as_ref());
         self.all_well(loaded, "it could not load its part of the optimizer")
@@ -284,9 +284,8 @@ impl Parts {
 
     fn check(&self, key: &str, elements: usize, dtype: DType) -> Result<()> {
         let parts = self.0.get(key).map_or(&[][..], Vec::as_slice);
-        let mut ranges: Vec<_> = parts.iter().map(|(start, part)| (*start, part.elem_count())).collect();
-        ranges.sort_unstable();
-        let end = ranges.iter().try_fold(0, |end, (start, count)| (*start == end).then(|| end + count));
+        let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
+        let end = parts.iter().try_fold(0, next);
         if end != Some(elements) {
             let reason = format!("its parts in the shards do not make the {elements} elements that it has here");
             return Err(Error::parameter(key, reason));
@@ -306,11 +305,9 @@ impl Parts {
         for (offset, part) in self.0.get(key).into_iter().flatten() {
             let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
             if from < to {
-                found.push((from, part.narrow(0, from - offset, to - from)?));
+                found.push(part.narrow(0, from - offset, to - from)?);
             }
         }
-        found.sort_by_key(|(from, _)| *from);
-        let found: Vec<Tensor> = found.into_iter().map(|(_, part)| part).collect();
         // Storage of its own: the kernels change it in place.
         Ok(Tensor::cat(&found, 0)?.copy()?)
     }
@@ -328,7 +325,7 @@ fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
     folder.join(format!("shard-{rank:05}-of-{world_size:05}.safetensors"))
 }
 
-/// The files of one saving.
+/// The files of one saving, in the order of ranks, in which their parts of a parameter follow each other.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(format!("reading {}", folder.display()), source);
     let mut sizes = std::collections::BTreeSet::new();
@@ -343,13 +340,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let invalid = |reason: String| Error::invalid("folder", format!("{} {reason}", folder.display()));
     match sizes.iter().copied().collect::<Vec<_>>()[..] {
         [] => Err(invalid("holds no shard-….safetensors".to_string())),
-        [size] => {
-            let paths: Vec<_> = (0..size).map(|rank| file(folder, rank, size)).collect();
-            match paths.iter().find(|path| !path.is_file()) {
-                Some(path) => Err(invalid(format!("is incomplete: {} is missing", path.display()))),
-                None => Ok(paths),
-            }
-        }
+        [size] => Ok((0..size).map(|rank| file(folder, rank, size)).collect()),
         _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
     }
 }
