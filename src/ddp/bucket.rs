@@ -51,31 +51,38 @@ impl BucketCaps {
 ///
 /// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open bucket of its kind, which closes when it
 /// has reached its cap; the first bucket of a kind is smaller than the others, so that communication begins early
-/// (PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order in which they are expected to fill up.
+/// (PyTorch's `compute_bucket_assignment_by_size`). And towards the end they become smaller again, each with no more than
+/// half of what is left, because nothing hides the last one's all-reduce, and little that of those before. Buckets come in the order in which they are expected to fill up.
 pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
     struct Open {
         kind: (DType, DType, DeviceLocation),
         cap: usize,
         bytes: usize,
+        /// The bytes of all parameters of this kind that are not in a bucket yet.
+        left: usize,
         members: Vec<usize>,
         last: usize,
     }
+    let kind_of = |parameter: &ParameterInfo| (parameter.dtype, parameter.leaves_as, parameter.device.location());
     let mut open: Vec<Open> = Vec::new();
     let mut closed: Vec<(usize, Vec<usize>)> = Vec::new();
     for (position, &index) in order.iter().enumerate() {
         let parameter = &parameters[index];
-        let kind = (parameter.dtype, parameter.leaves_as, parameter.device.location());
+        let kind = kind_of(parameter);
         let at = open.iter().position(|bucket| bucket.kind == kind).unwrap_or_else(|| {
-            open.push(Open { kind, cap: caps.first, bytes: 0, members: Vec::new(), last: 0 });
+            let left = order.iter().map(|index| &parameters[*index]).filter(|other| kind_of(other) == kind);
+            let left = left.map(ParameterInfo::bytes).sum();
+            open.push(Open { kind, cap: caps.first, bytes: 0, left, members: Vec::new(), last: 0 });
             open.len() - 1
         });
         let bucket = &mut open[at];
         bucket.members.push(index);
         bucket.bytes += parameter.bytes();
+        bucket.left -= parameter.bytes();
         bucket.last = position;
         if bucket.bytes >= bucket.cap {
             closed.push((position, std::mem::take(&mut bucket.members)));
-            (bucket.bytes, bucket.cap) = (0, caps.others);
+            (bucket.bytes, bucket.cap) = (0, caps.others.min(caps.first.max(bucket.left / 2)));
         }
     }
     closed.extend(open.into_iter().filter(|bucket| !bucket.members.is_empty()).map(|open| (open.last, open.members)));
@@ -184,10 +191,19 @@ mod tests {
     #[test]
     fn a_bucket_closes_once_it_has_reached_its_cap() {
         let parameters = parameters(&[(10, DType::F32); 6]);
-        // 40 bytes each: the first bucket closes at 40, the others at 100 (so after three).
-        assert_eq!(plan(&parameters, &[5, 4, 3, 2, 1, 0], caps(40, 100)), [vec![5], vec![4, 3, 2], vec![1, 0]]);
+        // 40 bytes each: the first bucket closes at 40, the next at 100 (so after three).
+        assert_eq!(plan(&parameters, &[5, 4, 3, 2, 1, 0], caps(40, 100)), [vec![5], vec![4, 3, 2], vec![1], vec![0]]);
         assert_eq!(plan(&parameters, &[0, 1, 2], caps(0, 0)), [vec![0], vec![1], vec![2]]);
         assert_eq!(plan(&parameters, &[0, 1, 2], caps(usize::MAX, usize::MAX)), [vec![0, 1, 2]]);
+    }
+
+    #[test]
+    fn buckets_become_smaller_towards_the_end() {
+        let parameters = parameters(&[(10, DType::F32); 16]);
+        let order: Vec<usize> = (0..16).collect();
+        let sizes: Vec<usize> = plan(&parameters, &order, caps(40, 160)).iter().map(Vec::len).collect();
+        // After the first, at most 4 (the cap), and never more than half of what is left.
+        assert_eq!(sizes, [1, 4, 4, 4, 2, 1]);
     }
 
     #[test]
