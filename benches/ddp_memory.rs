@@ -13,7 +13,7 @@
 //!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
 //!
 //! With `ZeroRedundancyOptimizer` instead of AdamW, on `W` ranks, each rank has between steps `2·P/W` bytes of states
-//! instead of `2·P`, and `P/W` for its part of the gradients.
+//! instead of `2·P`, and up to twice its part of the largest bucket, for what is on its way.
 //!
 //! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
 use candle_core::{Device, Tensor};
@@ -147,7 +147,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
     let (spread, _) = train(true)?;
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     let (name, plain, spread) = (model.name, mib(plain), mib(spread));
-    let formula = mib(bytes) * (3.0 / world_size as f64 - 2.0);
+    let formula = mib(bytes) * (2.0 / world_size as f64 - 2.0);
     println!(
         "| {name}: ZeRO-1, a rank of {world_size} | {:.2} | {plain:.2} (DDP) | {spread:.2} | {:.2} | {formula:.2} |",
         mib(bytes),

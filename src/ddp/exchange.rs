@@ -55,6 +55,7 @@ impl Exchange {
         bucket: &mut Bucket,
         used: Option<&[bool]>,
         group: &ProcessGroup,
+        trace: Option<&Trace>,
     ) -> Result<()> {
         match self {
             Self::AllReduce => {
@@ -69,7 +70,7 @@ impl Exchange {
                 Ok(())
             }
             Self::Hook(exchange) => exchange.hook.launch(&exchange.buckets[number], group),
-            Self::Shard(exchange) => exchange.launch(number, group),
+            Self::Shard(exchange) => exchange.launch(number, group, trace),
         }
     }
 

@@ -14,7 +14,7 @@ mod verify;
 
 pub use options::{DdpOptions, NamePredicate};
 pub(crate) use reducer::Reducer;
-pub(crate) use shard::{Fresh, Shard};
+pub(crate) use shard::{Fresh, Shard, Staged, Staging};
 pub(crate) use verify::agree;
 
 use crate::process_group::ProcessGroup;

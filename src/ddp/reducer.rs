@@ -3,12 +3,12 @@ use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
 use super::copy;
 use super::exchange::{Exchange, HookExchange};
-use super::shard::{Fresh, Shard, ShardExchange};
+use super::shard::{Fresh, Shard, ShardExchange, Staging};
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::Tensor;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 /// Collects gradients in buckets and sends off each bucket as soon as it is full and its turn has come.
@@ -138,13 +138,13 @@ impl Reducer {
 
     /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the buckets stay as
     /// they are.
-    pub(crate) fn shard(&self) -> Result<Vec<Shard>> {
+    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<Staging>)> {
         self.check_shard()?;
         let mut state = self.lock();
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
             state.lay_out(&order, self.group.world_size())?;
         }
-        let exchange = ShardExchange::new(&state.buckets, self.group.world_size())?;
+        let exchange = ShardExchange::new(&state.buckets, &self.group)?;
         let shards = exchange.shards();
         state.exchange = Exchange::Shard(exchange);
         Ok(shards)
@@ -278,7 +278,7 @@ impl Reducer {
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
-        state.exchange.launch(number, &mut state.buckets[number], used, &self.group)?;
+        state.exchange.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
         state.next += 1;
         Ok(())
     }

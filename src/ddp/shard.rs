@@ -1,10 +1,13 @@
 //! ZeRO-1's way of the buckets: each rank gets the mean of its part of each, and no more.
 use super::bucket::Bucket;
+use super::copy;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
 use crate::{Error, ReduceOp, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a rank has of one bucket, which is split into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
@@ -12,7 +15,7 @@ pub(crate) struct Shard {
     /// All parts, the last of which may reach a little beyond the gradients. Between two backward passes it is free for
     /// other use.
     pub(crate) whole: Tensor,
-    /// After a backward pass, the mean over the ranks of this rank's part. Of the bucket's dtype.
+    /// This rank's part of it: after a backward pass, the mean over the ranks.
     pub(crate) own: Tensor,
     /// The parameters in the bucket, with their places in it, in elements: one behind the other from 0 on.
     pub(crate) members: Vec<Member>,
@@ -28,9 +31,10 @@ pub(crate) struct Member {
 }
 
 impl Shard {
-    fn new(bucket: &Bucket, world_size: usize) -> Result<Self> {
+    fn new(bucket: &Bucket, group: &ProcessGroup) -> Result<Self> {
         let whole = bucket.parts.clone();
-        let own = Tensor::zeros(whole.elem_count() / world_size, whole.dtype(), whole.device())?;
+        let elements = whole.elem_count() / group.world_size();
+        let own = whole.narrow(0, group.rank() * elements, elements)?;
         let mut offset = 0;
         let mut members = Vec::with_capacity(bucket.members.len());
         for (&parameter, gradient) in bucket.members.iter().zip(&bucket.gradients) {
@@ -51,23 +55,57 @@ pub(crate) struct Fresh {
     pub(crate) scale: f64,
 }
 
+/// Memory for this rank's part of a bucket while it is on its way: a collective cannot read and write the same storage.
+#[derive(Debug, Default)]
+pub(crate) struct Staging(Mutex<Vec<Tensor>>);
+
+/// A part of a bucket in memory of its own.
+pub(crate) struct Staged {
+    pub(crate) part: Tensor,
+    storage: Tensor,
+}
+
+impl Staging {
+    /// As much is kept for the next time.
+    const KEPT: usize = 2;
+
+    pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Staged> {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |storage: &Tensor| storage.dtype() == dtype && storage.elem_count() >= elements;
+        let storage = match free.iter().position(fits) {
+            Some(index) => free.swap_remove(index),
+            None => Tensor::zeros(elements, dtype, device)?,
+        };
+        Ok(Staged { part: storage.narrow(0, 0, elements)?, storage })
+    }
+
+    pub(crate) fn give_back(&self, staged: Staged) {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(staged.storage);
+        free.sort_by_key(|storage| std::cmp::Reverse(storage.elem_count()));
+        free.truncate(Self::KEPT);
+    }
+}
+
 /// How a reducer's buckets are sent under ZeRO-1.
 pub(super) struct ShardExchange {
     shards: Vec<Shard>,
-    in_flight: Vec<Work>,
+    staging: Arc<Staging>,
+    /// The numbers of the buckets that were sent, with their parts.
+    in_flight: VecDeque<(usize, Staged, Work)>,
     /// One byte for each parameter, in registration order: whether any rank used it in the last backward pass.
     used: Option<Tensor>,
     fresh: Option<Fresh>,
 }
 
 impl ShardExchange {
-    pub(super) fn new(buckets: &[Bucket], world_size: usize) -> Result<Self> {
-        let shards = buckets.iter().map(|bucket| Shard::new(bucket, world_size)).collect::<Result<_>>()?;
-        Ok(Self { shards, in_flight: Vec::new(), used: None, fresh: None })
+    pub(super) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
+        let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
+        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), used: None, fresh: None })
     }
 
-    pub(super) fn shards(&self) -> Vec<Shard> {
-        self.shards.clone()
+    pub(super) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
+        (self.shards.clone(), Arc::clone(&self.staging))
     }
 
     pub(super) fn begin(&mut self) {
@@ -75,9 +113,25 @@ impl ShardExchange {
         self.fresh = None;
     }
 
-    pub(super) fn launch(&mut self, number: usize, group: &ProcessGroup) -> Result<()> {
+    pub(super) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+        // So that little memory is on its way at the same time.
+        while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {
+            self.receive(trace)?;
+        }
         let Shard { whole, own, .. } = &self.shards[number];
-        self.in_flight.push(group.reduce_scatter_async(own, whole, ReduceOp::Sum)?);
+        let staged = self.staging.take(own.elem_count(), own.dtype(), own.device())?;
+        let work = group.reduce_scatter_async(&staged.part, whole, ReduceOp::Sum)?;
+        self.in_flight.push_back((number, staged, work));
+        Ok(())
+    }
+
+    /// Puts the part of the bucket that was sent first into its place.
+    fn receive(&mut self, trace: Option<&Trace>) -> Result<()> {
+        let Some((number, staged, work)) = self.in_flight.pop_front() else { return Ok(()) };
+        work.wait()?;
+        super::exchange::show(trace, &work, format_args!("reduce-scatter of bucket {number}"));
+        copy::copy(&self.shards[number].own, &staged.part)?;
+        self.staging.give_back(staged);
         Ok(())
     }
 
@@ -85,9 +139,8 @@ impl ShardExchange {
         let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
         let used = Tensor::from_vec(bytes, used.len(), group.device())?;
         let last = group.all_reduce_async(&used, ReduceOp::Max)?;
-        for (number, work) in self.in_flight.drain(..).enumerate() {
-            work.wait()?;
-            super::exchange::show(trace, &work, format_args!("reduce-scatter of bucket {number}"));
+        while !self.in_flight.is_empty() {
+            self.receive(trace)?;
         }
         last.wait()?;
         self.used = Some(used);

@@ -8,7 +8,7 @@ use super::rule::{Moment, Sums, UpdateRule};
 use super::storage::Part;
 use crate::amp::GradScaler;
 use crate::backend::Work;
-use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, agree, copy};
+use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, Staged, Staging, agree, copy};
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
@@ -63,6 +63,7 @@ pub struct ZeroRedundancyOptimizer<R> {
     parameters: Vec<Trained>,
     /// For each bucket.
     shards: Vec<OwnShard>,
+    staging: Arc<Staging>,
 }
 
 impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
@@ -96,10 +97,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             return Err(Error::invalid("groups", reason));
         }
         let options: Vec<R> = groups.into_iter().map(|group| group.options).collect();
-        let shards = reducer.shard()?;
+        let (shards, staging) = reducer.shard()?;
         let own = shards.into_iter().map(|shard| OwnShard::new(shard, process_group.rank(), &parameters, &options));
         let shards = own.collect::<Result<_>>().inspect_err(|_| reducer.unshard())?;
-        Ok(Self { reducer, process_group, options, parameters, shards })
+        Ok(Self { reducer, process_group, options, parameters, shards, staging })
     }
 
     /// Updates every parameter that has a gradient on any rank. Every rank calls it, after each synchronised backward
@@ -134,13 +135,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                     self.part(shard, piece, |part| Ok(part.update(options, moment, sums[piece.parameter])?))?;
                 }
             }
-            let gathering = Gathering::start(shard, &self.parameters, &self.process_group)?;
+            let gathering = Gathering::start(shard, &self.parameters, &self.staging, &self.process_group)?;
             if let Some(previous) = in_flight.replace(gathering) {
-                previous.finish(&self.parameters)?;
+                previous.finish(&self.parameters, &self.staging)?;
             }
         }
         if let Some(last) = in_flight {
-            last.finish(&self.parameters)?;
+            last.finish(&self.parameters, &self.staging)?;
         }
         for (parameter, fresh) in self.parameters.iter_mut().zip(fresh) {
             parameter.steps += u64::from(fresh);
@@ -263,31 +264,36 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 struct Gathering<'a> {
     shard: &'a Shard,
     whole: Tensor,
+    own: Staged,
     work: Work,
 }
 
 impl<'a> Gathering<'a> {
     /// Gathers the variables' present values, of which every rank has its part.
-    fn start(own: &'a OwnShard, parameters: &[Trained], group: &ProcessGroup) -> Result<Self> {
-        let shard = &own.shard;
+    fn start(
+        OwnShard { shard, pieces }: &'a OwnShard,
+        parameters: &[Trained],
+        staging: &Staging,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
         // The bucket is free until the next backward pass. In another dtype, it would round.
         let dtype =
             shard.members.first().map_or(shard.whole.dtype(), |member| parameters[member.parameter].var.dtype());
-        let (whole, part) = if dtype == shard.whole.dtype() {
-            (shard.whole.clone(), shard.own.clone())
-        } else {
-            let zeros = |like: &Tensor| Tensor::zeros(like.shape(), dtype, like.device());
-            (zeros(&shard.whole)?, zeros(&shard.own)?)
+        let whole = match dtype == shard.whole.dtype() {
+            true => shard.whole.clone(),
+            false => Tensor::zeros(shard.whole.shape(), dtype, shard.whole.device())?,
         };
-        for piece in &own.pieces {
-            copy::copy(&part.narrow(0, piece.offset, piece.elements)?, &piece.values)?;
+        let own = staging.take(shard.own.elem_count(), dtype, shard.own.device())?;
+        for piece in pieces {
+            copy::copy(&own.part.narrow(0, piece.offset, piece.elements)?, &piece.values)?;
         }
-        let work = group.all_gather_async(&whole, &part)?;
-        Ok(Self { shard, whole, work })
+        let work = group.all_gather_async(&whole, &own.part)?;
+        Ok(Self { shard, whole, own, work })
     }
 
-    fn finish(self, parameters: &[Trained]) -> Result<()> {
+    fn finish(self, parameters: &[Trained], staging: &Staging) -> Result<()> {
         self.work.wait()?;
+        staging.give_back(self.own);
         for member in &self.shard.members {
             let values = self.whole.narrow(0, member.offset, member.elements)?;
             copy::copy(&parameters[member.parameter].flat, &values)?;
