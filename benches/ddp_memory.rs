@@ -13,7 +13,7 @@
 //!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
 //!
 //! With `ZeroRedundancyOptimizer` instead of AdamW, on `W` ranks, each rank has between steps `2·P/W` bytes of states
-//! instead of `2·P`, and up to twice its part of the largest bucket, for what is on its way.
+//! instead of `2·P` (the formula), and its parts of up to two buckets, for what is on its way.
 //!
 //! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
 use candle_core::{Device, Tensor};

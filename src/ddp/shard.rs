@@ -72,8 +72,9 @@ impl Staging {
     pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Staged> {
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |storage: &Tensor| storage.dtype() == dtype && storage.elem_count() >= elements;
-        let storage = match free.iter().position(fits) {
-            Some(index) => free.swap_remove(index),
+        // The smallest that will do: they are sorted by size, the largest first.
+        let storage = match free.iter().rposition(fits) {
+            Some(index) => free.remove(index),
             None => Tensor::zeros(elements, dtype, device)?,
         };
         Ok(Staged { part: storage.narrow(0, 0, elements)?, storage })
