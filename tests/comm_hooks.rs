@@ -1,47 +1,21 @@
 //! Communication hooks, with ranks as threads: the reducer's side, and the hooks of one stage.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
+#[path = "common/weights.rs"]
+mod weights;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp,
-    Result,
-};
-use candle_nn::{Optimizer, SGD, VarMap};
+use candle_ddp::{DdpOptions, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp, Result};
+use candle_nn::{Optimizer, SGD};
 use common::{assert_close, floats, ranks, tensor};
 use std::sync::{Arc, Mutex};
+use weights::{Model, Shapes, backward};
 
-/// Parameters whose gradients are what a test wants: the loss is the sum of their products with it.
-struct Weights(Vec<Tensor>);
-
-type Model = DistributedDataParallel<Weights>;
-
-const SHAPES: [(&str, &[usize]); 4] = [("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
+const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
-    let build = |vb: candle_nn::VarBuilder<'static>| {
-        let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
-        Ok::<_, Error>(Weights(SHAPES.iter().map(weight).collect::<candle_core::Result<_>>()?))
-    };
-    DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, options)
-}
-
-/// A backward pass in which the gradient of parameter `i` is `gradients[i]`; None: it is not used.
-fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
-    let loss = ddp.call(|net| {
-        let mut loss = Tensor::new(0f32, &Device::Cpu)?;
-        for (weight, gradient) in net.0.iter().zip(gradients) {
-            if let Some(gradient) = gradient {
-                loss = (loss + (weight.to_dtype(DType::F32)? * gradient)?.sum_all()?)?;
-            }
-        }
-        Ok::<_, Error>(loss)
-    })?;
-    let grads = ddp.backward(&loss)?;
-    // Copies: the views are overwritten by the next pass.
-    let gradient = |var: &Var| grads.get(var).map(Tensor::copy).transpose();
-    Ok(ddp.parameters().iter().map(gradient).collect::<candle_core::Result<_>>()?)
+    weights::wrap(pg, SHAPES, DType::F32, options)
 }
 
 /// Rank `rank`'s gradients in step `step`, of all parameters.

@@ -4,6 +4,8 @@
 //! |---|---|---|
 //! | none, [`AllReduce`] | itself | the mean over the ranks |
 //! | [`Fp16Compress`], [`Bf16Compress`] | 2 bytes | the mean, rounded to 11 (8) bits |
+//! | [`PowerSgd`] | two thin factors of each matrix | the part of low rank of the mean; the rest counts next time |
+//! | [`TopK`] | the largest, with their places | the mean of what was sent; the rest counts next time |
 //! | [`Noop`] | nothing | this rank's own gradient |
 //!
 //! A hook is registered with
@@ -11,7 +13,7 @@
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
-//! use candle_ddp::comm_hook::{Bf16Compress};
+//! use candle_ddp::comm_hook::{PowerSgd, PowerSgdOptions};
 //! use candle_ddp::{DdpOptions, DistributedDataParallel};
 //! use candle_nn::{VarMap, linear};
 //!
@@ -19,7 +21,7 @@
 //! candle_ddp::spawn(2, |pg| {
 //!     let build = |vb| linear(64, 32, vb);
 //!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
-//!     ddp.register_comm_hook(Bf16Compress::default())?;
+//!     ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 2, ..Default::default() })?)?;
 //!     for _ in 0..4 {
 //!         let x = Tensor::randn(0f32, 1.0, (8, 64), pg.device())?;
 //!         ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
@@ -97,8 +99,12 @@
 //! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype`.
 //! - **An error** ends the group, with the reason, on all ranks.
 mod compress;
+mod power_sgd;
+mod top_k;
 
 pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
+pub use power_sgd::{PowerSgd, PowerSgdOptions};
+pub use top_k::{TopK, TopKOptions};
 
 use super::copy;
 use crate::backend::Work;
