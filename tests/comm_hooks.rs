@@ -128,7 +128,8 @@ fn noop_sends_nothing_and_leaves_each_rank_its_own() {
             let ddp = wrap(&pg, tiny())?;
             ddp.register_comm_hook(Noop)?;
             // As many steps as the rank likes: nobody waits for it, and the group's next call finds no trace of them.
-            for step in 0..=pg.rank() {
+            let steps = if world == 1 { 2 } else { pg.rank() };
+            for step in 0..steps {
                 let mut gradients = all(pg.rank(), step);
                 gradients[pg.rank()] = None;
                 let out = backward(&ddp, &gradients)?;

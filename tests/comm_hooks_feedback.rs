@@ -15,7 +15,9 @@ use weights::{Model, Shapes, backward, wrap};
 const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
 
 fn power_sgd(rank: usize) -> PowerSgd {
-    PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, start_iter: 0, ..Default::default() }).unwrap()
+    // Such that also small matrices are compressed.
+    let options = PowerSgdOptions { start_iter: 0, min_compression_rate: 1.01, ..Default::default() };
+    PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, ..options }).unwrap()
 }
 
 fn top_k(ratio: f64) -> TopK {
@@ -314,6 +316,25 @@ fn what_is_not_finite_is_seen_by_all_and_leaves_no_trace() {
             .unwrap();
         }
     }
+}
+
+#[test]
+fn top_k_forgets_what_is_not_finite_where_it_is_too_much_to_send() {
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, &[("w", &[10])], DType::F32, DdpOptions::default())?;
+        ddp.register_comm_hook(top_k(0.1))?; // 1 of 10
+        for step in 0..4 {
+            let mut own = [0f32; 10];
+            own[7] = 1.0;
+            if step == 0 && pg.rank() == 1 {
+                (own[2], own[3], own[4]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+            }
+            let out = flat(&backward(&ddp, &[Some(Tensor::new(&own, &Device::Cpu)?)])?);
+            assert_eq!(out.iter().all(|value| value.is_finite()), step > 0, "step {step}: {out:?}");
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]
