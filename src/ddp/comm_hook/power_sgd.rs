@@ -335,6 +335,15 @@ mod tests {
     }
 
     #[test]
+    fn what_rounding_leaves_of_a_dependent_row_counts_as_nothing() {
+        let value = |row: usize, column: usize| ((row * 37 + column * 11) as f32 * 0.7).sin();
+        let mut rows: Vec<Vec<f32>> = (0..2).map(|row| (0..50).map(|column| value(row, column)).collect()).collect();
+        rows.push((0..50).map(|column| 0.3 * rows[0][column] + 0.7 * rows[1][column]).collect());
+        let basis = values(&orthonormal(&Tensor::new(rows, &Device::Cpu).unwrap(), 0.0).unwrap());
+        assert_eq!(basis[2], [0.; 50]);
+    }
+
+    #[test]
     fn epsilon_is_added_to_the_length() {
         let rows = Tensor::new(&[[3f32, 4.]], &Device::Cpu).unwrap();
         assert_eq!(values(&orthonormal(&rows, 5.0).unwrap()), [[0.3, 0.4]]);
