@@ -395,6 +395,22 @@ fn every_rank_hears_of_a_hook_that_differs() {
 }
 
 #[test]
+fn a_hook_that_only_one_rank_registers_is_an_error_on_both() {
+    let errors = ranks(2, |pg| {
+        let ddp = wrap(&pg, tiny())?;
+        let result = match pg.rank() {
+            0 => ddp.register_comm_hook(Fp16Compress::default()),
+            _ => backward(&ddp, &all(1, 0)).map(drop),
+        };
+        Ok(result.expect_err("an error").to_string())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.contains("all_gather") && error.contains("all_reduce"), "names both calls: {error}");
+    }
+}
+
+#[test]
 fn a_hook_is_registered_once_and_in_time() {
     let errors = ranks(2, |pg| {
         let (twice, late) = (wrap(&pg, tiny())?, wrap(&pg, tiny())?);

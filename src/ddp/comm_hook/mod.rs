@@ -91,13 +91,14 @@
 //!   others' are on their way. Only the first stage runs beside the backward pass.
 //! - **Parameters that a rank did not use** are zeros in its bucket. Which ranks used which is sent beside the hook: one
 //!   small all-reduce per backward pass, one byte for each parameter, so that a parameter that no rank used has no
-//!   gradient, with every hook.
+//!   gradient, with every hook (and what the hook makes of such a one is dropped).
 //! - **Buckets change once**, after the first synchronised backward pass, when the order in which gradients come is
 //!   known. State that lasts from pass to pass is best kept by parameter name ([`GradBucket::names`]), as the hooks here
 //!   do; PyTorch's start anew.
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
 //! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype`.
 //! - **An error** ends the group, with the reason, on all ranks.
+//! - **No way back**: a hook that calls a method of the DDP model that it serves waits for itself, for ever.
 mod compress;
 mod power_sgd;
 mod top_k;
