@@ -317,6 +317,24 @@ fn a_hook_of_ones_own_runs_stage_by_stage_in_the_order_of_the_buckets() {
     .unwrap();
 }
 
+#[test]
+fn a_trace_shows_each_stage_of_a_hook() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, DdpOptions { trace: Some(folder.path().to_path_buf()), ..tiny() })?;
+        ddp.register_comm_hook(Stages { log: Log::default(), passes: 0.0 })?;
+        backward(&ddp, &all(pg.rank(), 0)).map(drop)
+    })
+    .unwrap();
+    for rank in 0..2 {
+        let trace = std::fs::read_to_string(folder.path().join(format!("rank{rank}.trace.json"))).unwrap();
+        for (stage, bucket) in [(1, 0), (1, 3), (2, 0), (2, 3)] {
+            let name = format!("\"name\":\"hook, stage {stage} of bucket {bucket}\"");
+            assert_eq!(trace.matches(&name).count(), 1, "{name} in {trace}");
+        }
+    }
+}
+
 /// Fails on one rank, in the given stage of its second pass.
 struct Fails {
     rank: usize,
