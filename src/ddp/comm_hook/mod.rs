@@ -100,6 +100,7 @@
 //! - **An error** ends the group, with the reason, on all ranks.
 //! - **No way back**: a hook that calls a method of the DDP model that it serves waits for itself, for ever.
 mod compress;
+mod orthonormal;
 mod power_sgd;
 mod top_k;
 
