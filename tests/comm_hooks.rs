@@ -1,47 +1,21 @@
 //! Communication hooks, with ranks as threads: the reducer's side, and the hooks of one stage.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
+#[path = "common/weights.rs"]
+mod weights;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp,
-    Result,
-};
-use candle_nn::{Optimizer, SGD, VarMap};
+use candle_ddp::{DdpOptions, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp, Result};
+use candle_nn::{Optimizer, SGD};
 use common::{assert_close, floats, ranks, tensor};
 use std::sync::{Arc, Mutex};
+use weights::{Model, Shapes, backward};
 
-/// Parameters whose gradients are what a test wants: the loss is the sum of their products with it.
-struct Weights(Vec<Tensor>);
-
-type Model = DistributedDataParallel<Weights>;
-
-const SHAPES: [(&str, &[usize]); 4] = [("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
+const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
-    let build = |vb: candle_nn::VarBuilder<'static>| {
-        let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
-        Ok::<_, Error>(Weights(SHAPES.iter().map(weight).collect::<candle_core::Result<_>>()?))
-    };
-    DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, options)
-}
-
-/// A backward pass in which the gradient of parameter `i` is `gradients[i]`; None: it is not used.
-fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
-    let loss = ddp.call(|net| {
-        let mut loss = Tensor::new(0f32, &Device::Cpu)?;
-        for (weight, gradient) in net.0.iter().zip(gradients) {
-            if let Some(gradient) = gradient {
-                loss = (loss + (weight.to_dtype(DType::F32)? * gradient)?.sum_all()?)?;
-            }
-        }
-        Ok::<_, Error>(loss)
-    })?;
-    let grads = ddp.backward(&loss)?;
-    // Copies: the views are overwritten by the next pass.
-    let gradient = |var: &Var| grads.get(var).map(Tensor::copy).transpose();
-    Ok(ddp.parameters().iter().map(gradient).collect::<candle_core::Result<_>>()?)
+    weights::wrap(pg, SHAPES, DType::F32, options)
 }
 
 /// Rank `rank`'s gradients in step `step`, of all parameters.
@@ -154,7 +128,8 @@ fn noop_sends_nothing_and_leaves_each_rank_its_own() {
             let ddp = wrap(&pg, tiny())?;
             ddp.register_comm_hook(Noop)?;
             // As many steps as the rank likes: nobody waits for it, and the group's next call finds no trace of them.
-            for step in 0..=pg.rank() {
+            let steps = if world == 1 { 2 } else { pg.rank() };
+            for step in 0..steps {
                 let mut gradients = all(pg.rank(), step);
                 gradients[pg.rank()] = None;
                 let out = backward(&ddp, &gradients)?;
@@ -342,6 +317,24 @@ fn a_hook_of_ones_own_runs_stage_by_stage_in_the_order_of_the_buckets() {
     .unwrap();
 }
 
+#[test]
+fn a_trace_shows_each_stage_of_a_hook() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, DdpOptions { trace: Some(folder.path().to_path_buf()), ..tiny() })?;
+        ddp.register_comm_hook(Stages { log: Log::default(), passes: 0.0 })?;
+        backward(&ddp, &all(pg.rank(), 0)).map(drop)
+    })
+    .unwrap();
+    for rank in 0..2 {
+        let trace = std::fs::read_to_string(folder.path().join(format!("rank{rank}.trace.json"))).unwrap();
+        for (stage, bucket) in [(1, 0), (1, 3), (2, 0), (2, 3)] {
+            let name = format!("\"name\":\"hook, stage {stage} of bucket {bucket}\"");
+            assert_eq!(trace.matches(&name).count(), 1, "{name} in {trace}");
+        }
+    }
+}
+
 /// Fails on one rank, in the given stage of its second pass.
 struct Fails {
     rank: usize,
@@ -416,6 +409,22 @@ fn every_rank_hears_of_a_hook_that_differs() {
         assert!(matches!(error, Error::CommHookMismatch { rank: 2, .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("fp16 compression on rank 2, bf16 compression on rank 0"), "{text}");
+    }
+}
+
+#[test]
+fn a_hook_that_only_one_rank_registers_is_an_error_on_both() {
+    let errors = ranks(2, |pg| {
+        let ddp = wrap(&pg, tiny())?;
+        let result = match pg.rank() {
+            0 => ddp.register_comm_hook(Fp16Compress::default()),
+            _ => backward(&ddp, &all(1, 0)).map(drop),
+        };
+        Ok(result.expect_err("an error").to_string())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.contains("all_gather") && error.contains("all_reduce"), "names both calls: {error}");
     }
 }
 

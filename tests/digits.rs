@@ -57,6 +57,19 @@ fn two_ranks_learn_to_read() {
 }
 
 #[test]
+fn every_communication_hook_learns_too() {
+    // What a hook may send at most, as a part of the gradients.
+    for (hook, part) in [("fp16", 0.51), ("bf16", 0.51), ("power-sgd", 0.6), ("top-k", 0.21)] {
+        let epochs = metrics(2, &["--epochs", "6", "--comm-hook", hook]);
+        let last = &epochs[5];
+        assert!(last["test_accuracy"].as_f64().unwrap() >= 0.8, "{hook}: {last}");
+        let (sent, all) = (last["bytes_sent"].as_f64().unwrap(), last["gradient_bytes"].as_f64().unwrap());
+        assert!(sent > 0.0 && sent < all * part, "{hook}: {last}");
+    }
+    assert!(metrics(2, &["--epochs", "1"])[0]["bytes_sent"].is_null());
+}
+
+#[test]
 fn every_test_image_counts_once() {
     // The sampler gives each of 7 ranks 52 of the 360 images, so four are given twice.
     let epochs = metrics(7, &["--epochs", "1", "--batch-size", "64"]);

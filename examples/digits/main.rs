@@ -6,6 +6,7 @@
 //!
 //! ci: --require-accuracy 0.97
 mod dataset;
+mod hook;
 mod net;
 mod progress;
 
@@ -17,6 +18,7 @@ use candle_ddp::{
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use clap::Parser;
 use dataset::Dataset;
+use hook::Hook;
 use net::Net;
 use std::fs::File;
 use std::io::Write;
@@ -43,6 +45,9 @@ struct Options {
     /// What the first parameters and the order of the images are drawn from.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// What happens to gradients on their way between the ranks.
+    #[arg(long, value_enum, default_value_t = Hook::None)]
+    comm_hook: Hook,
     /// Write one JSON object per epoch to this file, one a line (rank 0 does).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
@@ -72,6 +77,7 @@ fn train(options: &Options) -> Result<()> {
     let (train, test) = Dataset::digits(pg.device())?;
     let varmap = VarMap::new();
     let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    options.comm_hook.register(&ddp)?;
     net::initialise(&ddp.parameters(), options.seed)?;
     let optimizer_options = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
     let mut optimizer = AdamW::new(ddp.parameters(), optimizer_options)?;
@@ -122,6 +128,7 @@ fn train(options: &Options) -> Result<()> {
                 100. * test_accuracy
             );
         }
+        let traffic = ddp.comm_hook_traffic();
         if let Some((path, file)) = &mut metrics {
             let line = serde_json::json!({
                 "epoch": epoch,
@@ -130,12 +137,19 @@ fn train(options: &Options) -> Result<()> {
                 "images_per_second": images_per_second,
                 "world_size": world_size,
                 "parameter_hash": hash,
+                "gradient_bytes": traffic.map(|traffic| traffic.gradient_bytes),
+                "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
             });
             writeln!(file, "{line}").map_err(|source| io(path, source))?;
         }
         if epoch == options.epochs {
             if rank == 0 {
                 println!("parameters {hash}, the same on all ranks ({world_size})");
+                if let Some(traffic) = traffic
+                    && let Some(sent) = traffic.bytes_sent
+                {
+                    println!("{sent} bytes sent for {} bytes of gradients", traffic.gradient_bytes);
+                }
             }
             if let Some(required) = options.require_accuracy.filter(|required| test_accuracy < *required) {
                 let reason = format!("the test accuracy {test_accuracy:.4} does not reach {required}");

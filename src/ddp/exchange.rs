@@ -207,13 +207,13 @@ impl<H: CommHook> RunningHook for Running<H> {
 
     /// Round by round through the buckets, so that all ranks start the next stages in the same order.
     fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
-        let mut stage = 0;
+        let mut stage = 1;
         while self.in_flight.iter().any(|work| !work.is_done()) {
             for (bucket, in_flight) in buckets.iter().zip(&mut self.in_flight) {
                 let HookWork { works, then } = std::mem::replace(in_flight, HookWork::done());
                 for work in &works {
                     work.wait()?;
-                    show(trace, work, format_args!("hook's stage {stage} of bucket {}", bucket.index));
+                    show(trace, work, format_args!("hook, stage {stage} of bucket {}", bucket.index));
                 }
                 if let Some(then) = then {
                     *in_flight = then(&mut self.hook, bucket, group)?;

@@ -4,6 +4,8 @@
 //! |---|---|---|
 //! | none, [`AllReduce`] | itself | the mean over the ranks |
 //! | [`Fp16Compress`], [`Bf16Compress`] | 2 bytes | the mean, rounded to 11 (8) bits |
+//! | [`PowerSgd`] | two thin factors of each matrix | the part of low rank of the mean; the rest counts next time |
+//! | [`TopK`] | the largest, with their places | the mean of what was sent; the rest counts next time |
 //! | [`Noop`] | nothing | this rank's own gradient |
 //!
 //! A hook is registered with
@@ -11,7 +13,7 @@
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
-//! use candle_ddp::comm_hook::{Bf16Compress};
+//! use candle_ddp::comm_hook::{PowerSgd, PowerSgdOptions};
 //! use candle_ddp::{DdpOptions, DistributedDataParallel};
 //! use candle_nn::{VarMap, linear};
 //!
@@ -19,7 +21,7 @@
 //! candle_ddp::spawn(2, |pg| {
 //!     let build = |vb| linear(64, 32, vb);
 //!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
-//!     ddp.register_comm_hook(Bf16Compress::default())?;
+//!     ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 2, ..Default::default() })?)?;
 //!     for _ in 0..4 {
 //!         let x = Tensor::randn(0f32, 1.0, (8, 64), pg.device())?;
 //!         ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
@@ -89,16 +91,22 @@
 //!   others' are on their way. Only the first stage runs beside the backward pass.
 //! - **Parameters that a rank did not use** are zeros in its bucket. Which ranks used which is sent beside the hook: one
 //!   small all-reduce per backward pass, one byte for each parameter, so that a parameter that no rank used has no
-//!   gradient, with every hook.
+//!   gradient, with every hook (and what the hook makes of such a one is dropped).
 //! - **Buckets change once**, after the first synchronised backward pass, when the order in which gradients come is
 //!   known. State that lasts from pass to pass is best kept by parameter name ([`GradBucket::names`]), as the hooks here
 //!   do; PyTorch's start anew.
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
 //! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype`.
 //! - **An error** ends the group, with the reason, on all ranks.
+//! - **No way back**: a hook that calls a method of the DDP model that it serves waits for itself, for ever.
 mod compress;
+mod orthonormal;
+mod power_sgd;
+mod top_k;
 
 pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
+pub use power_sgd::{PowerSgd, PowerSgdOptions};
+pub use top_k::{TopK, TopKOptions};
 
 use super::copy;
 use crate::backend::Work;

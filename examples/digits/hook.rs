@@ -1,0 +1,32 @@
+//! The communication hooks to choose from.
+use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::{DistributedDataParallel, Result};
+use clap::ValueEnum;
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum Hook {
+    /// The mean, as it is.
+    None,
+    /// Gradients are sent in f16.
+    Fp16,
+    /// Gradients are sent in bf16.
+    Bf16,
+    /// Matrices are sent as approximations of rank 1, after 50 steps without.
+    PowerSgd,
+    /// The largest tenth is sent.
+    TopK,
+}
+
+impl Hook {
+    pub(crate) fn register<M>(self, ddp: &DistributedDataParallel<M>) -> Result<()> {
+        match self {
+            Self::None => Ok(()),
+            Self::Fp16 => ddp.register_comm_hook(Fp16Compress::default()),
+            Self::Bf16 => ddp.register_comm_hook(Bf16Compress::default()),
+            Self::PowerSgd => {
+                ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 50, ..Default::default() })?)
+            }
+            Self::TopK => ddp.register_comm_hook(TopK::new(TopKOptions { ratio: 0.1, ..Default::default() })?),
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! PowerSGD: gradients as products of thin matrices.
+use super::compress::all_reduce;
+use super::orthonormal::orthonormal;
+use super::{CommHook, GradBucket, HookWork};
+use crate::ddp::copy;
+use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp, Result};
+use candle_core::{D, DType, Device, Tensor};
+use std::collections::HashMap;
+
+/// How [`PowerSgd`] compresses; the defaults are those of PyTorch's `PowerSGDState`. All ranks give the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PowerSgdOptions {
+    /// The rank of what a matrix is approximated by. More costs more bytes and keeps more of the gradient. Default: 1.
+    pub matrix_approximation_rank: usize,
+    /// How many synchronised backward passes use the plain all-reduce before compression begins, since the first
+    /// gradients of a training are poor in structure (PyTorch's `start_powerSGD_iter`). Default: 1000.
+    pub start_iter: u64,
+    /// A matrix is only compressed if it becomes smaller by more than this factor. Default: 2.
+    pub min_compression_rate: f64,
+    /// Whether what an approximation leaves out is added to the next gradient. It takes a copy of the gradients, and
+    /// without it much of them is lost for ever. Default: true.
+    pub use_error_feedback: bool,
+    /// Whether the approximation begins with the factor of the last one, instead of a random one: so that it gets better
+    /// from pass to pass. Default: true.
+    pub warm_start: bool,
+    /// Added to the lengths of vectors when they are made 1 long. PyTorch needs it where gradients may be zero, and here
+    /// zero is no trouble. Default: 0.
+    pub orthogonalization_epsilon: f64,
+    /// What the random first factors are drawn from. Default: 0.
+    pub seed: u64,
+}
+
+impl Default for PowerSgdOptions {
+    fn default() -> Self {
+        Self {
+            matrix_approximation_rank: 1,
+            start_iter: 1000,
+            min_compression_rate: 2.0,
+            use_error_feedback: true,
+            warm_start: true,
+            orthogonalization_epsilon: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+/// Approximates each matrix of gradients, over all ranks, by a product of two thin ones, and sends these: PyTorch's
+/// `powerSGD_hook`, after [PowerSGD] (Vogels et al., 2019).
+///
+/// A gradient of more than one dimension is a matrix M with as many rows as its first dimension. P = M·Q is all-reduced
+/// and its columns are made orthonormal, Q = Mᵀ·P is all-reduced, and P·Qᵀ is what `backward` returns. Vectors, and
+/// matrices that would not become much smaller, travel with P as they are. The calculation is in f32, or in f64 for
+/// gradients in f64.
+///
+/// Differences to PyTorch's: the state is kept by parameter, so that it survives the rebuilding of the buckets and
+/// compression may begin with the first pass; a gradient of zeros, for example of an unused parameter, or of less than
+/// the approximation's rank, gives zeros where PyTorch's gives NaN or noise; an infinite or NaN gradient, which a
+/// [`GradScaler`](crate::GradScaler) tells from the result, leaves no trace in the state. When the scaler changes its
+/// scale, what was left out before keeps the old one.
+///
+/// Every rank calculates P·Qᵀ for itself, so that ranks on processors of different kinds may differ in the last bits.
+///
+/// [PowerSGD]: https://arxiv.org/abs/1905.13727
+#[derive(Debug)]
+pub struct PowerSgd {
+    options: PowerSgdOptions,
+    iteration: u64,
+    matrices: HashMap<String, Memory>,
+    bytes: u64,
+}
+
+/// What is kept of one matrix of N × M elements from pass to pass.
+#[derive(Debug)]
+struct Memory {
+    /// The first factor, rank × M, for rows that the last approximation could not fill.
+    start: Tensor,
+    /// With which the next approximation begins, rank × M.
+    q: Tensor,
+    /// N × M: what the last approximation left out here.
+    error: Option<Tensor>,
+}
+
+/// A matrix on its way. Both factors are kept with their long side along the rows.
+struct Matrix {
+    /// Its place in the bucket.
+    slot: usize,
+    rank: usize,
+    /// This rank's, N × M, with what was left out before.
+    local: Tensor,
+    start: Tensor,
+}
+
+impl PowerSgd {
+    /// A hook that has not seen any gradient. Refuses a rank of 0, a compression rate that is not above 0 and a negative
+    /// epsilon.
+    pub fn new(options: PowerSgdOptions) -> Result<Self> {
+        let PowerSgdOptions { min_compression_rate: rate, orthogonalization_epsilon: epsilon, .. } = options;
+        if options.matrix_approximation_rank == 0 {
+            return Err(Error::invalid("matrix_approximation_rank", "0 would leave nothing: use at least 1"));
+        }
+        if rate.is_nan() || rate <= 0.0 {
+            return Err(Error::invalid("min_compression_rate", format!("{rate} is no factor: it must be above 0")));
+        }
+        if !(epsilon >= 0.0 && epsilon.is_finite()) {
+            let reason = format!("{epsilon} cannot be added to a length: it must be 0 or more");
+            return Err(Error::invalid("orthogonalization_epsilon", reason));
+        }
+        Ok(Self { options, iteration: 0, matrices: HashMap::new(), bytes: 0 })
+    }
+
+    /// The rows and columns of a gradient that is worth compressing, and the rank of its approximation.
+    fn plan(&self, gradient: &Tensor) -> Option<(usize, usize, usize)> {
+        let [rows, _, ..] = *gradient.dims() else { return None };
+        let columns = gradient.elem_count().checked_div(rows)?;
+        let rank = self.options.matrix_approximation_rank.min(rows).min(columns);
+        let compressed = ((rows + columns) * rank) as f64;
+        let worth = columns > 1 && compressed * self.options.min_compression_rate < gradient.elem_count() as f64;
+        worth.then_some((rows, columns, rank))
+    }
+
+    /// P of all matrices in the bucket, all-reduced together with what is not compressed.
+    fn first_stage(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
+        let dtype = if bucket.buffer().dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let (mut matrices, mut others, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for (slot, (gradient, name)) in bucket.gradients().iter().zip(bucket.names()).enumerate() {
+            let Some((rows, columns, rank)) = self.plan(gradient) else {
+                others.push(slot);
+                continue;
+            };
+            let mut local = gradient.reshape((rows, columns))?.to_dtype(dtype)?;
+            let memory = self.matrices.remove(name);
+            if let Some(error) = memory.as_ref().and_then(|memory| memory.error.as_ref()) {
+                local = (local + error)?;
+            }
+            let (start, q) = match memory {
+                Some(Memory { start, q, .. }) if self.options.warm_start => (start, q),
+                _ => {
+                    let start = self.random(name, (rank, columns), dtype, gradient.device())?;
+                    (start.clone(), start)
+                }
+            };
+            let q = orthonormal(&q, self.options.orthogonalization_epsilon)?;
+            parts.push(q.matmul(&local.t()?)?.flatten_all()?);
+            matrices.push(Matrix { slot, rank, local, start });
+        }
+        if matrices.is_empty() {
+            self.bytes += bucket.bytes() as u64;
+            return all_reduce(bucket, group);
+        }
+        for &slot in &others {
+            let gradient = bucket.gradients()[slot].flatten_all()?.to_dtype(dtype)?;
+            parts.push((gradient / group.world_size() as f64)?);
+        }
+        let flat = Tensor::cat(&parts, 0)?;
+        self.count(&flat);
+        let work = group.all_reduce_async(&flat, ReduceOp::Sum)?;
+        Ok(HookWork::then([work], move |hook: &mut Self, bucket, group| {
+            hook.second_stage(bucket, group, matrices, &others, &flat)
+        }))
+    }
+
+    /// Q of all matrices; the uncompressed gradients are there.
+    fn second_stage(
+        &mut self,
+        bucket: &GradBucket,
+        group: &ProcessGroup,
+        matrices: Vec<Matrix>,
+        others: &[usize],
+        flat: &Tensor,
+    ) -> Result<HookWork<Self>> {
+        let mut offset = 0;
+        let (mut ps, mut parts) = (Vec::with_capacity(matrices.len()), Vec::with_capacity(matrices.len()));
+        for matrix in &matrices {
+            let p = take(flat, &mut offset, (matrix.rank, matrix.local.dim(0)?))?;
+            let p = orthonormal(&p, self.options.orthogonalization_epsilon)?;
+            parts.push((p.matmul(&matrix.local)?.flatten_all()? / group.world_size() as f64)?);
+            ps.push(p);
+        }
+        for &slot in others {
+            let gradient = &bucket.gradients()[slot];
+            let mean = take(flat, &mut offset, (gradient.elem_count(), 1))?;
+            copy::copy(gradient, &mean.reshape(gradient.shape())?)?;
+        }
+        let flat = Tensor::cat(&parts, 0)?;
+        self.count(&flat);
+        let work = group.all_reduce_async(&flat, ReduceOp::Sum)?;
+        Ok(HookWork::then([work], move |hook: &mut Self, bucket, _| {
+            hook.last_stage(bucket, matrices, &ps, &flat)?;
+            Ok(HookWork::done())
+        }))
+    }
+
+    /// The approximations, and what they leave out.
+    fn last_stage(&mut self, bucket: &GradBucket, matrices: Vec<Matrix>, ps: &[Tensor], flat: &Tensor) -> Result<()> {
+        let mut offset = 0;
+        for (Matrix { slot, rank, local, start }, p) in matrices.into_iter().zip(ps) {
+            let q = take(flat, &mut offset, (rank, local.dim(1)?))?;
+            let approximation = p.t()?.matmul(&q)?;
+            let error = match self.options.use_error_feedback {
+                true => Some(zero_where_nan(&(local - &approximation)?)?),
+                false => None,
+            };
+            let gradient = &bucket.gradients()[slot];
+            copy::copy(gradient, &approximation.reshape(gradient.shape())?)?;
+            let q = usable_rows(&q, &start)?;
+            self.matrices.insert(bucket.names()[slot].clone(), Memory { start, q, error });
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, sent: &Tensor) {
+        self.bytes += (sent.elem_count() * sent.dtype().size_in_bytes()) as u64;
+    }
+
+    /// Normally distributed numbers, the same on every rank: they follow from the seed, the parameter's name and the
+    /// iteration alone.
+    fn random(&self, name: &str, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+        // FNV-1a over the name makes the state of a SplitMix64.
+        let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325, hash);
+        state = state.wrapping_add(self.options.seed).wrapping_add(self.iteration << 32);
+        let mut uniform = || {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut word = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((word ^ (word >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+        };
+        // Box and Muller; 1 - u is never 0.
+        let mut normal = || (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos();
+        let values: Vec<f64> = (0..shape.0 * shape.1).map(|_| normal()).collect();
+        Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+    }
+}
+
+impl CommHook for PowerSgd {
+    fn describe(&self) -> String {
+        format!("PowerSGD, {:?}", self.options)
+    }
+
+    fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
+        let work = if self.iteration < self.options.start_iter {
+            self.bytes += bucket.bytes() as u64;
+            all_reduce(bucket, group)
+        } else {
+            self.first_stage(bucket, group)
+        };
+        self.iteration += u64::from(bucket.is_last());
+        work
+    }
+
+    fn bytes_sent(&self) -> Option<u64> {
+        Some(self.bytes)
+    }
+}
+
+/// The next elements of `flat`, as a matrix.
+fn take(flat: &Tensor, offset: &mut usize, shape: (usize, usize)) -> Result<Tensor> {
+    let count = shape.0 * shape.1;
+    let part = flat.narrow(0, *offset, count)?.reshape(shape)?;
+    *offset += count;
+    Ok(part)
+}
+
+/// The rows of `rows` that are finite and not zero; in place of the others, those of `spare`.
+fn usable_rows(rows: &Tensor, spare: &Tensor) -> Result<Tensor> {
+    let sums = rows.abs()?.sum_keepdim(D::Minus1)?;
+    // Comparisons with NaN are false.
+    let usable = (sums.gt(0.0)? * sums.le(f64::from(f32::MAX))?)?;
+    Ok(usable.broadcast_as(rows.shape())?.contiguous()?.where_cond(rows, spare)?)
+}
+
+fn zero_where_nan(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.eq(tensor)?.where_cond(tensor, &tensor.zeros_like()?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(tensor: &Tensor) -> Vec<Vec<f32>> {
+        tensor.to_vec2().unwrap()
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_visible_and_is_not_kept() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let rows = Tensor::new(&[[1f32, 2.], [bad, 1.], [0., 0.]], &Device::Cpu).unwrap();
+            let basis = values(&orthonormal(&rows, 0.0).unwrap());
+            assert!(basis[1].iter().any(|value| value.is_nan()), "{basis:?}");
+            let spare = Tensor::new(&[[7f32, 7.], [8., 8.], [9., 9.]], &Device::Cpu).unwrap();
+            assert_eq!(values(&usable_rows(&rows, &spare).unwrap()), [[1., 2.], [8., 8.], [9., 9.]]);
+        }
+        let error = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
+        assert_eq!(values(&zero_where_nan(&error).unwrap()), [[1., 0.]]);
+    }
+
+    #[test]
+    fn random_factors_are_normal_and_follow_from_seed_name_and_iteration() {
+        let hook = |seed| PowerSgd::new(PowerSgdOptions { seed, ..Default::default() }).unwrap();
+        let draw = |hook: &PowerSgd, name| {
+            hook.random(name, (1, 10_000), DType::F32, &Device::Cpu).unwrap().flatten_all().unwrap().to_vec1::<f32>()
+        };
+        let first = draw(&hook(1), "a").unwrap();
+        assert_eq!(first, draw(&hook(1), "a").unwrap());
+        let mut later = hook(1);
+        later.iteration = 1;
+        for other in [draw(&hook(2), "a"), draw(&hook(1), "b"), draw(&later, "a")] {
+            let other = other.unwrap();
+            let correlation = first.iter().zip(&other).map(|(a, b)| a * b).sum::<f32>() / 10_000.0;
+            assert!(correlation.abs() < 0.05, "{correlation}");
+        }
+        let mean = first.iter().sum::<f32>() / 10_000.0;
+        let variance = first.iter().map(|value| value * value).sum::<f32>() / 10_000.0;
+        assert!(mean.abs() < 0.05 && (variance - 1.0).abs() < 0.05, "{mean}, {variance}");
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let bad = [
+            PowerSgdOptions { matrix_approximation_rank: 0, ..Default::default() },
+            PowerSgdOptions { min_compression_rate: f64::NAN, ..Default::default() },
+            PowerSgdOptions { min_compression_rate: 0.0, ..Default::default() },
+            PowerSgdOptions { orthogonalization_epsilon: -1.0, ..Default::default() },
+        ];
+        bad.iter().for_each(|options| assert!(PowerSgd::new(*options).is_err(), "{options:?}"));
+    }
+}

@@ -1,0 +1,155 @@
+//! Top-k sparsification: only the largest gradients are sent, the others later.
+use super::{CommHook, GradBucket, HookWork};
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use std::collections::HashMap;
+
+/// How [`TopK`] chooses. All ranks give the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TopKOptions {
+    /// Which part of a bucket's elements is sent, above 0 and at most 1; each costs 8 bytes, and comes from every rank.
+    /// Default: 0.01.
+    pub ratio: f64,
+    /// Whether what was not sent is added to the next gradient. It takes a copy of the gradients, and without it most of
+    /// them are lost for ever. Default: true.
+    pub use_error_feedback: bool,
+}
+
+impl Default for TopKOptions {
+    fn default() -> Self {
+        Self { ratio: 0.01, use_error_feedback: true }
+    }
+}
+
+/// Sends, of each bucket, the elements that are largest on this rank, with their places; the mean over the ranks of what
+/// was sent is what `backward` returns, zeros elsewhere. What was not sent is kept and added to the next gradient, so that
+/// nothing is lost (Top-k sparsification with error feedback: Stich et al., 2018).
+///
+/// What was kept comes later, and in lumps, which optimizers like Adam, that divide by a mean of past squares, take badly
+/// if too little is sent: watch the loss, and raise `ratio` where it jumps.
+///
+/// Every rank receives the elements of all, so that it pays when `ratio` × the number of ranks is well below one half. The
+/// choice is made on the host, in f32: gradients on a GPU are copied there and back.
+#[derive(Debug)]
+pub struct TopK {
+    options: TopKOptions,
+    /// What was not sent, by parameter.
+    left: HashMap<String, Vec<f32>>,
+    bytes: u64,
+}
+
+impl TopK {
+    /// A hook that has not seen any gradient. Refuses a ratio that is not above 0 and at most 1.
+    pub fn new(options: TopKOptions) -> Result<Self> {
+        let ratio = options.ratio;
+        if !(ratio > 0.0 && ratio <= 1.0) {
+            return Err(Error::invalid("ratio", format!("{ratio} is no part: it must be above 0 and at most 1")));
+        }
+        Ok(Self { options, left: HashMap::new(), bytes: 0 })
+    }
+
+    /// Adds what was left over from the last pass.
+    fn add_left(&mut self, bucket: &GradBucket, values: &mut [f32]) {
+        let mut rest = values;
+        for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
+            let (part, others) = rest.split_at_mut(gradient.elem_count());
+            if let Some(left) = self.left.get(name) {
+                part.iter_mut().zip(left).for_each(|(value, left)| *value += left);
+            }
+            rest = others;
+        }
+    }
+
+    /// Keeps what is not sent. What is not finite is no gradient, and would not become one by waiting.
+    fn keep(&mut self, bucket: &GradBucket, values: &[f32]) {
+        let mut rest = values;
+        for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
+            let (part, others) = rest.split_at(gradient.elem_count());
+            let finite = part.iter().map(|value| if value.is_finite() { *value } else { 0.0 });
+            if let Some(left) = self.left.get_mut(name) {
+                left.iter_mut().zip(finite).for_each(|(left, value)| *left = value);
+            } else {
+                self.left.insert(name.clone(), finite.collect());
+            }
+            rest = others;
+        }
+    }
+}
+
+impl CommHook for TopK {
+    fn describe(&self) -> String {
+        format!("top-k, {:?}", self.options)
+    }
+
+    fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
+        let (count, device) = (bucket.buffer().elem_count(), bucket.buffer().device());
+        if u32::try_from(count).is_err() {
+            let reason = format!("a bucket of {count} elements is too large for TopK: choose a smaller bucket_cap_mb");
+            return Err(Error::invalid("comm_hook", reason));
+        }
+        let mut values: Vec<f32> = bucket.buffer().to_dtype(DType::F32)?.to_vec1()?;
+        self.add_left(bucket, &mut values);
+        let k = ((count as f64 * self.options.ratio).ceil() as usize).clamp(1, count);
+        let places = largest(&values, k);
+        let chosen: Vec<f32> = places.iter().map(|place| values[*place as usize]).collect();
+        if self.options.use_error_feedback {
+            places.iter().for_each(|place| values[*place as usize] = 0.0);
+            self.keep(bucket, &values);
+        }
+        self.bytes += (k * (size_of::<f32>() + size_of::<u32>())) as u64;
+        let (places, chosen) = (Tensor::from_vec(places, k, device)?, Tensor::from_vec(chosen, k, device)?);
+        let world_size = group.world_size();
+        let all_places = Tensor::zeros(world_size * k, DType::U32, device)?;
+        let all_chosen = Tensor::zeros(world_size * k, DType::F32, device)?;
+        let works = [group.all_gather_async(&all_places, &places)?, group.all_gather_async(&all_chosen, &chosen)?];
+        Ok(HookWork::then(works, move |_, bucket, _| {
+            let mut sums = vec![0f32; count];
+            // In the order of ranks, so that all ranks round alike.
+            for (place, value) in all_places.to_vec1::<u32>()?.into_iter().zip(all_chosen.to_vec1::<f32>()?) {
+                if let Some(sum) = sums.get_mut(place as usize) {
+                    *sum += value / world_size as f32;
+                }
+            }
+            bucket.set_buffer(&Tensor::from_vec(sums, count, bucket.buffer().device())?)?;
+            Ok(HookWork::done())
+        }))
+    }
+
+    fn bytes_sent(&self) -> Option<u64> {
+        Some(self.bytes)
+    }
+}
+
+/// The places of the `k` values that are farthest from zero, ascending; of equal ones, the first. NaN is farthest.
+fn largest(values: &[f32], k: usize) -> Vec<u32> {
+    let mut places: Vec<u32> = (0..values.len() as u32).collect();
+    if k < places.len() {
+        let size = |place: &u32| values[*place as usize].abs();
+        places.select_nth_unstable_by(k, |a, b| size(b).total_cmp(&size(a)).then(a.cmp(b)));
+        places.truncate(k);
+        places.sort_unstable();
+    }
+    places
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_are_found() {
+        let values = [1.0, -3.0, 2.0, 3.0, 0.0, -2.0];
+        assert_eq!(largest(&values, 1), [1]);
+        assert_eq!(largest(&values, 3), [1, 2, 3]);
+        assert_eq!(largest(&values, 6), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(largest(&[f32::INFINITY, -f32::NAN, 5.0], 1), [1]);
+    }
+
+    #[test]
+    fn ratios_are_checked() {
+        for ratio in [0.0, -0.1, 1.1, f64::NAN] {
+            assert!(TopK::new(TopKOptions { ratio, ..Default::default() }).is_err(), "{ratio}");
+        }
+    }
+}

@@ -1,0 +1,401 @@
+//! The hooks that leave something out and make up for it later: PowerSGD and top-k.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+#[path = "common/weights.rs"]
+mod weights;
+
+use candle_core::{DType, Device, Module, Tensor, safetensors};
+use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result};
+use candle_nn::{Optimizer, SGD, VarMap};
+use common::{assert_close, floats, ranks, tensor};
+use weights::{Model, Shapes, backward, wrap};
+
+/// Registered in this order; gradients come in another, so that the buckets are rebuilt.
+const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
+
+fn power_sgd(rank: usize) -> PowerSgd {
+    // Such that also small matrices are compressed.
+    let options = PowerSgdOptions { start_iter: 0, min_compression_rate: 1.01, ..Default::default() };
+    PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, ..options }).unwrap()
+}
+
+fn top_k(ratio: f64) -> TopK {
+    TopK::new(TopKOptions { ratio, ..Default::default() }).unwrap()
+}
+
+fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<Model> {
+    let ddp = wrap(pg, SHAPES, DType::F32, options)?;
+    ddp.register_comm_hook(hook)?;
+    Ok(ddp)
+}
+
+/// Buckets of 500 bytes, in which parameters change places when they are rebuilt.
+fn small_buckets() -> DdpOptions {
+    let mib = 500.0 / f64::from(1 << 20);
+    DdpOptions { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() }
+}
+
+/// Gradients whose matrices have rank 1.
+fn thin(rank: usize, step: usize) -> Vec<Option<Tensor>> {
+    let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
+        let seed = (1 + rank * 1000 + step * 10 + index) as u64;
+        let columns: usize = shape[1..].iter().product();
+        let product = tensor(&[shape[0], 1], seed).matmul(&tensor(&[1, columns], seed + 500)).unwrap();
+        Some(product.reshape(*shape).unwrap())
+    };
+    SHAPES.iter().enumerate().map(gradient).collect()
+}
+
+fn full(rank: usize, step: usize) -> Vec<Option<Tensor>> {
+    let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
+        Some(tensor(shape, (1 + rank * 1000 + step * 10 + index) as u64))
+    };
+    SHAPES.iter().enumerate().map(gradient).collect()
+}
+
+fn zeros() -> Vec<Option<Tensor>> {
+    SHAPES.iter().map(|(_, shape)| Some(Tensor::zeros(*shape, DType::F32, &Device::Cpu).unwrap())).collect()
+}
+
+fn flat(gradients: &[Option<Tensor>]) -> Vec<f32> {
+    gradients.iter().flat_map(|gradient| floats(gradient.as_ref().expect("a gradient"))).collect()
+}
+
+/// The mean over the ranks of what `of_rank` gives.
+fn mean(world: usize, of_rank: impl Fn(usize) -> Vec<Option<Tensor>>) -> Vec<f32> {
+    let mut mean = vec![0.0; flat(&of_rank(0)).len()];
+    for rank in 0..world {
+        add(&mut mean, &flat(&of_rank(rank)), 1.0 / world as f32);
+    }
+    mean
+}
+
+fn add(sum: &mut [f32], values: &[f32], factor: f32) {
+    sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += factor * value);
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    let length = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
+    length(&mut a.iter().zip(b).map(|(a, b)| a - b)) / length(&mut b.iter().copied())
+}
+
+#[test]
+fn power_sgd_gives_what_pytorchs_gives() {
+    const SHAPES: Shapes =
+        &[("wide", &[6, 40]), ("bias", &[6]), ("conv", &[16, 3, 3, 3]), ("small", &[3, 4]), ("tall", &[50, 7])];
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/comm_hook.safetensors");
+    let golden = safetensors::load(golden, &Device::Cpu).unwrap();
+    let defaults = PowerSgdOptions { start_iter: 0, seed: 3, ..Default::default() };
+    let rank_2 = PowerSgdOptions { matrix_approximation_rank: 2, ..defaults };
+    let cases = [
+        ("rank_1", defaults),
+        ("rank_2", PowerSgdOptions { min_compression_rate: 1.2, ..rank_2 }),
+        ("no_feedback", PowerSgdOptions { use_error_feedback: false, ..defaults }),
+        ("cold_start", PowerSgdOptions { warm_start: false, ..rank_2 }),
+        ("epsilon", PowerSgdOptions { orthogonalization_epsilon: 0.5, ..defaults }),
+    ];
+    for (case, options) in cases {
+        ranks(2, |pg| {
+            let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+            ddp.register_comm_hook(PowerSgd::new(options)?)?;
+            for step in 0..4 {
+                let gradient = |(name, _): &(&str, _)| golden.get(&format!("gradient.{}.{step}.{name}", pg.rank()));
+                let gradients: Vec<_> = SHAPES.iter().map(|shape| gradient(shape).cloned()).collect();
+                for (got, (name, _)) in backward(&ddp, &gradients)?.iter().zip(SHAPES) {
+                    let expected = floats(&golden[&format!("{case}.{step}.{name}")]);
+                    let what = format!("{case}, step {step}, {name}");
+                    assert_close(&floats(got.as_ref().unwrap()), &expected, 1e-4, &what);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn power_sgd_of_enough_rank_gives_the_mean() {
+    // The mean over `world` ranks has rank `world`; with rank 4 there are rows too many, which must not add noise.
+    for (world, rank) in [(1, 1), (2, 2), (3, 3), (2, 4)] {
+        let out = ranks(world, |pg| {
+            let options = PowerSgdOptions {
+                matrix_approximation_rank: rank,
+                start_iter: 0,
+                min_compression_rate: 1.01,
+                use_error_feedback: false,
+                ..Default::default()
+            };
+            let ddp = model(&pg, PowerSgd::new(options)?, small_buckets())?;
+            (0..4).map(|step| Ok(flat(&backward(&ddp, &thin(pg.rank(), step))?))).collect::<Result<Vec<_>>>()
+        })
+        .unwrap();
+        for step in 0..4 {
+            let expected = mean(world, |rank| thin(rank, step));
+            assert_close(&out[0][step], &expected, 1e-5, &format!("{world} ranks, rank {rank}, step {step}"));
+            assert!(out.iter().all(|rank| rank[step] == out[0][step]), "ranks must agree bit for bit");
+        }
+    }
+}
+
+#[test]
+fn power_sgd_begins_after_the_given_number_of_passes() {
+    ranks(2, |pg| {
+        let options = PowerSgdOptions { start_iter: 2, ..Default::default() };
+        let ddp = model(&pg, PowerSgd::new(options)?, small_buckets())?;
+        let plain = model(&pg, AllReduce::default(), small_buckets())?;
+        for step in 0..4 {
+            let gradients = full(pg.rank(), step);
+            let (got, expected) = (flat(&backward(&ddp, &gradients)?), flat(&backward(&plain, &gradients)?));
+            assert_eq!(got == expected, step < 2, "step {step}");
+        }
+        // Two passes of 253 elements; then a and conv as 12 + 10 and 8 + 15 elements, the 13 others as they are.
+        let traffic = ddp.comm_hook_traffic().unwrap();
+        assert_eq!(traffic.gradient_bytes, 4 * 253 * 4);
+        assert_eq!(traffic.bytes_sent, Some(2 * 253 * 4 + 2 * (12 + 10 + 8 + 15 + 13) * 4 + 4 * 4));
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The sums of what came out of `steps` passes with gradients, and of them and as many with zeros, with their order.
+fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Sync, steps: usize) -> [Vec<f32>; 2] {
+    let out = ranks(world, |pg| {
+        let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+        hook()(&ddp)?;
+        let first = ddp.buckets();
+        let mut sum = vec![0.0; 253];
+        let mut early = Vec::new();
+        for step in 0..2 * steps {
+            let gradients = if step < steps { full(pg.rank(), step) } else { zeros() };
+            add(&mut sum, &flat(&backward(&ddp, &gradients)?), 1.0);
+            if step + 1 == steps {
+                early = sum.clone();
+            }
+        }
+        assert_ne!(ddp.buckets(), first, "the state has to survive this");
+        Ok([early, sum])
+    })
+    .unwrap();
+    assert!(out.iter().all(|sums| *sums == out[0]), "ranks must agree bit for bit");
+    out.into_iter().next().unwrap()
+}
+
+/// What would have come out of plain passes.
+fn plain_sum(world: usize, steps: usize) -> Vec<f32> {
+    let mut sum = vec![0.0; 253];
+    (0..steps).for_each(|step| add(&mut sum, &mean(world, |rank| full(rank, step)), 1.0));
+    sum
+}
+
+#[test]
+fn with_error_feedback_power_sgd_loses_nothing() {
+    for world in [2, 3] {
+        let [early, late] = sums(world, || Box::new(|ddp| ddp.register_comm_hook(power_sgd(1))), 30);
+        let expected = plain_sum(world, 30);
+        assert!(distance(&early, &expected) > 0.05, "something is on its way");
+        assert!(distance(&late, &expected) < 1e-3, "{}", distance(&late, &expected));
+    }
+    let without = PowerSgdOptions { start_iter: 0, use_error_feedback: false, ..Default::default() };
+    let [_, late] = sums(2, || Box::new(move |ddp| ddp.register_comm_hook(PowerSgd::new(without)?)), 30);
+    assert!(distance(&late, &plain_sum(2, 30)) > 0.3, "lost");
+}
+
+#[test]
+fn with_error_feedback_top_k_loses_nothing() {
+    for world in [2, 3] {
+        let [early, late] = sums(world, || Box::new(|ddp| ddp.register_comm_hook(top_k(0.1))), 12);
+        let expected = plain_sum(world, 12);
+        assert!(distance(&early, &expected) > 0.05, "something is on its way");
+        // Every rank has sent everything: a tenth of its bucket in each of the last twelve passes.
+        assert_close(&late, &expected, 1e-5, "the sum");
+    }
+    let without = TopKOptions { ratio: 0.1, use_error_feedback: false };
+    let [_, late] = sums(2, || Box::new(move |ddp| ddp.register_comm_hook(TopK::new(without)?)), 12);
+    assert!(distance(&late, &plain_sum(2, 12)) > 0.3, "lost");
+}
+
+#[test]
+fn top_k_sends_each_ranks_largest() {
+    let shapes: Shapes = &[("w", &[10])];
+    let out = ranks(2, |pg| {
+        let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
+        ddp.register_comm_hook(top_k(0.15))?; // 2 of 10, rounded up
+        let mut own = [1f32, 0., 0., 8., 0., 0., -4., 0., 0., 0.];
+        if pg.rank() == 1 {
+            own = [0., 0., 0., 2., 0., 6., 1., 0., 0., 0.5];
+        }
+        let step = || Ok(flat(&backward(&ddp, &[Some(Tensor::new(&own, &Device::Cpu)?)])?));
+        let out: Result<Vec<_>> = (0..2).map(|_| step()).collect();
+        assert_eq!(ddp.comm_hook_traffic().unwrap().bytes_sent, Some(2 * (2 * 8 + 1)));
+        out
+    })
+    .unwrap();
+    // Both send place 3; next time, the others count twice.
+    let first = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
+    let second = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
+    assert_eq!(out, vec![vec![first, second]; 2]);
+    let all = ranks(3, |pg| flat_pass(&pg, top_k(1.0))).unwrap();
+    all.iter().for_each(|all| assert_close(all, &mean(3, |rank| full(rank, 0)), 1e-6, "all of them"));
+}
+
+fn flat_pass(pg: &ProcessGroup, hook: impl CommHook) -> Result<Vec<f32>> {
+    let ddp = model(pg, hook, DdpOptions::default())?;
+    Ok(flat(&backward(&ddp, &full(pg.rank(), 0))?))
+}
+
+/// What each hook is registered as in turn, by number.
+fn register(ddp: &Model, hook: usize) -> Result<()> {
+    match hook {
+        0 => ddp.register_comm_hook(power_sgd(3)),
+        _ => ddp.register_comm_hook(top_k(1.0)),
+    }
+}
+
+#[test]
+fn ranks_may_use_different_parameters_and_unused_ones_wake_up() {
+    for hook in 0..2 {
+        ranks(3, |pg| {
+            let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+            register(&ddp, hook)?;
+            for step in 0..6 {
+                // For three steps nobody uses `a`, then rank 1 alone; `conv` is used by two at a time.
+                let gradients = |rank: usize| {
+                    let mut gradients = thin(rank, step);
+                    if step < 3 || rank != 1 {
+                        gradients[0] = None;
+                    }
+                    if rank == step % 3 {
+                        gradients[2] = None;
+                    }
+                    gradients
+                };
+                let out = backward(&ddp, &gradients(pg.rank()))?;
+                assert_eq!(out[0].is_some(), step >= 3, "step {step}");
+                for index in (0..4).filter(|index| *index > 0 || step >= 3) {
+                    let expected = mean(3, |rank| {
+                        let unused = Tensor::zeros(SHAPES[index].1, DType::F32, &Device::Cpu).unwrap();
+                        vec![Some(gradients(rank)[index].clone().unwrap_or(unused))]
+                    });
+                    let what = format!("hook {hook}, step {step}, {}", SHAPES[index].0);
+                    assert_close(&floats(out[index].as_ref().unwrap()), &expected, 1e-5, &what);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn what_is_not_finite_is_seen_by_all_and_leaves_no_trace() {
+    for hook in 0..2 {
+        for bad in [f32::INFINITY, f32::NAN] {
+            ranks(2, |pg| {
+                let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
+                register(&ddp, hook)?;
+                for step in 0..5 {
+                    let mut gradients = thin(pg.rank(), step);
+                    if step == 2 && pg.rank() == 1 {
+                        let spoilt = gradients[0]
+                            .as_ref()
+                            .unwrap()
+                            .slice_assign(&[3..4, 5..6], &Tensor::full(bad, (1, 1), &Device::Cpu)?)?;
+                        gradients[0] = Some(spoilt);
+                    }
+                    let out = backward(&ddp, &gradients)?;
+                    if step == 2 {
+                        let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
+                        assert!(!finite, "hook {hook}: {bad} on rank 1, and rank {} does not see it", pg.rank());
+                    } else {
+                        assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), 1e-4, &format!("step {step}"));
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
+}
+
+#[test]
+fn top_k_forgets_what_is_not_finite_where_it_is_too_much_to_send() {
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, &[("w", &[10])], DType::F32, DdpOptions::default())?;
+        ddp.register_comm_hook(top_k(0.1))?; // 1 of 10
+        for step in 0..4 {
+            let mut own = [0f32; 10];
+            own[7] = 1.0;
+            if step == 0 && pg.rank() == 1 {
+                (own[2], own[3], own[4]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+            }
+            let out = flat(&backward(&ddp, &[Some(Tensor::new(&own, &Device::Cpu)?)])?);
+            assert_eq!(out.iter().all(|value| value.is_finite()), step > 0, "step {step}: {out:?}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn other_dtypes_work() {
+    let half = |param_dtype, reduce_dtype| Some(MixedPrecision { param_dtype, reduce_dtype, buffer_dtype: None });
+    let cases = [
+        (DType::F64, None, 1e-6),
+        (DType::BF16, None, 2e-2),
+        (DType::F32, half(Some(DType::F16), None), 3e-3),
+        (DType::F32, half(Some(DType::BF16), Some(DType::F32)), 2e-2),
+    ];
+    for (dtype, mixed_precision, tolerance) in cases {
+        for hook in 0..2 {
+            ranks(2, |pg| {
+                let options = DdpOptions { mixed_precision, ..small_buckets() };
+                let ddp = wrap(&pg, SHAPES, dtype, options)?;
+                register(&ddp, hook)?;
+                for step in 0..2 {
+                    let out = backward(&ddp, &thin(pg.rank(), step))?;
+                    assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype));
+                    let what = format!("{dtype:?}, {mixed_precision:?}, hook {hook}");
+                    assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
+}
+
+/// The losses before and after `steps` steps of a regression with 24 × 16 weights, of which each rank sees its own data.
+fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f32) {
+    let target = tensor(&[16, 24], 77);
+    let losses = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb| candle_nn::linear_no_bias(24, 16, vb);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        common::fill(&varmap, 5);
+        ddp.register_comm_hook(hook())?;
+        let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
+        let x = tensor(&[64, 24], 500 + pg.rank() as u64);
+        let y = x.matmul(&target.t()?)?;
+        let mut losses = Vec::new();
+        for _ in 0..steps {
+            let loss = (ddp.call(|net| net.forward(&x))? - &y)?.sqr()?.mean_all()?;
+            losses.push(loss.to_scalar::<f32>()?);
+            optimizer.step(&ddp.backward(&loss)?)?;
+        }
+        Ok(losses)
+    })
+    .unwrap();
+    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f32>() / 2.0;
+    (mean(0), mean(steps - 1))
+}
+
+#[test]
+fn a_regression_converges() {
+    let (first, plain) = regression(AllReduce::default, 150);
+    assert!(plain < first * 1e-3, "{first}, {plain}");
+    for (name, last) in [("PowerSGD", regression(|| power_sgd(2), 150).1), ("top-k", regression(|| top_k(0.1), 150).1)]
+    {
+        assert!(last < first * 1e-2, "{name}: from {first} to {last}, and {plain} without");
+    }
+}

@@ -1,0 +1,41 @@
+//! A model whose gradients are what a test wants: the loss is the sum of its parameters' products with them.
+use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_nn::{VarBuilder, VarMap};
+
+pub(crate) struct Weights(pub(crate) Vec<Tensor>);
+
+pub(crate) type Model = DistributedDataParallel<Weights>;
+
+/// Names and shapes of parameters, in the order of registration.
+pub(crate) type Shapes<'a> = &'a [(&'a str, &'a [usize])];
+
+pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, dtype: DType, options: DdpOptions) -> Result<Model> {
+    let build = |vb: VarBuilder<'static>| {
+        let weight = |(name, shape): &(&str, &[usize])| vb.get(*shape, name);
+        Ok::<_, Error>(Weights(shapes.iter().map(weight).collect::<candle_core::Result<_>>()?))
+    };
+    DistributedDataParallel::new(pg, &VarMap::new(), dtype, build, options)
+}
+
+/// A backward pass in which the gradient of parameter `i` is `gradients[i]`; None: it is not used. Returns copies of what
+/// comes out, for the views are overwritten by the next pass.
+pub(crate) fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
+    let loss = ddp.call(|net| {
+        let mut loss = Tensor::new(0f64, &Device::Cpu)?;
+        // In reverse, so that gradients do not come in the reverse of the order of registration, which DDP expects: the
+        // buckets are rebuilt.
+        for (weight, gradient) in net.0.iter().zip(gradients).rev() {
+            if let Some(gradient) = gradient {
+                // In the wider of both dtypes.
+                let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+                let product = (weight.to_dtype(dtype)? * gradient.to_dtype(dtype)?)?.sum_all()?;
+                loss = (loss + product.to_dtype(DType::F64)?)?;
+            }
+        }
+        Ok::<_, Error>(loss)
+    })?;
+    let grads = ddp.backward(&loss)?;
+    let gradient = |var: &Var| grads.get(var).map(Tensor::copy).transpose();
+    Ok(ddp.parameters().iter().map(gradient).collect::<candle_core::Result<_>>()?)
+}
