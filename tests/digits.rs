@@ -57,6 +57,18 @@ fn two_ranks_learn_to_read() {
 }
 
 #[test]
+fn spread_optimizer_states_train_the_same() {
+    for ranks in [2, 3] {
+        let hashes = |arguments: &[&str]| -> Vec<Value> {
+            let epochs = metrics(ranks, &[&["--epochs", "2"], arguments].concat());
+            epochs.into_iter().map(|epoch| epoch["parameter_hash"].clone()).collect()
+        };
+        // To the last bit: the engine sums up in the same order, and the optimizer is the same.
+        assert_eq!(hashes(&["--zero"]), hashes(&[]), "{ranks} ranks");
+    }
+}
+
+#[test]
 fn every_communication_hook_learns_too() {
     // What a hook may send at most, as a part of the gradients.
     for (hook, part) in [("fp16", 0.51), ("bf16", 0.51), ("power-sgd", 0.6), ("top-k", 0.21)] {

@@ -8,6 +8,7 @@
 mod dataset;
 mod hook;
 mod net;
+mod optimizer;
 mod progress;
 
 use candle_core::{DType, Tensor};
@@ -15,11 +16,12 @@ use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOpt
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
+use candle_nn::VarMap;
 use clap::Parser;
 use dataset::Dataset;
 use hook::Hook;
 use net::Net;
+use optimizer::Optimizer;
 use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
@@ -48,6 +50,9 @@ struct Options {
     /// What happens to gradients on their way between the ranks.
     #[arg(long, value_enum, default_value_t = Hook::None)]
     comm_hook: Hook,
+    /// Spread the optimizer's states over the ranks (ZeRO-1).
+    #[arg(long, conflicts_with = "comm_hook")]
+    zero: bool,
     /// Write one JSON object per epoch to this file, one a line (rank 0 does).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
@@ -79,8 +84,7 @@ fn train(options: &Options) -> Result<()> {
     let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
     options.comm_hook.register(&ddp)?;
     net::initialise(&ddp.parameters(), options.seed)?;
-    let optimizer_options = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
-    let mut optimizer = AdamW::new(ddp.parameters(), optimizer_options)?;
+    let mut optimizer = Optimizer::new(&ddp, options.learning_rate, options.zero)?;
 
     let sampler_options = SamplerOptions { shuffle: true, seed: options.seed, drop_last: false };
     let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
