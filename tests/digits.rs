@@ -102,6 +102,16 @@ fn a_seed_names_one_training() {
 }
 
 #[test]
+fn metrics_that_cannot_be_written_are_what_every_rank_complains_about() {
+    let output = digits(2, &["--epochs", "1", "--metrics", "/nowhere/metrics.jsonl"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    let complaints =
+        stderr.lines().filter(|line| line.starts_with("error: ") && line.contains("/nowhere/metrics.jsonl"));
+    assert_eq!(complaints.count(), 2, "{stderr}");
+}
+
+#[test]
 fn an_accuracy_out_of_reach_is_a_failure() {
     let output = digits(2, &["--epochs", "1", "--require-accuracy", "1.1"]);
     let stderr = String::from_utf8_lossy(&output.stderr);

@@ -62,7 +62,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    match train(&Options::parse()) {
+    match run(&Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -71,8 +71,13 @@ fn main() -> ExitCode {
     }
 }
 
-fn train(options: &Options) -> Result<()> {
+fn run(options: &Options) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
+    // So that the other ranks hear of it, and not only that this one has left.
+    train(&pg, options).inspect_err(|error| pg.abort(&error.to_string()))
+}
+
+fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let mut metrics = match &options.metrics {
         Some(path) if rank == 0 => Some((path, File::create(path).map_err(|source| io(path, source))?)),
@@ -81,7 +86,7 @@ fn train(options: &Options) -> Result<()> {
 
     let (train, test) = Dataset::digits(pg.device())?;
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
     options.comm_hook.register(&ddp)?;
     net::initialise(&ddp.parameters(), options.seed)?;
     let mut optimizer = Optimizer::new(&ddp, options.learning_rate, options.zero)?;
@@ -125,7 +130,7 @@ fn train(options: &Options) -> Result<()> {
         let totals: Vec<f64> = totals.to_vec1()?;
         let (train_loss, test_accuracy) = (totals[0] / totals[1], totals[2] / totals[3]);
         let images_per_second = totals[1] / seconds;
-        let hash = shared_hash(&pg, &ddp)?;
+        let hash = shared_hash(pg, &ddp)?;
         if rank == 0 {
             println!(
                 "epoch {epoch:>2}: loss {train_loss:.4}, test accuracy {:.2} %, {images_per_second:.0} images/s",
