@@ -39,6 +39,7 @@
 //! # Where to find what
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
+//! - [`DataParallel`]: one process that trains on several devices.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
@@ -53,6 +54,7 @@
 pub mod amp;
 pub mod backend;
 pub mod data;
+pub mod data_parallel;
 pub mod ddp;
 mod element;
 pub mod error;
@@ -68,6 +70,7 @@ pub mod trace;
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use error::{Error, Result};
 pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};

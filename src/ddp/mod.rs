@@ -1,7 +1,7 @@
 //! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and the gradients are
 //! averaged while they come out of backward.
 mod bucket;
-mod copy;
+pub(crate) mod copy;
 mod hook;
 mod options;
 mod reducer;

@@ -3,6 +3,7 @@ mod init;
 mod spawn;
 
 pub use init::{Backend, InitOptions, init_process_group};
+pub(crate) use spawn::{STACK_BYTES, panic_message};
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, ReduceOp, Work};
