@@ -42,6 +42,7 @@
 //! - [`DataParallel`]: one process that trains on several devices.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
+//! - [`checkpoint`]: saving and loading weights, also those that PyTorch has saved.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
@@ -53,11 +54,13 @@
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
+pub mod checkpoint;
 pub mod data;
 pub mod data_parallel;
 pub mod ddp;
 mod element;
 pub mod error;
+mod file;
 #[cfg(feature = "launcher")]
 pub mod launch;
 pub mod nn;
