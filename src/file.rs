@@ -27,12 +27,15 @@ pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) 
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
     let io = |source: std::io::Error| Error::io(format!("writing {}", path.display()), source);
     let write = || -> Result<()> {
+        // The permissions that a new file has here: what writes the tensors would let only their owner read them.
+        let permissions = File::create(&temporary).and_then(|file| file.metadata()).map_err(io)?.permissions();
         // candle panics where it cannot copy a tensor from its device.
         catch_unwind(AssertUnwindSafe(|| candle_core::safetensors::save(tensors, &temporary)))
             .map_err(|panic| panic_message(&*panic))
             .and_then(|saved| saved.map_err(|error| error.to_string()))
             .map_err(|reason| io(std::io::Error::other(reason)))?;
-        File::options().write(true).open(&temporary).and_then(|file| file.sync_all()).map_err(io)?;
+        let file = File::options().write(true).open(&temporary).map_err(io)?;
+        file.set_permissions(permissions).and_then(|()| file.sync_all()).map_err(io)?;
         std::fs::rename(&temporary, path).map_err(io)?;
         File::open(&folder).and_then(|folder| folder.sync_all()).map_err(io)
     };

@@ -107,6 +107,8 @@ fn what_was_saved_is_loaded_bit_for_bit() {
         assert_eq!(values(&ours), values(&candles), "{dtype:?}");
     }
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
+    let usual = std::fs::File::create(folder.path().join("usual")).unwrap().metadata().unwrap().permissions();
+    assert_eq!(file.metadata().unwrap().permissions(), usual, "others may read it, if they may read new files");
 }
 
 fn save(tensors: &HashMap<String, Tensor>) -> tempfile::NamedTempFile {

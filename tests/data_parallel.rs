@@ -235,6 +235,8 @@ fn models_may_take_and_return_several_tensors() {
     let ours = dp.backward(&loss(&ours)).unwrap();
     let expected = loss(&expected).backward().unwrap();
     assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
+    // Where nothing depends on it.
+    assert_eq!(floats(ours.get(&unused).unwrap()), [0.0; 7]);
     for var in [&y, &extra] {
         assert_close(&floats(ours.get(var).unwrap()), &floats(expected.get(var).unwrap()), 1e-5, "variable");
     }
@@ -440,8 +442,8 @@ fn deep_graphs_fit_the_replicas_stacks() {
     let (varmap, dp) = data_parallel(2, DType::F32);
     let deep = |net: &Net, inputs: &[Tensor]| {
         let mut output = net.forward(&inputs[0])?;
-        for _ in 0..5000 {
-            output = (output + 0.001)?;
+        for _ in 0..30_000 {
+            output = (output + 0.0001)?;
         }
         Ok(vec![output])
     };
@@ -521,6 +523,10 @@ fn the_parts_work_by_themselves() {
     let plain = linear(6, 2, VarBuilder::from_varmap(&varmap, DType::F32, &CPU)).unwrap();
     let expected = plain.forward(&x).unwrap();
     assert_close(&floats(&output), &floats(&expected), 1e-6, "output");
+    // One replica needs no thread.
+    let here = std::thread::current().id();
+    let ran_here = parallel_apply(&replicas, vec![()], |_, ()| Ok(std::thread::current().id() == here));
+    assert_eq!(ran_here.unwrap(), [true]);
     // Gradients come back through scatter and gather.
     let grad = |output: Tensor| floats(output.sqr().unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap());
     assert_close(&grad(output), &grad(expected), 1e-5, "x");

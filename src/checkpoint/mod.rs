@@ -198,7 +198,7 @@ fn rename(
 ) -> Result<HashMap<String, Tensor>> {
     let mut renamed = HashMap::with_capacity(file.len());
     for (name, tensor) in file {
-        let own = if is_known(&name) { name } else { without_prefixes(&name, &is_known) };
+        let own = without_prefixes(&name, &is_known);
         if renamed.insert(own.clone(), tensor).is_some() {
             return Err(unreadable(
                 path,
