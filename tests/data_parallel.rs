@@ -199,6 +199,38 @@ fn gradients_go_back_to_inputs_and_through_models_behind_one_another() {
     }
 }
 
+/// A model that itself splits what it gets over devices.
+struct Nested {
+    linear: Linear,
+    inner: DataParallel<Linear>,
+}
+
+impl ModuleT for Nested {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.linear.forward(xs)?.tanh()?.apply_t(&self.inner, train)
+    }
+}
+
+#[test]
+fn a_replica_may_hold_a_data_parallel_model() {
+    let (outside, inside) = (VarMap::new(), VarMap::new());
+    let build = |vb: VarBuilder| {
+        let inner = DataParallel::new(&[CPU, CPU], &CPU, &inside, |vb| linear(4, 2, vb))?;
+        Ok::<_, Error>(Nested { linear: linear(6, 4, vb)?, inner })
+    };
+    let dp = DataParallel::new(&[CPU, CPU], &CPU, &outside, build).unwrap();
+    fill(&outside, 1);
+    fill(&inside, 2);
+    let vb = |varmap: &VarMap| VarBuilder::from_varmap(varmap, DType::F32, &CPU);
+    let (first, second) = (linear(6, 4, vb(&outside)).unwrap(), linear(4, 2, vb(&inside)).unwrap());
+    let x = tensor(&[7, 6], 1);
+    let loss = |output: Tensor| output.sqr().unwrap().mean_all().unwrap();
+    let ours = dp.backward(&loss(dp.forward_t(&x, true).unwrap())).unwrap();
+    let expected = loss(second.forward(&first.forward(&x).unwrap().tanh().unwrap()).unwrap()).backward().unwrap();
+    assert_same_gradients((&outside, &ours), (&outside, &expected), 1e-5);
+    assert_same_gradients((&inside, &ours), (&inside, &expected), 1e-5);
+}
+
 #[test]
 fn models_may_take_and_return_several_tensors() {
     let (varmap, dp) = data_parallel(3, DType::F32);

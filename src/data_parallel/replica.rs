@@ -87,7 +87,8 @@ where
             is_first: index == 0,
             registered: Arc::default(),
         };
-        let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))?;
+        let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
+            .map_err(|error| builder.lock().failure.take().unwrap_or_else(|| error.into()))?;
         let place = Place { device: device.clone(), variables: builder.seal() };
         if let Some(replica) = replicas.first() {
             check_same(&replica.place, &place)?;
@@ -152,6 +153,8 @@ struct Registered {
     /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
     handed_out: HashMap<String, Var>,
     sealed: bool,
+    /// What was refused: it goes through the model's own code as text.
+    failure: Option<Error>,
 }
 
 impl Builder {
@@ -171,7 +174,11 @@ impl Builder {
     }
 
     fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
-        check_device(name, self.first.location(), var.device().location())?;
+        if let Err(error) = check_device(name, self.first.location(), var.device().location()) {
+            let text = error.to_string();
+            registered.failure = Some(error);
+            return Err(candle_core::Error::Msg(text));
+        }
         // Also where both are the CPU: a replica's own storage, since its forward pass may write to buffers.
         let local = if self.is_first {
             var.clone()
