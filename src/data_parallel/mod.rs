@@ -78,6 +78,9 @@ impl fmt::Debug for DataParallelOptions {
 /// # }
 /// ```
 ///
+/// A model is used by several threads, and so must be `Sync`, as candle's layers are. `candle_nn::Sequential` is not: keep
+/// the layers in a struct, or in a `Vec`.
+///
 /// What the model may not do: compute something from a parameter while it is constructed and keep the result (it would
 /// not follow the parameter), or ask for variables later on. A GPU may be in the list of devices only once; the CPU may
 /// stand there several times.
