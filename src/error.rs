@@ -1,5 +1,6 @@
 //! The one error type of the crate: what happened, where (rank, peer, parameter), why, and what to do.
 use candle_core::{DType, Shape};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// The crate's result.
@@ -261,6 +262,75 @@ pub enum Error {
         reason: String,
     },
 
+    // DataParallel
+    /// A variable of a model for DataParallel is not on the first of its devices.
+    #[error(
+        "module must have its parameters and buffers on device {expected} (devices[0]) but found one of them on device: \
+         {found}: {parameter}. Make the variables of the VarMap on {expected}, or give {found} as the first device"
+    )]
+    ParameterDevice {
+        /// The variable's name.
+        parameter: String,
+        /// The first device.
+        expected: String,
+        /// Where the variable is.
+        found: String,
+    },
+
+    /// A loss's target is not where DataParallel's outputs are.
+    #[error(
+        "the target is on device {found}, but DataParallel gathers its outputs on device {output_device}: move the target \
+         with target.to_device(dp.output_device())?, or construct DataParallel with {found} as its output_device"
+    )]
+    TargetDevice {
+        /// Where the target is.
+        found: String,
+        /// Where the outputs are.
+        output_device: String,
+    },
+
+    /// A replica of DataParallel returned an error or panicked.
+    #[error("replica {replica} on device {device} failed: {reason}")]
+    Replica {
+        /// The replica's number, which is its device's in the list of devices.
+        replica: usize,
+        /// Its device.
+        device: String,
+        /// Its error or panic message.
+        reason: String,
+    },
+
+    /// A backward pass that DataParallel did not start reached its outputs.
+    #[error(
+        "a backward pass that DataParallel did not start reached its output, so that the parameters of its replicas would \
+         get no gradients: call dp.backward(&loss) and give its gradients to optimizer.step, instead of loss.backward() \
+         or optimizer.backward_step(&loss)"
+    )]
+    BackwardOutsideDataParallel,
+
+    // Checkpoints
+    /// A file that cannot be read as a checkpoint.
+    #[error("{}: {reason}", path.display())]
+    CheckpointFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+
+    /// A checkpoint of another model.
+    #[error("{} does not fit the model{}", path.display(), list(&[("missing from the file", missing), ("not in the model", unexpected), ("different", different)]))]
+    CheckpointMismatch {
+        /// The file.
+        path: PathBuf,
+        /// The model's variables that the file does not have.
+        missing: Vec<String>,
+        /// The file's tensors that the model has no variable for.
+        unexpected: Vec<String>,
+        /// Those that have another shape or kind of dtype: the name, what the file has, and what the model needs.
+        different: Vec<String>,
+    },
+
     // Mixed precision
     /// A call of a gradient scaler in the wrong place of a training step.
     #[error("GradScaler::{call}: {reason}")]
@@ -321,4 +391,17 @@ impl From<Error> for candle_core::Error {
 /// `f32[2, 3]`: how tensors are named in messages.
 pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
     format!("{}{:?}", dtype.as_str(), shape.dims())
+}
+
+/// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
+fn list(lists: &[(&str, &[String])]) -> String {
+    const SHOWN: usize = 20;
+    let mut text = String::new();
+    for (what, names) in lists.iter().filter(|(_, names)| !names.is_empty()) {
+        text += &format!("; {what} ({}): {}", names.len(), names[..names.len().min(SHOWN)].join(", "));
+        if names.len() > SHOWN {
+            text += &format!(" and {} more", names.len() - SHOWN);
+        }
+    }
+    text
 }

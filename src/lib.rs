@@ -40,8 +40,10 @@
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`comm_hook`]: other ways for gradients than an all-reduce, such as compression.
+//! - [`DataParallel`]: one process that trains on several devices.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
+//! - [`checkpoint`]: saving and loading weights, also those that PyTorch has saved.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
@@ -53,10 +55,13 @@
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
+pub mod checkpoint;
 pub mod data;
+pub mod data_parallel;
 pub mod ddp;
 mod element;
 pub mod error;
+mod file;
 #[cfg(feature = "launcher")]
 pub mod launch;
 pub mod nn;
@@ -70,6 +75,7 @@ pub mod trace;
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel, comm_hook};
 pub use error::{Error, Result};
 pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};

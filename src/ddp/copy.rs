@@ -34,7 +34,7 @@ pub(super) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
 }
 
 /// A copy of what `layout` shows of `storage`, contiguous, of dtype `dtype`, in storage of its own.
-pub(super) fn snapshot<S: BackendStorage>(storage: &S, layout: &Layout, dtype: DType) -> CandleResult<(S, Shape)>
+pub(crate) fn snapshot<S: BackendStorage>(storage: &S, layout: &Layout, dtype: DType) -> CandleResult<(S, Shape)>
 where
     S::Device: BackendDevice<Storage = S>,
 {

@@ -1,10 +1,9 @@
 //! Saving and loading what a training run has to remember beside the weights.
+use crate::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::Path;
 
 /// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights.
 pub trait StateDict {
@@ -26,7 +25,7 @@ pub trait StateDict {
     /// # Errors
     /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].
     fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        write_file(path.as_ref(), &self.state_dict()?)
+        write_safetensors(path.as_ref(), &self.state_dict()?)
     }
 
     /// Reads what [`save`](Self::save) wrote.
@@ -34,41 +33,8 @@ pub trait StateDict {
     /// # Errors
     /// As with [`load_state_dict`](Self::load_state_dict), and [`Error::Io`].
     fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        self.load_state_dict(&read_file(path.as_ref())?)
+        self.load_state_dict(&read_safetensors(path.as_ref())?)
     }
-}
-
-/// Writes `tensors` as a safetensors file that is there as a whole or not at all.
-pub(crate) fn write_file(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
-    static FILES: AtomicU64 = AtomicU64::new(0);
-    let Some(name) = path.file_name() else {
-        return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
-    };
-    let mut temporary = std::ffi::OsString::from(".");
-    temporary.push(name);
-    temporary.push(format!(".{}-{}.tmp", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed)));
-    let temporary = path.with_file_name(temporary);
-    let folder =
-        path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
-    let io = |source: std::io::Error| Error::io(format!("writing {}", path.display()), source);
-    let write = || -> Result<()> {
-        candle_core::safetensors::save(tensors, &temporary)
-            .map_err(|error| io(std::io::Error::other(error.to_string())))?;
-        File::options().write(true).open(&temporary).and_then(|file| file.sync_all()).map_err(io)?;
-        std::fs::rename(&temporary, path).map_err(io)?;
-        File::open(&folder).and_then(|folder| folder.sync_all()).map_err(io)
-    };
-    write().inspect_err(|_| {
-        // What is left of it is of no use to anybody; if it was never there, so much the better.
-        let _ = std::fs::remove_file(&temporary);
-    })
-}
-
-/// Reads a safetensors file.
-pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
-    let bytes = std::fs::read(path).map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-    candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
-        .map_err(|error| Error::invalid("path", format!("{} is not a safetensors file: {error}", path.display())))
 }
 
 /// A state that is being loaded: keeps account of what was asked for.

@@ -3,6 +3,7 @@ mod init;
 mod spawn;
 
 pub use init::{Backend, InitOptions, init_process_group};
+pub(crate) use spawn::{STACK_BYTES, panic_message};
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, ReduceOp, Work};
@@ -221,6 +222,23 @@ impl ProcessGroup {
     /// elements.
     pub fn scatter(&self, output: &Tensor, input: Option<&Tensor>, root: usize) -> Result<()> {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
+    }
+
+    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::PeerFailed`]. Every rank
+    /// calls it.
+    pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
+        let report = match &result {
+            Ok(_) => "+".to_string(),
+            Err(error) => format!("-{error}"),
+        };
+        let reports = self.all_gather_bytes(report.as_bytes());
+        let value = result?;
+        for (peer, report) in reports?.into_iter().enumerate() {
+            if let Some((b'-', reason)) = report.split_first() {
+                return Err(Error::PeerFailed { peer, reason: String::from_utf8_lossy(reason).into_owned() });
+            }
+        }
+        Ok(value)
     }
 
     /// Every rank's bytes, in rank order; they may differ in length.

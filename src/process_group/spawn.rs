@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// candle's backward pass recurses once per operation of the graph, which outgrows a thread's usual 2 MiB.
-const STACK_BYTES: usize = 64 << 20;
+pub(crate) const STACK_BYTES: usize = 64 << 20;
 
 /// How [`spawn_with`] runs its ranks.
 #[derive(Clone, Copy, Debug)]
@@ -98,7 +98,7 @@ fn is_echo(error: &Error) -> bool {
     matches!(error, Error::PeerGone { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. })
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string());
     format!("it panicked: {text}")

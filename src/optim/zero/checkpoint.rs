@@ -1,9 +1,9 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
 use super::super::fused::{LearningRates, state_dtype_of};
 use super::super::rule::UpdateRule;
-use super::super::state::{self, Loader, read_file, write_file};
+use super::super::state::{self, Loader};
 use super::ZeroRedundancyOptimizer;
-use crate::ddp::agree;
+use crate::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -66,6 +66,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
     pub fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
+        let prepared = self.prepare_whole(dict)?;
+        self.apply(prepared);
+        Ok(())
+    }
+
+    fn prepare_whole(&self, dict: &Dict) -> Result<Prepared> {
         let mut loader = Loader::new(dict, R::NAME)?;
         let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
         let mut steps = HashMap::new();
@@ -80,7 +86,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
         }
         loader.finish()?;
-        self.replace_states(steps, &learning_rates, |index, name, start, elements| match whole.get(&(index, name)) {
+        self.prepare(steps, learning_rates, |index, name, start, elements| match whole.get(&(index, name)) {
             Some(whole) => Ok(whole.narrow(0, start, elements)?.copy()?),
             None => Err(Error::parameter(name, "it is missing from the state")),
         })
@@ -91,8 +97,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// On every rank: [`Error::Io`] on rank 0, [`Error::PeerFailed`] on the others, and those of the process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let written = self.consolidate_state_dict(0)?.map_or(Ok(()), |dict| write_file(path.as_ref(), &dict));
-        self.all_well(written, "it could not save the optimizer")
+        let written = self.consolidate_state_dict(0)?.map_or(Ok(()), |dict| write_safetensors(path.as_ref(), &dict));
+        self.process_group.agree(written)
     }
 
     /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](super::super::FusedOptimizer) of the same rule, wrote. Every
@@ -101,8 +107,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// On every rank, when one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let loaded = read_file(path.as_ref()).and_then(|dict| self.load_state_dict(&dict));
-        self.all_well(loaded, "it could not load the optimizer")
+        let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
+        let prepared = self.process_group.agree(prepared)?;
+        self.apply(prepared);
+        Ok(())
     }
 
     /// Writes each rank's part to a file of its own in `folder`, which must exist: `shard-00000-of-00002.safetensors` and so
@@ -117,9 +125,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[rand_number()], self.process_group.device())?;
         self.process_group.broadcast(&saving, 0)?;
-        let written =
-            self.shard_dict(&saving).and_then(|dict| write_file(&file(folder.as_ref(), rank, world_size), &dict));
-        self.all_well(written, "it could not save its part of the optimizer")
+        let written = self
+            .shard_dict(&saving)
+            .and_then(|dict| write_safetensors(&file(folder.as_ref(), rank, world_size), &dict));
+        self.process_group.agree(written)
     }
 
     fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {
@@ -147,15 +156,17 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// On every rank, when one of them could not load them: [`Error::InvalidArgument`] when files are of different
     /// savings or worlds, [`Error::Io`] when one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let loaded = self.read_shards(folder.as_ref());
-        self.all_well(loaded, "it could not load its part of the optimizer")
+        let prepared = self.prepare_shards(folder.as_ref());
+        let prepared = self.process_group.agree(prepared)?;
+        self.apply(prepared);
+        Ok(())
     }
 
-    fn read_shards(&mut self, folder: &Path) -> Result<()> {
+    fn prepare_shards(&self, folder: &Path) -> Result<Prepared> {
         let mut parts = Parts::default();
         let mut first: Option<(i64, Vec<f64>, HashMap<usize, u64>)> = None;
         for path in files(folder)? {
-            let dict = read_file(&path)?;
+            let dict = read_safetensors(&path)?;
             let mut loader = Loader::new(&dict, &kind::<R>())?;
             let saving = loader.list::<i64>(SAVING, 1)?[0];
             let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
@@ -184,9 +195,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             return Err(Error::invalid("folder", format!("there are no shards in {}", folder.display())));
         };
         self.check_parts(&parts)?;
-        let names: Vec<String> = self.parameters.iter().map(|parameter| parameter.name.clone()).collect();
-        self.replace_states(steps, &learning_rates, |index, name, start, elements| {
-            parts.take(&key(&names[index], name), start, elements)
+        self.prepare(steps, learning_rates, |index, name, start, elements| {
+            parts.take(&key(&self.parameters[index].name, name), start, elements)
         })
     }
 
@@ -210,30 +220,35 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
     }
 
-    /// Replaces all states by those that `part(parameter, state, start, elements)` finds, once all are found.
-    fn replace_states(
-        &mut self,
+    /// A new state, with what `part(parameter, state, start, elements)` finds.
+    fn prepare(
+        &self,
         steps: HashMap<usize, u64>,
-        learning_rates: &[f64],
+        learning_rates: Vec<f64>,
         part: impl Fn(usize, &'static str, usize, usize) -> Result<Tensor>,
-    ) -> Result<()> {
-        let mut replacements = Vec::new();
+    ) -> Result<Prepared> {
+        let mut states = Vec::new();
         for piece in self.shards.iter().flat_map(|own| &own.pieces) {
             let names = self.options_of(piece.parameter).map_or(&[][..], |options| options.states());
-            let states = names.iter().map(|name| {
+            let of_piece = names.iter().map(|name| {
                 let state = part(piece.parameter, name, piece.start, piece.elements)?;
                 Ok(state.to_device(piece.values.device())?)
             });
-            replacements.push(states.collect::<Result<Vec<_>>>()?);
+            states.push(of_piece.collect::<Result<Vec<_>>>()?);
         }
-        self.set_learning_rates(learning_rates)?;
-        for (piece, states) in self.shards.iter_mut().flat_map(|own| &mut own.pieces).zip(replacements) {
+        Ok(Prepared { steps, learning_rates, states })
+    }
+
+    fn apply(&mut self, Prepared { steps, learning_rates, states }: Prepared) {
+        for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
+            options.set_learning_rate(learning_rate);
+        }
+        for (piece, states) in self.shards.iter_mut().flat_map(|own| &mut own.pieces).zip(states) {
             piece.states = states;
         }
         for (index, steps) in steps {
             self.parameters[index].steps = steps;
         }
-        Ok(())
     }
 
     /// The trained parameters with their options.
@@ -263,13 +278,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let Some(parameter) = parameter.map(|index| &self.parameters[index]) else { return Ok(None) };
         state_dtype_of::<R>(&parameter.name, &parameter.var).map(Some)
     }
+}
 
-    /// This rank's `result`, if it is an error, or that of the first rank that has one.
-    fn all_well(&self, result: Result<()>, failed: &str) -> Result<()> {
-        let verdict = agree(&self.process_group, result.as_ref().map(|()| String::new()), failed);
-        result?;
-        verdict.map(|_| ())
-    }
+/// A state that fits, and only has to be taken over.
+struct Prepared {
+    steps: HashMap<usize, u64>,
+    learning_rates: Vec<f64>,
+    /// Of each piece, in the order of buckets.
+    states: Vec<Vec<Tensor>>,
 }
 
 /// Parts of states, by the names of the whole ones; each with the place where it begins.

@@ -110,7 +110,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
     /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let result = self.apply(grads);
+        let result = self.update(grads);
         if let Err(error) = &result
             && self.process_group.world_size() > 1
         {
@@ -119,7 +119,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         result
     }
 
-    fn apply(&mut self, grads: &GradStore) -> Result<()> {
+    fn update(&mut self, grads: &GradStore) -> Result<()> {
         if let Some(own) = self.parameters.iter().find(|own| own.group.is_some() && grads.get(&own.var).is_some()) {
             let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
             return Err(Error::parameter(&own.name, reason));

@@ -1,0 +1,276 @@
+//! Checkpoints that just load: weights under the model's own names, from this crate and from PyTorch.
+//!
+//! [`save`] writes a safetensors file with the names of the `VarMap`. [`load`] reads such files, and those that
+//! `torch.save` writes (`.pt`, `.pth`, `.bin`; which it is, the file's first bytes say), into the variables of a model
+//! that has been built. The prefixes that PyTorch's wrappers leave in names, `module.` (DistributedDataParallel,
+//! DataParallel) and `_orig_mod.` (torch.compile), are taken off.
+//!
+//! ```
+//! use candle_core::{DType, Device};
+//! use candle_ddp::checkpoint;
+//! use candle_nn::{VarBuilder, VarMap, linear};
+//!
+//! # fn main() -> candle_ddp::Result<()> {
+//! let varmap = VarMap::new();
+//! let model = linear(4, 2, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+//! # let file = std::env::temp_dir().join(format!("checkpoint-{}.safetensors", std::process::id()));
+//! checkpoint::save(&varmap, &file)?;
+//! checkpoint::load(&varmap, &file)?; // or a file from PyTorch
+//! # std::fs::remove_file(&file).unwrap();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # With several ranks
+//! [`save_distributed`] and [`load_distributed`] are called by every rank, and fail on every rank alike. With
+//! DistributedDataParallel the variables are there once the model is built; every rank then loads the same file.
+//!
+//! # What is in a checkpoint
+//! The variables, buffers among them. The state of an optimizer has a file of its own (see
+//! [`StateDict`](crate::optim::StateDict)).
+//!
+//! # Trust
+//! A pickle is read without running any of it. One that was made to do harm can still use up memory: from people you do
+//! not trust, take safetensors.
+mod distributed;
+mod pickle;
+
+pub use distributed::{load_distributed, save_distributed};
+
+use crate::ddp::NamePredicate;
+use crate::error::describe;
+use crate::file::{read_safetensors, write_safetensors};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, Var};
+use candle_nn::VarMap;
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
+
+/// How [`load_with`] reads a checkpoint.
+#[derive(Clone)]
+pub struct LoadOptions {
+    /// Whether a name that only the file or only the model has is an error; otherwise they are returned, and the
+    /// variables that the file does not have keep their values. Default: true.
+    pub strict: bool,
+    /// Where in a file of PyTorch's the state dict is. Default (None): under `state_dict`, `model_state_dict`, `model`,
+    /// `module` or `net`, the first of them that holds tensors, or else at the top.
+    pub key: Option<String>,
+    /// Which of the file's tensors are passed over where the model has no such variable, also if `strict`. Default:
+    /// `num_batches_tracked`, which PyTorch's batch norms have and candle's do not.
+    pub ignored: NamePredicate,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        let ignored = |name: &str| name.rsplit('.').next() == Some("num_batches_tracked");
+        Self { strict: true, key: None, ignored: Arc::new(ignored) }
+    }
+}
+
+impl fmt::Debug for LoadOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadOptions").field("strict", &self.strict).field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+/// What [`load_with`] found. All names are sorted, and without the prefixes of PyTorch's wrappers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// The variables that have got their values from the file.
+    pub loaded: Vec<String>,
+    /// The variables that the file does not have.
+    pub missing: Vec<String>,
+    /// The file's tensors that the model has no variable for.
+    pub unexpected: Vec<String>,
+    /// Those of them that were passed over because of [`LoadOptions::ignored`].
+    pub ignored: Vec<String>,
+}
+
+/// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
+/// its name, so that there is never half a file, and the old one stays if something fails. One rank of several does
+/// this: see [`save_distributed`].
+///
+/// # Errors
+/// [`Error::Io`] says what the system refused.
+pub fn save(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
+    save_tensors(&tensors(varmap), path)
+}
+
+/// [`save`] for any tensors, such as an average of weights.
+///
+/// # Errors
+/// As with [`save`]; a dtype that candle cannot write is [`Error::Parameter`].
+pub fn save_tensors(tensors: &HashMap<String, Tensor>, path: impl AsRef<Path>) -> Result<()> {
+    write_safetensors(path.as_ref(), tensors)
+}
+
+/// Reads a checkpoint into the variables of `varmap`, converting floating-point values to each one's dtype. The model and
+/// the file must have the same names and shapes: [`load_with`] can do with less.
+///
+/// # Errors
+/// In all cases the variables have kept their values. [`Error::CheckpointMismatch`] lists all names that are missing or
+/// too many, and all that have another shape; [`Error::CheckpointFile`] says what is wrong with the file; [`Error::Io`].
+pub fn load(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
+    load_with(varmap, path, &LoadOptions::default()).map(|_| ())
+}
+
+/// [`load`] with options of one's own.
+///
+/// # Errors
+/// As with [`load`]. Shapes have to fit also where `strict` is off.
+pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions) -> Result<LoadReport> {
+    Prepared::new(varmap, path.as_ref(), options)?.apply()
+}
+
+/// Reads the tensors of a checkpoint to the CPU, under the model's names: those of the file without the prefixes of
+/// PyTorch's wrappers.
+///
+/// # Errors
+/// [`Error::CheckpointFile`], [`Error::Io`].
+pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
+    let path = path.as_ref();
+    rename(path, read_file(path, None)?, |_| false)
+}
+
+fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
+    let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+    vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
+}
+
+/// A checkpoint that was read and fits: nothing has been changed yet.
+struct Prepared {
+    report: LoadReport,
+    values: Vec<(String, Var, Tensor)>,
+}
+
+impl Prepared {
+    fn new(varmap: &VarMap, path: &Path, options: &LoadOptions) -> Result<Self> {
+        let file = read_file(path, options.key.as_deref())?;
+        let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut file = rename(path, file, |name| vars.contains_key(name))?;
+        let (mut report, mut different, mut values) = (LoadReport::default(), Vec::new(), Vec::new());
+        for (name, var) in vars {
+            let Some(tensor) = file.remove(&name) else {
+                report.missing.push(name);
+                continue;
+            };
+            if tensor.shape() != var.shape() || tensor.dtype().is_float() != var.dtype().is_float() {
+                let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), var.shape()));
+                different.push(format!("{name} ({has} in the file, {needs} in the model)"));
+                continue;
+            }
+            let tensor = tensor.to_dtype(var.dtype()).map_err(|error| unreadable(path, format!("{name}: {error}")))?;
+            report.loaded.push(name.clone());
+            values.push((name, var, tensor));
+        }
+        (report.ignored, report.unexpected) = file.into_keys().partition(|name| (options.ignored)(name));
+        for names in
+            [&mut report.loaded, &mut report.missing, &mut report.unexpected, &mut report.ignored, &mut different]
+        {
+            names.sort();
+        }
+        let strange = options.strict && !(report.missing.is_empty() && report.unexpected.is_empty());
+        if strange || !different.is_empty() {
+            let LoadReport { missing, unexpected, .. } = report;
+            return Err(Error::CheckpointMismatch { path: path.to_path_buf(), missing, unexpected, different });
+        }
+        Ok(Self { report, values })
+    }
+
+    fn apply(self) -> Result<LoadReport> {
+        for (name, var, tensor) in self.values {
+            let set = tensor.to_device(var.device()).and_then(|tensor| var.set(&tensor));
+            set.map_err(|error| Error::parameter(name, format!("its value cannot be set: {error}")))?;
+        }
+        Ok(self.report)
+    }
+}
+
+/// Takes PyTorch's prefixes off the names, where the model does not know them as they are.
+fn rename(
+    path: &Path,
+    file: HashMap<String, Tensor>,
+    is_known: impl Fn(&str) -> bool,
+) -> Result<HashMap<String, Tensor>> {
+    let mut renamed = HashMap::with_capacity(file.len());
+    for (name, tensor) in file {
+        let own = without_prefixes(&name, &is_known);
+        if renamed.insert(own.clone(), tensor).is_some() {
+            return Err(unreadable(
+                path,
+                format!("it has {own} twice, with and without a prefix of PyTorch's wrappers"),
+            ));
+        }
+    }
+    Ok(renamed)
+}
+
+/// `module.` in front, and `_orig_mod.` wherever a part of the model was compiled.
+fn without_prefixes(name: &str, is_known: &impl Fn(&str) -> bool) -> String {
+    let mut parts: Vec<&str> = name.split('.').filter(|part| *part != "_orig_mod").collect();
+    while parts.len() > 1 && parts[0] == "module" && !is_known(&parts.join(".")) {
+        parts.remove(0);
+    }
+    parts.join(".")
+}
+
+/// The tensors of a file, with the names that they have there.
+fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Tensor>> {
+    let io = |error| Error::io(format!("reading {}", path.display()), error);
+    let mut file = File::open(path).map_err(io)?;
+    let mut start = Vec::new();
+    file.by_ref().take(16).read_to_end(&mut start).map_err(io)?;
+    if start.starts_with(b"PK") {
+        return pickle::read(path, file, key);
+    }
+    // Eight bytes that say how long the following JSON is.
+    if start.get(8) == Some(&b'{') {
+        return read_safetensors(path).map_err(|error| match error {
+            Error::InvalidArgument { reason, .. } => {
+                let named = format!("{} is ", path.display());
+                unreadable(path, reason.strip_prefix(&named).unwrap_or(&reason).to_string())
+            }
+            error => error,
+        });
+    }
+    let reason = if start.is_empty() {
+        "it is empty"
+    } else if start.starts_with(&[0x80]) {
+        "it is in the format of PyTorch before 1.6: load it in PyTorch and write it again with torch.save, or as safetensors"
+    } else if start.starts_with(b"version https:/") {
+        "it is a pointer of Git LFS and not the file itself: run `git lfs pull`"
+    } else {
+        "it is neither a safetensors file nor one that torch.save has written, or its beginning is damaged"
+    };
+    Err(unreadable(path, reason))
+}
+
+fn unreadable(path: &Path, reason: impl Into<String>) -> Error {
+    Error::CheckpointFile { path: path.to_path_buf(), reason: reason.into() }
+}
+
+/// Where checkpoints are read to.
+const CPU: Device = Device::Cpu;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prefixes_of_pytorchs_wrappers_are_taken_off() {
+        let own = |name: &str, known: &[&str]| without_prefixes(name, &|name: &str| known.contains(&name));
+        assert_eq!(own("module.fc.weight", &[]), "fc.weight");
+        assert_eq!(own("_orig_mod.module.fc.weight", &[]), "fc.weight");
+        assert_eq!(own("module._orig_mod.module.fc.weight", &[]), "fc.weight");
+        assert_eq!(own("layers.0._orig_mod.weight", &[]), "layers.0.weight");
+        assert_eq!(own("encoder.module.weight", &[]), "encoder.module.weight");
+        assert_eq!(own("modules.0.weight", &[]), "modules.0.weight");
+        assert_eq!(own("module", &[]), "module");
+        // A model's own part of that name stays.
+        assert_eq!(own("module.module.weight", &["module.weight"]), "module.weight");
+    }
+}

@@ -1,0 +1,272 @@
+//! A model on each device, and the `VarBuilder` that it is built with.
+use super::device_name;
+use crate::error::describe;
+use crate::{Error, Result};
+use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{VarBuilder, VarMap};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A model on one of several devices.
+pub struct Replica<M> {
+    module: M,
+    place: Arc<Place>,
+}
+
+/// Where a replica is, and what it computes with.
+pub(super) struct Place {
+    pub(super) device: Device,
+    /// In the order in which the model asked for them.
+    pub(super) variables: Vec<Variable>,
+}
+
+/// A variable on the first device, and what a replica has for it: the same, or a copy on its own device.
+pub(super) struct Variable {
+    pub(super) name: String,
+    pub(super) var: Var,
+    pub(super) local: Var,
+}
+
+impl<M> Replica<M> {
+    /// The model.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// The device on which it computes.
+    pub fn device(&self) -> &Device {
+        &self.place.device
+    }
+
+    /// Brings the copies up to date with the variables. On GPUs: on this thread's streams, after what
+    /// [`parallel_apply`] has waited for, which calls this.
+    ///
+    /// [`parallel_apply`]: super::parallel_apply
+    pub(super) fn refresh(&self) -> Result<()> {
+        for Variable { name, var, local } in &self.place.variables {
+            if var.id() != local.id() {
+                let refreshed = var.as_detached_tensor().to_device(&self.place.device).and_then(|new| local.set(&new));
+                refreshed.map_err(|error| Error::parameter(name, format!("its replica cannot be updated: {error}")))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn place(&self) -> &Arc<Place> {
+        &self.place
+    }
+}
+
+/// Builds a model on each of `devices`: what PyTorch's `replicate` does in every forward pass is done once here, and
+/// [`parallel_apply`](super::parallel_apply) brings the replicas up to date. The variables are those of `varmap`, on the
+/// first device; those that are not there are made, of dtype `dtype`. Every replica asks for the same ones.
+///
+/// # Errors
+/// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty or
+/// has a GPU twice, and what `build` returns.
+pub fn replicate<M, E>(
+    devices: &[Device],
+    varmap: &VarMap,
+    dtype: DType,
+    build: impl Fn(VarBuilder<'static>) -> std::result::Result<M, E>,
+) -> Result<Vec<Replica<M>>>
+where
+    Error: From<E>,
+{
+    let Some(first) = devices.first() else {
+        return Err(Error::invalid("devices", "there is none"));
+    };
+    check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
+    let mut replicas: Vec<Replica<M>> = Vec::with_capacity(devices.len());
+    for (index, device) in devices.iter().enumerate() {
+        let builder = Builder {
+            varmap: varmap.clone(),
+            first: first.clone(),
+            device: device.clone(),
+            is_first: index == 0,
+            registered: Arc::default(),
+        };
+        let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
+            .map_err(|error| builder.lock().failure.take().unwrap_or_else(|| error.into()))?;
+        let place = Place { device: device.clone(), variables: builder.seal() };
+        if let Some(replica) = replicas.first() {
+            check_same(&replica.place, &place)?;
+        }
+        replicas.push(Replica { module, place: Arc::new(place) });
+    }
+    // The copies were enqueued on this thread's streams, and other threads will use them.
+    for device in devices {
+        device.synchronize()?;
+    }
+    Ok(replicas)
+}
+
+/// Two replicas on one GPU would share a cuBLAS handle on two threads, and gain nothing.
+fn check_distinct(devices: &[DeviceLocation]) -> Result<()> {
+    for (index, device) in devices.iter().enumerate() {
+        if *device != DeviceLocation::Cpu && devices[..index].contains(device) {
+            let reason = format!("{} is there twice: each GPU takes one part of the batch", device_name(*device));
+            return Err(Error::invalid("devices", reason));
+        }
+    }
+    Ok(())
+}
+
+/// A replica that lacks a variable, or has one more, computes something else.
+fn check_same(first: &Place, other: &Place) -> Result<()> {
+    let names = |place: &Place| place.variables.iter().map(|variable| variable.name.clone()).collect::<Vec<_>>();
+    let (expected, found) = (names(first), names(other));
+    let only = |a: &[String], b: &[String]| a.iter().find(|name| !b.contains(*name)).cloned();
+    if expected.len() == found.len() && expected == found {
+        return Ok(());
+    }
+    match only(&expected, &found).or_else(|| only(&found, &expected)) {
+        Some(name) => {
+            Err(Error::parameter(name, "not all replicas asked for it: build the same model on every device"))
+        }
+        None => Ok(()), // the order does not matter here
+    }
+}
+
+fn check_device(name: &str, expected: DeviceLocation, found: DeviceLocation) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    let (expected, found) = (device_name(expected), device_name(found));
+    Err(Error::ParameterDevice { parameter: name.to_string(), expected, found })
+}
+
+/// What a replica's `VarBuilder` works with.
+#[derive(Clone)]
+struct Builder {
+    varmap: VarMap,
+    first: Device,
+    device: Device,
+    is_first: bool,
+    registered: Arc<Mutex<Registered>>,
+}
+
+#[derive(Default)]
+struct Registered {
+    variables: Vec<Variable>,
+    /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
+    handed_out: HashMap<String, Var>,
+    sealed: bool,
+    /// What was refused: it goes through the model's own code as text.
+    failure: Option<Error>,
+}
+
+impl Builder {
+    fn lock(&self) -> MutexGuard<'_, Registered> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The model is built: takes what it asked for. From now on only known names are handed out.
+    fn seal(&self) -> Vec<Variable> {
+        let mut registered = self.lock();
+        registered.sealed = true;
+        std::mem::take(&mut registered.variables)
+    }
+
+    fn known(&self, name: &str) -> Option<Var> {
+        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+
+    fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
+        if let Err(error) = check_device(name, self.first.location(), var.device().location()) {
+            let text = error.to_string();
+            registered.failure = Some(error);
+            return Err(candle_core::Error::Msg(text));
+        }
+        // Also where both are the CPU: a replica's own storage, since its forward pass may write to buffers.
+        let local = if self.is_first {
+            var.clone()
+        } else {
+            Var::from_tensor(&var.as_detached_tensor().to_device(&self.device)?)?
+        };
+        registered.variables.push(Variable { name: name.to_string(), var, local: local.clone() });
+        registered.handed_out.insert(name.to_string(), local.clone());
+        Ok(local.as_tensor().clone())
+    }
+}
+
+fn bail_if_sealed(registered: &Registered, name: &str) -> candle_core::Result<()> {
+    if registered.sealed {
+        candle_core::bail!(
+            "{name} was asked for after DataParallel was built: ask for every variable while the model is constructed, \
+             so that all devices have it"
+        )
+    }
+    Ok(())
+}
+
+impl SimpleBackend for Builder {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: candle_nn::Init,
+        dtype: DType,
+        _: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let mut registered = self.lock();
+        if let Some(var) = registered.handed_out.get(name) {
+            if var.shape() != &shape {
+                candle_core::bail!(
+                    "{name} was asked for as {} and as {}: a shared variable has one shape",
+                    describe(var.dtype(), var.shape()),
+                    describe(dtype, &shape)
+                )
+            }
+            return Ok(var.as_tensor().clone());
+        }
+        bail_if_sealed(&registered, name)?;
+        let var = Var::from_tensor(&self.varmap.get(shape, name, init, dtype, &self.first)?)?;
+        self.hand_out(&mut registered, name, var)
+    }
+
+    /// Works for variables that are already in the VarMap.
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut registered = self.lock();
+        if let Some(var) = registered.handed_out.get(name) {
+            return Ok(var.as_tensor().clone());
+        }
+        bail_if_sealed(&registered, name)?;
+        match self.known(name) {
+            Some(var) => self.hand_out(&mut registered, name, var),
+            None => {
+                candle_core::bail!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made")
+            }
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.known(name).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// PyTorch's sentence.
+    #[test]
+    fn a_variable_on_another_device_is_named() {
+        let (cpu, gpu) = (DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 });
+        check_device("fc.weight", gpu, gpu).unwrap();
+        let error = check_device("fc.weight", cpu, gpu).unwrap_err().to_string();
+        let sentence = "module must have its parameters and buffers on device cpu (devices[0]) but found one of them on \
+                        device: cuda:1: fc.weight";
+        assert!(error.starts_with(sentence), "{error}");
+        assert!(check_device("w", gpu, DeviceLocation::Cuda { gpu_id: 0 }).is_err());
+    }
+
+    #[test]
+    fn a_gpu_may_be_in_the_list_once() {
+        let gpu = |gpu_id| DeviceLocation::Cuda { gpu_id };
+        check_distinct(&[gpu(0), gpu(1), DeviceLocation::Cpu, DeviceLocation::Cpu]).unwrap();
+        let error = check_distinct(&[gpu(0), gpu(1), gpu(0)]).unwrap_err().to_string();
+        assert!(error.contains("cuda:0"), "{error}");
+    }
+}

@@ -1,0 +1,367 @@
+//! Where candle's graph is cut, so that the replicas' backward passes can run at the same time. The README beside this
+//! file has the picture.
+use super::apply::on_each;
+use super::replica::Place;
+use super::scatter_gather::{gather, scatter, transfer};
+use crate::ddp::copy::snapshot;
+use crate::{Error, Result};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Shape, Tensor, TensorId, Var};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Gradients of `loss` with respect to all variables that it depends on, also through outputs of
+/// [`DataParallel`](super::DataParallel) models, however many: takes the place of candle's `loss.backward()`. The
+/// parameters' gradients are summed up over the replicas, on the first device.
+///
+/// # Errors
+/// A replica's error or panic, by the name of its device ([`Error::Replica`]).
+pub fn backward(loss: &Tensor) -> Result<GradStore> {
+    let (mut grads, found) = run(loss)?;
+    for (variable, gradient) in found {
+        let sum = match grads.remove(&variable) {
+            Some(sum) => (sum + gradient)?.detach(),
+            None => gradient,
+        };
+        grads.insert(&variable, sum);
+    }
+    Ok(grads)
+}
+
+/// Variables and their gradients.
+type Gradients = Vec<(Tensor, Tensor)>;
+
+/// candle's backward pass, and what replicas' backward passes have found meanwhile.
+fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
+    let guard = Guard(BACKWARD.replace(Some(Backward::default())));
+    let grads = loss.backward();
+    let Backward { found, failure, .. } = BACKWARD.take().unwrap_or_default();
+    drop(guard);
+    match grads {
+        Ok(grads) => Ok((grads, found)),
+        Err(error) => Err(failure.unwrap_or(Error::Candle(error))),
+    }
+}
+
+thread_local! {
+    /// The backward pass that runs on this thread, if DataParallel started it.
+    static BACKWARD: RefCell<Option<Backward>> = const { RefCell::new(None) };
+}
+
+/// What a backward pass has found so far.
+#[derive(Default)]
+struct Backward {
+    /// The gradients of gathered outputs, by pass and number.
+    outputs: HashMap<(usize, usize), Tensor>,
+    /// Those of inputs, in the replicas' parts.
+    inputs: HashMap<(usize, usize), Vec<Tensor>>,
+    found: Gradients,
+    /// The first error, which goes through candle as text.
+    failure: Option<Error>,
+}
+
+/// Gives the thread back the backward pass within which this one runs, if there is one.
+struct Guard(Option<Backward>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        BACKWARD.set(self.0.take());
+    }
+}
+
+/// Works on the thread's backward pass.
+///
+/// # Errors
+/// [`Error::BackwardOutsideDataParallel`] where there is none.
+fn with_backward<T>(work: impl FnOnce(&mut Backward) -> T) -> Result<T> {
+    BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or(Error::BackwardOutsideDataParallel)
+}
+
+/// Keeps the typed error of an operation, and makes candle's of it.
+fn keep(error: Error) -> candle_core::Error {
+    let text = error.to_string();
+    match with_backward(|backward| backward.failure.get_or_insert(error).to_string()) {
+        Ok(_) => candle_core::Error::Msg(text),
+        Err(outside) => outside.into(),
+    }
+}
+
+/// A forward pass's inputs: their parts for each replica, and what gradients need.
+pub(super) struct Inputs {
+    originals: Vec<Tensor>,
+    /// For each input that gradients go back to, what the replicas have in its place.
+    leaves: Vec<Option<Vec<Var>>>,
+    parts: Vec<Vec<Tensor>>,
+}
+
+impl Inputs {
+    /// Scatters the inputs over the devices, without their graphs.
+    pub(super) fn cut(inputs: &[&Tensor], devices: &[Device]) -> Result<Self> {
+        let rows = |tensor: &Tensor| tensor.dims().first().copied();
+        let Some(first) = inputs.first() else {
+            return Err(Error::invalid("inputs", "there is none, so that there is nothing to split over the devices"));
+        };
+        if let Some(other) = inputs.iter().find(|input| rows(input) != rows(first)) {
+            let reason = format!(
+                "all must have the same number of rows, and there are {:?} and {:?}: what is the same for all rows is \
+                 expanded, or made by the closure",
+                first.dims(),
+                other.dims()
+            );
+            return Err(Error::invalid("inputs", reason));
+        }
+        let (mut leaves, mut parts) = (Vec::new(), vec![Vec::new(); devices.len()]);
+        for input in inputs {
+            let mut pieces = scatter(&input.detach(), devices)?;
+            let mut vars = None;
+            if wants_gradient(input) {
+                let made = pieces.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
+                pieces = made.iter().map(|var| var.as_tensor().clone()).collect();
+                vars = Some(made);
+            }
+            parts.truncate(pieces.len());
+            leaves.push(vars);
+            parts.iter_mut().zip(pieces).for_each(|(parts, piece)| parts.push(piece));
+        }
+        Ok(Self { originals: inputs.iter().map(|input| (*input).clone()).collect(), leaves, parts })
+    }
+
+    /// Takes what each replica gets.
+    pub(super) fn parts(&mut self) -> Vec<Vec<Tensor>> {
+        std::mem::take(&mut self.parts)
+    }
+}
+
+/// Whether candle's backward pass would go on to the tensor, as far as can be told without looking through its graph.
+fn wants_gradient(tensor: &Tensor) -> bool {
+    tensor.dtype().is_float() && tensor.track_op()
+}
+
+/// A forward pass through the replicas. The outputs that were gathered from it keep it alive, and with it the replicas'
+/// graphs.
+struct Pass {
+    places: Vec<Arc<Place>>,
+    /// For each input.
+    leaves: Vec<Option<Vec<Var>>>,
+    /// For each replica its outputs.
+    outputs: Vec<Vec<Tensor>>,
+}
+
+/// Gathers the replicas' outputs on the device of `anchor`, into tensors that depend on it and on the inputs.
+pub(super) fn join(
+    places: Vec<Arc<Place>>,
+    inputs: Inputs,
+    outputs: Vec<Vec<Tensor>>,
+    anchor: &Var,
+) -> Result<Vec<Tensor>> {
+    let count = outputs.first().map_or(0, Vec::len);
+    if let Some(index) = outputs.iter().position(|outputs| outputs.len() != count) {
+        let reason = format!("replica {index} returned {} and replica 0 {count}", outputs[index].len());
+        return Err(Error::invalid("outputs", reason));
+    }
+    let mut gathered = Vec::with_capacity(count);
+    let mut tracked = Vec::with_capacity(count);
+    for number in 0..count {
+        let of_replicas: Vec<Tensor> = outputs.iter().map(|outputs| outputs[number].detach()).collect();
+        gathered.push(gather(&of_replicas, anchor.device())?);
+        tracked.push(outputs.iter().any(|outputs| wants_gradient(&outputs[number])));
+    }
+    if !tracked.contains(&true) {
+        return Ok(gathered);
+    }
+    let pass = Arc::new(Pass { places, leaves: inputs.leaves, outputs });
+    let token = pass.token(anchor, &inputs.originals)?;
+    let attach = |(number, (value, tracked)): (usize, (Tensor, bool))| match tracked {
+        true => Ok(value.apply_op2(&token, Outlet { pass: Arc::clone(&pass), number })?),
+        false => Ok(value),
+    };
+    gathered.into_iter().zip(tracked).enumerate().map(attach).collect()
+}
+
+impl Pass {
+    /// Names this pass in a [`Backward`], which does not outlive it.
+    fn id(self: &Arc<Self>) -> usize {
+        Arc::as_ptr(self) as usize
+    }
+
+    /// A scalar that stands between the outputs and what they depend on. candle comes to it when it has been through all
+    /// outputs, and then goes on to the inputs.
+    fn token(self: &Arc<Self>, anchor: &Var, inputs: &[Tensor]) -> Result<Tensor> {
+        let mut sum = anchor.as_tensor().clone();
+        for (number, input) in inputs.iter().enumerate() {
+            if self.leaves[number].is_some() {
+                let pass = Arc::clone(self);
+                let inlet = Token(move |input: &Tensor| {
+                    let parts = with_backward(|backward| backward.inputs.remove(&(pass.id(), number)))?;
+                    Ok(Some(gather(&parts.unwrap_or_default(), input.device())?))
+                });
+                sum = (sum + input.apply_op1(inlet)?.to_device(anchor.device())?)?;
+            }
+        }
+        let pass = Arc::clone(self);
+        let replicas = Token(move |sum: &Tensor| {
+            pass.backward()?;
+            if sum.is_variable() { Ok(None) } else { Ok(Some(sum.zeros_like()?)) }
+        });
+        Ok(sum.apply_op1(replicas)?)
+    }
+
+    /// The backward passes of all replicas, from the gradients of the outputs that have come.
+    fn backward(self: &Arc<Self>) -> Result<()> {
+        let mut seeds: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); self.places.len()];
+        for number in 0..self.outputs[0].len() {
+            if let Some(gradient) = with_backward(|backward| backward.outputs.remove(&(self.id(), number)))? {
+                for (seeds, part) in seeds.iter_mut().zip(self.split(number, &gradient)?) {
+                    seeds.push((number, part));
+                }
+            }
+        }
+        let found = on_each(&self.places, seeds, |index, seeds| self.replica_backward(index, seeds))?;
+        self.collect(found)
+    }
+
+    /// Each replica's rows of the gradient of output `number`, on its device.
+    fn split(&self, number: usize, gradient: &Tensor) -> Result<Vec<Tensor>> {
+        let mut start = 0;
+        let mut moves = Vec::with_capacity(self.places.len());
+        for (outputs, place) in self.outputs.iter().zip(&self.places) {
+            let rows = outputs[number].dims().first().copied().unwrap_or(1);
+            moves.push((gradient.narrow(0, start, rows)?, &place.device));
+            start += rows;
+        }
+        transfer(&moves)
+    }
+
+    /// On its thread: one replica's backward pass. Returns the gradients of the variables that it came to.
+    fn replica_backward(&self, index: usize, seeds: Vec<(usize, Tensor)>) -> Result<Gradients> {
+        let mut total: Option<Tensor> = None;
+        for (number, gradient) in seeds {
+            let output = &self.outputs[index][number];
+            if wants_gradient(output) {
+                let gradient = gradient.reshape(output.shape())?;
+                let seed = output.apply_op1(Token(move |_: &Tensor| Ok(Some(gradient.clone()))))?;
+                total = Some(total.map_or_else(|| Ok(seed.clone()), |total| &total + &seed)?);
+            }
+        }
+        let Some(total) = total else { return Ok(Vec::new()) };
+        let (mut grads, mut found) = run(&total)?;
+        for node in total.sorted_nodes() {
+            if node.is_variable()
+                && let Some(gradient) = grads.remove(node)
+            {
+                found.push((node.clone(), gradient.detach()));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Sums up what the replicas have found: their copies' gradients on the first device, in the order of the replicas;
+    /// those of the parts of an input, one below the other, where the input is; and those of variables that are none of
+    /// the model's, where these are.
+    fn collect(self: &Arc<Self>, found: Vec<Gradients>) -> Result<()> {
+        let mut sums: HashMap<TensorId, (Tensor, Tensor)> = HashMap::new();
+        let mut of_parts: HashMap<TensorId, Tensor> = HashMap::new();
+        let leaves: Vec<TensorId> = self.leaves.iter().flatten().flatten().map(|leaf| leaf.id()).collect();
+        for (place, found) in self.places.iter().zip(found) {
+            let variables: HashMap<TensorId, &Var> =
+                place.variables.iter().map(|variable| (variable.local.id(), &variable.var)).collect();
+            let mut variables_of_found = Vec::with_capacity(found.len());
+            let mut gradients = Vec::with_capacity(found.len());
+            for (variable, gradient) in found {
+                if leaves.contains(&variable.id()) {
+                    of_parts.insert(variable.id(), gradient);
+                } else {
+                    let belongs = variables.get(&variable.id()).map_or(&variable, |var| var.as_tensor()).clone();
+                    variables_of_found.push(belongs);
+                    gradients.push(gradient);
+                }
+            }
+            let moves: Vec<_> = gradients.into_iter().zip(variables_of_found.iter().map(|var| var.device())).collect();
+            let moved = transfer(&moves)?;
+            for (variable, gradient) in variables_of_found.iter().zip(moved) {
+                let sum = match sums.remove(&variable.id()) {
+                    Some((_, sum)) => (sum + gradient)?.detach(),
+                    None => gradient,
+                };
+                sums.insert(variable.id(), (variable.clone(), sum));
+            }
+        }
+        with_backward(|backward| backward.found.extend(sums.into_values()))?;
+        for (number, leaves) in self.leaves.iter().enumerate() {
+            let Some(leaves) = leaves else { continue };
+            // candle insists on a gradient, also where nothing depends on a part.
+            let parts = leaves.iter().map(|leaf| of_parts.remove(&leaf.id()).map_or_else(|| leaf.zeros_like(), Ok));
+            let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+            with_backward(|backward| backward.inputs.insert((self.id(), number), parts))?;
+        }
+        Ok(())
+    }
+}
+
+/// A scalar zero made of a tensor, whose backward pass is a function: it gets the tensor and returns its gradient.
+struct Token<F>(F);
+
+impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
+    fn name(&self) -> &'static str {
+        "data-parallel-token"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((storage.device().zeros_impl(&Shape::from(()), DType::F32)?, Shape::from(())))
+    }
+
+    fn bwd(&self, arg: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        (self.0)(arg).map_err(keep)
+    }
+}
+
+/// A gathered output: the value, as it depends on the pass's token.
+struct Outlet {
+    pass: Arc<Pass>,
+    number: usize,
+}
+
+impl CustomOp2 for Outlet {
+    fn name(&self) -> &'static str {
+        "data-parallel-output"
+    }
+
+    fn cpu_fwd(
+        &self,
+        value: &CpuStorage,
+        layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        snapshot(value, layout, value.dtype())
+    }
+
+    fn cuda_fwd(
+        &self,
+        value: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        snapshot(value, layout, value.dtype())
+    }
+
+    /// Leaves the gradient for the token, which comes after all outputs.
+    fn bwd(
+        &self,
+        _: &Tensor,
+        token: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let key = (self.pass.id(), self.number);
+        with_backward(|backward| backward.outputs.insert(key, gradient.clone())).map_err(keep)?;
+        Ok((None, Some(token.zeros_like()?)))
+    }
+}

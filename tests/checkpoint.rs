@@ -1,0 +1,459 @@
+//! Checkpoints: PyTorch's and our own, what does not fit, and what is damaged.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, ModuleT, Tensor, Var};
+use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
+use common::{assert_close, fill, floats, ranks, tensor, var};
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const NAMES: [&str; 8] =
+    ["bn.bias", "bn.running_mean", "bn.running_var", "bn.weight", "conv.bias", "conv.weight", "fc.bias", "fc.weight"];
+
+/// The model of the golden files.
+struct Net {
+    conv: Conv2d,
+    bn: BatchNorm,
+    fc: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self {
+            conv: candle_nn::conv2d(1, 3, 3, Default::default(), vb.pp("conv"))?,
+            bn: candle_nn::batch_norm(3, 1e-5, vb.pp("bn"))?,
+            fc: candle_nn::linear(12, 2, vb.pp("fc"))?,
+        })
+    }
+}
+
+impl ModuleT for Net {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        let xs = self.bn.forward_t(&self.conv.forward(xs)?, train)?.relu()?;
+        self.fc.forward(&xs.flatten_from(1)?)
+    }
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// Variables for [`Net`]. candle's batch norm takes copies of its running values, unless it is given variables, as here.
+fn varmap(dtype: DType) -> VarMap {
+    let varmap = VarMap::new();
+    Net::new(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
+    fill(&varmap, 1);
+    varmap
+}
+
+fn values(varmap: &VarMap) -> Vec<Vec<f32>> {
+    NAMES.iter().map(|name| floats(&var(varmap, name))).collect()
+}
+
+#[test]
+fn pytorchs_checkpoints_load_and_compute_the_same() {
+    let output = candle_core::safetensors::load(golden("checkpoint_output.safetensors"), &Device::Cpu).unwrap();
+    for file in ["checkpoint.pt", "checkpoint.safetensors", "checkpoint_run.pth"] {
+        for dtype in [DType::F32, DType::F64] {
+            let varmap = varmap(dtype);
+            let report = checkpoint::load_with(&varmap, golden(file), &LoadOptions::default()).unwrap();
+            assert_eq!(report.loaded, NAMES);
+            assert_eq!(report.ignored, ["bn.num_batches_tracked"]);
+            let net = Net::new(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
+            let y = net.forward_t(&output["x"].to_dtype(dtype).unwrap(), false).unwrap();
+            assert_eq!(y.dtype(), dtype);
+            assert_close(&floats(&y), &floats(&output["y"]), 1e-5, file);
+        }
+    }
+}
+
+/// A model that is there already, as under DDP and DataParallel, computes with what was loaded.
+#[test]
+fn a_model_under_ddp_has_what_was_loaded() {
+    let output = candle_core::safetensors::load(golden("checkpoint_output.safetensors"), &Device::Cpu).unwrap();
+    let results = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, Net::new, DdpOptions::default())?;
+        checkpoint::load_distributed(&pg, &varmap, golden("checkpoint.pt"), &LoadOptions::default())?;
+        ddp.forward_t(&output["x"], false)
+    });
+    for y in results.unwrap() {
+        assert_close(&floats(&y), &floats(&output["y"]), 1e-5, "y");
+    }
+}
+
+#[test]
+fn what_was_saved_is_loaded_bit_for_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let (ours, other) = (varmap(dtype), varmap(dtype));
+        fill(&other, 2);
+        checkpoint::save(&ours, &file).unwrap();
+        assert_ne!(values(&ours), values(&other));
+        checkpoint::load(&other, &file).unwrap();
+        assert_eq!(values(&ours), values(&other), "{dtype:?}");
+        let mut names: Vec<String> = checkpoint::read(&file).unwrap().into_keys().collect();
+        names.sort();
+        assert_eq!(names, NAMES);
+        // candle's own way to load it.
+        let mut candles = varmap(dtype);
+        candles.load(&file).unwrap();
+        assert_eq!(values(&ours), values(&candles), "{dtype:?}");
+    }
+    assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
+    let usual = std::fs::File::create(folder.path().join("usual")).unwrap().metadata().unwrap().permissions();
+    assert_eq!(file.metadata().unwrap().permissions(), usual, "others may read it, if they may read new files");
+}
+
+fn save(tensors: &HashMap<String, Tensor>) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    checkpoint::save_tensors(tensors, file.path()).unwrap();
+    file
+}
+
+#[track_caller]
+fn mismatch<T: std::fmt::Debug>(result: Result<T, Error>) -> (Vec<String>, Vec<String>, Vec<String>) {
+    match result {
+        Err(Error::CheckpointMismatch { missing, unexpected, different, .. }) => (missing, unexpected, different),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_listed_and_changes_nothing() {
+    let varmap = varmap(DType::F32);
+    let before = values(&varmap);
+    let mut tensors = checkpoint::read(golden("checkpoint.pt")).unwrap();
+    tensors.remove("fc.bias");
+    tensors.remove("conv.weight");
+    tensors.insert("fc2.weight".to_string(), tensor(&[2], 1));
+    let file = save(&tensors);
+    let result = checkpoint::load(&varmap, file.path());
+    let text = result.as_ref().unwrap_err().to_string();
+    assert!(text.contains("missing from the file (2): conv.weight, fc.bias"), "{text}");
+    assert!(text.contains("not in the model (1): fc2.weight"), "{text}");
+    assert!(text.contains(file.path().to_str().unwrap()), "{text}");
+    let (missing, unexpected, different) = mismatch(result);
+    assert_eq!((missing, unexpected), (vec!["conv.weight".into(), "fc.bias".into()], vec!["fc2.weight".into()]));
+    assert!(different.is_empty());
+    assert_eq!(values(&varmap), before);
+
+    // Not strict: the same, returned.
+    let lenient = LoadOptions { strict: false, ..Default::default() };
+    let report = checkpoint::load_with(&varmap, file.path(), &lenient).unwrap();
+    assert_eq!(report.missing, ["conv.weight", "fc.bias"]);
+    assert_eq!(report.unexpected, ["fc2.weight"]);
+    assert_eq!(report.loaded.len(), 6);
+    assert_eq!(floats(&var(&varmap, "fc.weight")), floats(&tensors["fc.weight"]));
+    assert_eq!(floats(&var(&varmap, "fc.bias")), before[6]);
+
+    // Another shape, or integers, never fit.
+    let before = values(&varmap);
+    tensors.insert("fc.bias".to_string(), tensor(&[2, 1], 1));
+    tensors.insert("bn.bias".to_string(), Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+    let (_, _, different) = mismatch(checkpoint::load_with(&varmap, save(&tensors).path(), &lenient));
+    let expected =
+        ["bn.bias (u32[3] in the file, f32[3] in the model)", "fc.bias (f32[2, 1] in the file, f32[2] in the model)"];
+    assert_eq!(different, expected);
+    assert_eq!(values(&varmap), before);
+}
+
+#[test]
+fn the_models_own_names_come_first() {
+    let varmap = VarMap::new();
+    for name in ["module.weight", "num_batches_tracked"] {
+        let init = candle_nn::Init::Const(0.0);
+        varmap.get(2, name, init, DType::F32, &Device::Cpu).unwrap();
+    }
+    let two = |value: f32| Tensor::new(&[value, value], &Device::Cpu).unwrap();
+    let tensors =
+        |names: [&str; 2]| HashMap::from([(names[0].to_string(), two(1.0)), (names[1].to_string(), two(2.0))]);
+    for names in [["module.weight", "num_batches_tracked"], ["module.module.weight", "module.num_batches_tracked"]] {
+        checkpoint::load(&varmap, save(&tensors(names)).path()).unwrap();
+        assert_eq!(floats(&var(&varmap, "module.weight")), [1.0, 1.0]);
+        assert_eq!(floats(&var(&varmap, "num_batches_tracked")), [2.0, 2.0], "it is loaded where the model has it");
+        for name in ["module.weight", "num_batches_tracked"] {
+            var(&varmap, name).zero_set().unwrap();
+        }
+    }
+    let error = checkpoint::read(save(&tensors(["module.a", "a"])).path()).unwrap_err().to_string();
+    assert!(error.contains("it has a twice"), "{error}");
+    // What may be surplus is the caller's choice.
+    let all = LoadOptions { ignored: Arc::new(|name| name == "fc"), ..Default::default() };
+    let mut more = tensors(["module.weight", "num_batches_tracked"]);
+    more.insert("fc".to_string(), two(3.0));
+    let report = checkpoint::load_with(&varmap, save(&more).path(), &all).unwrap();
+    assert_eq!(report.ignored, ["fc"]);
+    more.insert("fc2".to_string(), two(3.0));
+    assert_eq!(mismatch(checkpoint::load_with(&varmap, save(&more).path(), &all)).1, ["fc2"]);
+}
+
+#[test]
+fn integers_load_into_integers() {
+    let varmap = VarMap::new();
+    let counter = Var::from_tensor(&Tensor::new(&[1u32, 2], &Device::Cpu).unwrap()).unwrap();
+    varmap.data().lock().unwrap().insert("counter".to_string(), counter);
+    let file = save(&HashMap::from([("counter".to_string(), Tensor::new(&[7i64, 8], &Device::Cpu).unwrap())]));
+    checkpoint::load(&varmap, file.path()).unwrap();
+    assert_eq!(var(&varmap, "counter").to_vec1::<u32>().unwrap(), [7, 8]);
+}
+
+#[track_caller]
+fn refused(path: &Path, words: &str) {
+    let varmap = varmap(DType::F32);
+    let before = values(&varmap);
+    match checkpoint::load(&varmap, path) {
+        Err(error @ (Error::CheckpointFile { .. } | Error::Io { .. })) => {
+            let text = error.to_string();
+            assert!(text.contains(words) && text.contains(path.to_str().unwrap()), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(values(&varmap), before);
+}
+
+#[test]
+fn what_is_no_checkpoint_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    refused(folder.path(), "directory");
+    refused(&folder.path().join("missing"), "No such file");
+    let file = folder.path().join("file");
+    let write = |bytes: &[u8], words: &str| {
+        std::fs::write(&file, bytes).unwrap();
+        refused(&file, words);
+    };
+    write(b"", "empty");
+    write(b"a text, and not a short one", "neither");
+    write(b"PK\x03\x04", "complete");
+    write(b"version https://git-lfs.github.com/spec/v1", "git lfs pull");
+    write(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "before 1.6");
+    write(b"\xff\xff\xff\xff\xff\xff\xff\xff{\"a\":1}", "safetensors");
+    write(b"\x07\0\0\0\0\0\0\0{\"a\":1}", "safetensors");
+}
+
+/// Every truncation and every damaged byte is an error, or changes nothing that matters.
+#[test]
+fn damaged_files_are_errors_and_never_panics() {
+    let folder = tempfile::tempdir().unwrap();
+    let damaged = folder.path().join("damaged");
+    for name in ["checkpoint.pt", "checkpoint.safetensors"] {
+        let whole = std::fs::read(golden(name)).unwrap();
+        let expected = checkpoint::read(golden(name)).unwrap();
+        for length in (0..whole.len()).step_by(3) {
+            std::fs::write(&damaged, &whole[..length]).unwrap();
+            match checkpoint::read(&damaged) {
+                Err(Error::CheckpointFile { .. }) => {}
+                other => panic!("{name}, {length}: {other:?}"),
+            }
+        }
+        let mut refused = 0;
+        for position in 0..whole.len() {
+            let mut bytes = whole.clone();
+            bytes[position] ^= 1 << (position % 8);
+            std::fs::write(&damaged, &bytes).unwrap();
+            match checkpoint::read(&damaged) {
+                Err(Error::CheckpointFile { .. }) => refused += 1,
+                Ok(read) => {
+                    // A zip archive has checksums, so that only what nobody reads may have changed.
+                    let same = |(name, tensor): (&String, &Tensor)| {
+                        expected.get(name).is_some_and(|expected| expected.to_string() == tensor.to_string())
+                    };
+                    assert!(name.ends_with("safetensors") || read.iter().all(same), "{position}");
+                }
+                Err(other) => panic!("{name}, {position}: {other:?}"),
+            }
+        }
+        assert!(refused > 100, "{name}: {refused}");
+    }
+}
+
+/// An archive as `torch.save` makes it, with this pickle and one storage.
+fn archive(pickle: &[u8], storage: &[u8]) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
+    let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for (name, bytes) in [("archive/data.pkl", pickle), ("archive/data/0", storage)] {
+        zip.start_file(name, options).unwrap();
+        zip.write_all(bytes).unwrap();
+    }
+    zip.finish().unwrap();
+    file
+}
+
+/// `{"w": torch.as_strided(storage, shape, strides, offset)}` as a pickle.
+fn pickled(class: &str, offset: i32, shape: &[i32], strides: &[i32]) -> Vec<u8> {
+    let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+    let int = |value: i32| [b"J", &value.to_le_bytes()[..]].concat();
+    let tuple = |values: &[i32]| [b"(".to_vec(), values.iter().flat_map(|v| int(*v)).collect(), b"t".to_vec()].concat();
+    let global = |name: &str| [b"c", name.as_bytes(), b"\n"].concat();
+    [
+        b"\x80\x02}".to_vec(),
+        text("w"),
+        global("torch._utils\n_rebuild_tensor_v2"),
+        b"((".to_vec(),
+        text("storage"),
+        global(&format!("torch\n{class}")),
+        text("0"),
+        text("cpu"),
+        int(4),
+        b"tQ".to_vec(),
+        int(offset),
+        tuple(shape),
+        tuple(strides),
+        b"\x89}tRs.".to_vec(),
+    ]
+    .concat()
+}
+
+#[test]
+fn pickles_are_checked() {
+    let bytes: Vec<u8> = (0..4).flat_map(|value| (value as f32).to_le_bytes()).collect();
+    let read = |class: &str, offset, shape: &[i32], strides: &[i32]| {
+        checkpoint::read(archive(&pickled(class, offset, shape, strides), &bytes).path())
+            .map(|mut tensors| tensors.remove("w").unwrap())
+    };
+    let values = |offset, shape: &[i32], strides: &[i32]| {
+        let tensor = read("FloatStorage", offset, shape, strides).unwrap();
+        let dims: Vec<i32> = tensor.dims().iter().map(|dim| *dim as i32).collect();
+        assert_eq!(dims, shape);
+        floats(&tensor)
+    };
+    assert_eq!(values(0, &[2, 2], &[2, 1]), [0., 1., 2., 3.]);
+    assert_eq!(values(0, &[2, 2], &[1, 2]), [0., 2., 1., 3.]);
+    assert_eq!(values(1, &[2], &[2]), [1., 3.]);
+    assert_eq!(values(1, &[3, 2], &[1, 0]), [1., 1., 2., 2., 3., 3.]);
+    assert_eq!(values(3, &[], &[]), [3.]);
+    assert_eq!(values(3, &[1, 1], &[7, 9]), [3.]);
+    assert_eq!(values(0, &[0, 1000], &[1, 1]).len(), 0);
+    assert_eq!(read("BoolStorage", 2, &[1], &[1]).unwrap().dtype(), DType::U8);
+    let error = |class: &str, offset, shape: &[i32], strides: &[i32], words: &str| {
+        let text = read(class, offset, shape, strides).unwrap_err().to_string();
+        assert!(text.contains("w: ") && text.contains(words), "{text}");
+    };
+    error("FloatStorage", 1, &[2, 2], &[2, 1], "outside");
+    error("FloatStorage", i32::MAX, &[1], &[1], "outside");
+    error("FloatStorage", 0, &[2, 2], &[i32::MAX, 1], "outside");
+    error("FloatStorage", 0, &[i32::MAX; 3], &[0; 3], "larger than the file");
+    error("FloatStorage", 0, &[1000], &[0], "larger than the file");
+    error("FloatStorage", 0, &[0, i32::MAX, i32::MAX, i32::MAX], &[1; 4], "larger than the file");
+    error("FloatStorage", -1, &[1], &[1], "damaged");
+    error("FloatStorage", 0, &[1, 1], &[1], "damaged");
+    error("ComplexFloatStorage", 0, &[1], &[1], "ComplexFloatStorage");
+    let pickle = |bytes: &[u8], words: &str| {
+        let text = checkpoint::read(archive(bytes, &[]).path()).unwrap_err().to_string();
+        assert!(text.contains(words), "{text}");
+    };
+    pickle(b"\x80\x02cnet\nNet\n)\x81}b.", "net.Net");
+    pickle(b"\x80\x02].", "a list");
+    pickle(b"\x80\x02}X\x05\0\0\0epochK\x03s.", "epoch");
+    pickle(b"\x80\x02}X\x01\0\0\0wctorch._utils\n_rebuild_sparse_tensor\n)Rs.", "_rebuild_sparse_tensor");
+    // An integer of forty bytes, over which candle's reader panics in a debug build.
+    pickle(&[b"\x80\x02\x8a\x28".to_vec(), vec![1; 40], b".".to_vec()].concat(), "");
+    pickle(b"\x80\x02", "pickles");
+    let other = tempfile::NamedTempFile::new().unwrap();
+    let mut zip = zip::ZipWriter::new(other.reopen().unwrap());
+    zip.start_file(
+        "readme.txt",
+        zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored),
+    )
+    .unwrap();
+    zip.finish().unwrap();
+    refused(other.path(), "no data.pkl");
+}
+
+#[test]
+fn the_key_of_a_state_dict_can_be_given() {
+    let load = |key: &str| {
+        let options = LoadOptions { key: Some(key.to_string()), ..Default::default() };
+        checkpoint::load_with(&varmap(DType::F32), golden("checkpoint_run.pth"), &options)
+    };
+    assert_eq!(load("model").unwrap().loaded, NAMES);
+    let error = load("weights").unwrap_err().to_string();
+    assert!(error.contains("no dict under \"weights\"") && error.contains("optimizer"), "{error}");
+}
+
+#[test]
+fn a_file_that_cannot_be_written_leaves_the_old_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let varmap = varmap(DType::F32);
+    let io = |path: &Path| match checkpoint::save(&varmap, path) {
+        Err(error @ Error::Io { .. }) => assert!(error.to_string().contains(path.to_str().unwrap()), "{error}"),
+        other => panic!("{other:?}"),
+    };
+    // A folder has the name that the file should get.
+    let taken = folder.path().join("taken");
+    std::fs::create_dir(&taken).unwrap();
+    io(&taken);
+    io(&folder.path().join("missing").join("file"));
+    assert_eq!(folder.path().read_dir().unwrap().count(), 1);
+    assert!(matches!(checkpoint::save(&varmap, "/"), Err(Error::InvalidArgument { argument: "path", .. })));
+}
+
+/// Runs itself in a process that may not write files of more than a few blocks, which is what a full disk looks like.
+#[test]
+fn a_full_disk_leaves_the_old_file() {
+    const FILE: &str = "CANDLE_DDP_TEST_FULL_DISK";
+    let big = |value: f32| HashMap::from([("w".to_string(), Tensor::full(value, 50_000, &Device::Cpu).unwrap())]);
+    if let Some(file) = std::env::var_os(FILE) {
+        match checkpoint::save_tensors(&big(2.0), &file) {
+            Err(error @ Error::Io { .. }) => assert!(error.to_string().contains("writing"), "{error}"),
+            other => panic!("{other:?}"),
+        }
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    checkpoint::save_tensors(&big(1.0), &file).unwrap();
+    let output = std::process::Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" --exact a_full_disk_leaves_the_old_file"])
+        .arg(std::env::current_exe().unwrap())
+        .env(FILE, &file)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
+    assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
+}
+
+#[test]
+fn all_ranks_learn_of_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    let outcomes = ranks(3, |pg| {
+        let varmap = varmap(DType::F32);
+        fill(&varmap, pg.rank() as u64);
+        let before = values(&varmap);
+        let broken = checkpoint::save_distributed(&pg, &varmap, folder.path().join("missing").join("file"));
+        checkpoint::save_distributed(&pg, &varmap, &file)?;
+        // Rank 1's host has no such file.
+        let path = if pg.rank() == 1 { folder.path().join("elsewhere") } else { file.clone() };
+        let refused = checkpoint::load_distributed(&pg, &varmap, path, &LoadOptions::default());
+        assert_eq!(values(&varmap), before, "nobody has loaded anything");
+        let loaded = checkpoint::load_distributed(&pg, &varmap, &file, &LoadOptions::default())?;
+        Ok((broken, refused, loaded, values(&varmap)))
+    })
+    .unwrap();
+    let rank0 = varmap(DType::F32);
+    fill(&rank0, 0);
+    for (rank, (broken, refused, loaded, now)) in outcomes.into_iter().enumerate() {
+        let by = |error: Error, culprit: usize| match error {
+            Error::Io { .. } => assert_eq!(rank, culprit),
+            Error::PeerFailed { peer, reason } => {
+                assert_eq!(peer, culprit);
+                assert!(rank != culprit && reason.contains("No such file"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        };
+        by(broken.unwrap_err(), 0);
+        by(refused.unwrap_err(), 1);
+        assert_eq!(loaded, LoadReport { loaded: NAMES.map(String::from).to_vec(), ..Default::default() });
+        assert_eq!(now, values(&rank0));
+    }
+}

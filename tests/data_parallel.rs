@@ -1,0 +1,573 @@
+//! DataParallel on several CPU devices against the same model on one.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Shape, Tensor, Var};
+use candle_ddp::data_parallel::{self, DataParallelOptions, gather, parallel_apply, replicate, scatter};
+use candle_ddp::{DataParallel, Error};
+use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
+use common::{assert_close, fill, floats, tensor, var};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const CPU: Device = Device::Cpu;
+
+/// Tied weights, a parameter that is not used, and an operation between them.
+struct Net {
+    first: Linear,
+    tied: Linear,
+    scale: Tensor,
+    last: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        linear(3, 3, vb.pp("unused"))?;
+        let scale = vb.get_with_hints(6, "scale", candle_nn::Init::Const(1.0))?;
+        Ok(Self {
+            first: linear(6, 6, vb.pp("shared"))?,
+            tied: linear(6, 6, vb.pp("shared"))?,
+            scale,
+            last: linear(6, 4, vb.pp("last"))?,
+        })
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        let xs = self.first.forward(xs)?.tanh()?.broadcast_mul(&self.scale)?;
+        self.last.forward(&self.tied.forward(&xs)?.relu()?)
+    }
+}
+
+fn data_parallel(devices: usize, dtype: DType) -> (VarMap, DataParallel<Net>) {
+    let varmap = VarMap::new();
+    let options = DataParallelOptions { dtype, ..Default::default() };
+    let dp = DataParallel::with_options(&vec![CPU; devices], &CPU, &varmap, Net::new, options).unwrap();
+    fill(&varmap, 1);
+    (varmap, dp)
+}
+
+/// The same variables, and a model that uses them in plain candle.
+fn plain(varmap: &VarMap, dtype: DType) -> (VarMap, Net) {
+    let copy = VarMap::new();
+    let net = Net::new(VarBuilder::from_varmap(&copy, dtype, &CPU)).unwrap();
+    for (name, var) in varmap.data().lock().unwrap().iter() {
+        copy.data().lock().unwrap()[name].set(var).unwrap();
+    }
+    (copy, net)
+}
+
+fn assert_same_gradients(ours: (&VarMap, &GradStore), plain: (&VarMap, &GradStore), tolerance: f32) {
+    let names: Vec<String> = ours.0.data().lock().unwrap().keys().cloned().collect();
+    for name in &names {
+        let expected = plain.1.get(&var(plain.0, name));
+        let actual = ours.1.get(&var(ours.0, name));
+        assert_eq!(actual.is_some(), expected.is_some(), "{name}");
+        if let (Some(actual), Some(expected)) = (actual, expected) {
+            assert_eq!(actual.dtype(), expected.dtype(), "{name}");
+            assert_close(&floats(actual), &floats(expected), tolerance, name);
+        }
+    }
+}
+
+#[test]
+fn values_and_gradients_are_those_of_one_device() {
+    for devices in 1..=4 {
+        for rows in [8, 7, 5, 3, 2, 1] {
+            let (varmap, dp) = data_parallel(devices, DType::F32);
+            let (copy, net) = plain(&varmap, DType::F32);
+            let (x, target) = (tensor(&[rows, 6], 2), tensor(&[rows, 4], 3));
+            let (ours, expected) = (dp.forward(&x).unwrap(), net.forward(&x).unwrap());
+            assert_close(&floats(&ours), &floats(&expected), 1e-5, "output");
+            let ours = dp.backward(&dp.loss(&ours, &target, loss::mse).unwrap()).unwrap();
+            let expected = loss::mse(&expected, &target).unwrap().backward().unwrap();
+            assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
+            assert!(ours.get(&var(&varmap, "unused.weight")).is_none());
+            assert_eq!(ours.get(&var(&varmap, "last.bias")).unwrap().dims(), [4]);
+        }
+    }
+}
+
+#[test]
+fn other_dtypes_work() {
+    for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::BF16, 0.05), (DType::F16, 0.01)] {
+        let (varmap, dp) = data_parallel(3, dtype);
+        let (copy, net) = plain(&varmap, dtype);
+        let x = tensor(&[7, 6], 2).to_dtype(dtype).unwrap();
+        let loss = |output: Tensor| output.sqr().unwrap().mean_all().unwrap();
+        let ours = dp.backward(&loss(dp.forward(&x).unwrap())).unwrap();
+        let expected = loss(net.forward(&x).unwrap()).backward().unwrap();
+        assert_eq!(ours.get(&var(&varmap, "scale")).unwrap().dtype(), dtype);
+        assert_same_gradients((&varmap, &ours), (&copy, &expected), tolerance);
+    }
+}
+
+#[test]
+fn twenty_steps_train_as_on_one_device() {
+    let (varmap, dp) = data_parallel(3, DType::F32);
+    let (copy, net) = plain(&varmap, DType::F32);
+    let mut ours = AdamW::new_lr(dp.parameters(), 0.01).unwrap();
+    let mut theirs = AdamW::new_lr(copy.all_vars(), 0.01).unwrap();
+    let mut losses = Vec::new();
+    for step in 0..20 {
+        // Uneven batches, one of them smaller than the number of devices.
+        let rows = [9, 7, 2][step % 3];
+        let (x, labels) = (tensor(&[rows, 6], step as u64), Tensor::arange(0u32, rows as u32, &CPU).unwrap());
+        let labels = (labels.to_dtype(DType::F32).unwrap() / 3.0).unwrap().to_dtype(DType::U32).unwrap();
+        let loss = dp.loss(&dp.forward(&x).unwrap(), &labels, loss::cross_entropy).unwrap();
+        let expected = loss::cross_entropy(&net.forward(&x).unwrap(), &labels).unwrap();
+        assert!((floats(&loss)[0] - floats(&expected)[0]).abs() < 1e-5, "step {step}: {loss} {expected}");
+        losses.push(floats(&loss)[0]);
+        ours.step(&dp.backward(&loss).unwrap()).unwrap();
+        theirs.backward_step(&expected).unwrap();
+    }
+    for (name, ours) in varmap.data().lock().unwrap().iter() {
+        assert_close(&floats(ours), &floats(&var(&copy, name)), 1e-5, name);
+    }
+    assert!(losses[18] < losses[0] - 0.05, "{losses:?}");
+}
+
+#[test]
+fn a_backward_pass_beside_ours_is_an_error() {
+    for devices in [1, 2] {
+        let (varmap, dp) = data_parallel(devices, DType::F32);
+        let before = floats(&var(&varmap, "last.weight"));
+        let loss = dp.forward(&tensor(&[4, 6], 1)).unwrap().mean_all().unwrap();
+        let error = loss.backward().unwrap_err().to_string();
+        assert!(error.contains("dp.backward(&loss)"), "{error}");
+        let error = SGD::new(dp.parameters(), 0.1).unwrap().backward_step(&loss).unwrap_err().to_string();
+        assert!(error.contains("optimizer.backward_step(&loss)"), "{error}");
+        assert_eq!(floats(&var(&varmap, "last.weight")), before);
+        dp.backward(&loss).unwrap();
+        // It ends with the pass.
+        loss.backward().unwrap_err();
+    }
+}
+
+#[test]
+fn several_forward_passes_may_come_before_one_backward_pass() {
+    let (varmap, dp) = data_parallel(2, DType::F32);
+    let (copy, net) = plain(&varmap, DType::F32);
+    let (one, two) = (tensor(&[4, 6], 1), tensor(&[5, 6], 2));
+    let loss = |one: Tensor, two: Tensor| {
+        (one.sqr().unwrap().sum_all().unwrap() + two.exp().unwrap().sum_all().unwrap()).unwrap()
+    };
+    let ours = loss(dp.forward(&one).unwrap(), dp.forward(&two).unwrap());
+    let expected = loss(net.forward(&one).unwrap(), net.forward(&two).unwrap()).backward().unwrap();
+    for _ in 0..2 {
+        // As in candle, a second backward pass finds the same.
+        assert_same_gradients((&varmap, &dp.backward(&ours).unwrap()), (&copy, &expected), 1e-5);
+    }
+}
+
+#[test]
+fn a_penalty_on_the_variables_adds_up() {
+    let (varmap, dp) = data_parallel(2, DType::F32);
+    let (copy, net) = plain(&varmap, DType::F32);
+    let x = tensor(&[4, 6], 1);
+    let loss = |varmap: &VarMap, output: Tensor| {
+        let penalty = var(varmap, "last.weight").sqr().unwrap().sum_all().unwrap();
+        (output.sqr().unwrap().sum_all().unwrap() + penalty).unwrap()
+    };
+    let ours = dp.backward(&loss(&varmap, dp.forward(&x).unwrap())).unwrap();
+    let expected = loss(&copy, net.forward(&x).unwrap()).backward().unwrap();
+    assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
+}
+
+#[test]
+fn gradients_go_back_to_inputs_and_through_models_behind_one_another() {
+    let (varmap, dp) = data_parallel(3, DType::F32);
+    let (copy, net) = plain(&varmap, DType::F32);
+    let heads = VarMap::new();
+    let head = DataParallel::new(&[CPU, CPU], &CPU, &heads, |vb| linear(4, 2, vb)).unwrap();
+    fill(&heads, 5);
+    let plain_head = linear(4, 2, VarBuilder::from_varmap(&heads, DType::F32, &CPU)).unwrap();
+    let x = Var::from_tensor(&tensor(&[5, 6], 1)).unwrap();
+    // The input is used twice: beside the models as well.
+    let loss = |output: Tensor| (output.sqr().unwrap().sum_all().unwrap() + x.sum_all().unwrap()).unwrap();
+    let doubled = (x.as_tensor() * 2.0).unwrap();
+    let ours = loss(head.forward(&dp.forward(&doubled).unwrap()).unwrap());
+    let expected = loss(plain_head.forward(&net.forward(&doubled).unwrap()).unwrap()).backward().unwrap();
+    // Whichever of the models is asked.
+    for ours in [dp.backward(&ours), head.backward(&ours), data_parallel::backward(&ours)] {
+        let ours = ours.unwrap();
+        assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
+        assert_same_gradients((&heads, &ours), (&heads, &expected), 1e-5);
+        assert_close(&floats(ours.get(&x).unwrap()), &floats(expected.get(&x).unwrap()), 1e-5, "x");
+    }
+}
+
+/// A model that itself splits what it gets over devices.
+struct Nested {
+    linear: Linear,
+    inner: DataParallel<Linear>,
+}
+
+impl ModuleT for Nested {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.linear.forward(xs)?.tanh()?.apply_t(&self.inner, train)
+    }
+}
+
+#[test]
+fn a_replica_may_hold_a_data_parallel_model() {
+    let (outside, inside) = (VarMap::new(), VarMap::new());
+    let build = |vb: VarBuilder| {
+        let inner = DataParallel::new(&[CPU, CPU], &CPU, &inside, |vb| linear(4, 2, vb))?;
+        Ok::<_, Error>(Nested { linear: linear(6, 4, vb)?, inner })
+    };
+    let dp = DataParallel::new(&[CPU, CPU], &CPU, &outside, build).unwrap();
+    fill(&outside, 1);
+    fill(&inside, 2);
+    let vb = |varmap: &VarMap| VarBuilder::from_varmap(varmap, DType::F32, &CPU);
+    let (first, second) = (linear(6, 4, vb(&outside)).unwrap(), linear(4, 2, vb(&inside)).unwrap());
+    let x = tensor(&[7, 6], 1);
+    let loss = |output: Tensor| output.sqr().unwrap().mean_all().unwrap();
+    let ours = dp.backward(&loss(dp.forward_t(&x, true).unwrap())).unwrap();
+    let expected = loss(second.forward(&first.forward(&x).unwrap().tanh().unwrap()).unwrap()).backward().unwrap();
+    assert_same_gradients((&outside, &ours), (&outside, &expected), 1e-5);
+    assert_same_gradients((&inside, &ours), (&inside, &expected), 1e-5);
+}
+
+#[test]
+fn models_may_take_and_return_several_tensors() {
+    let (varmap, dp) = data_parallel(3, DType::F32);
+    let (copy, net) = plain(&varmap, DType::F32);
+    let (x, index) = (tensor(&[7, 6], 1), Tensor::arange(0u32, 7, &CPU).unwrap());
+    let y = Var::from_tensor(&tensor(&[7, 4], 2)).unwrap();
+    let unused = Var::from_tensor(&tensor(&[7], 3)).unwrap();
+    // A variable that is none of the model's.
+    let extra = Var::from_tensor(&tensor(&[4], 4)).unwrap();
+    let f = |net: &Net, inputs: &[Tensor]| {
+        let (x, index, y) = (&inputs[0], &inputs[1], &inputs[2]);
+        let output = net.forward(x)?.broadcast_add(&extra)?;
+        let product = (&output * y)?;
+        Ok(vec![output, product.clone(), (index + 1.0)?, product.sum_all()?, product.sqr()?.sum_all()?])
+    };
+    let inputs = [&x, &index, y.as_tensor(), unused.as_tensor()];
+    let ours = dp.call(&inputs, f).unwrap();
+    let expected = f(&net, &inputs.map(Tensor::clone)).unwrap();
+    for number in [0, 1, 2] {
+        assert_eq!(ours[number].dtype(), expected[number].dtype());
+        assert_close(&floats(&ours[number]), &floats(&expected[number]), 1e-5, "output");
+    }
+    assert_eq!(ours[2].to_vec1::<u32>().unwrap(), (1..=7).collect::<Vec<_>>());
+    for number in [3, 4] {
+        assert_eq!(ours[number].dims(), [3], "one for each replica");
+        let sum = ours[number].sum_all().unwrap();
+        assert_close(&floats(&sum), &floats(&expected[number]), 1e-5, "scalar");
+    }
+    // Output 4 is not used.
+    let loss = |outputs: &[Tensor]| {
+        let sum = |number: usize| outputs[number].sqr().unwrap().sum_all().unwrap();
+        ((sum(0) + sum(1)).unwrap() + outputs[3].sum_all().unwrap()).unwrap()
+    };
+    let ours = dp.backward(&loss(&ours)).unwrap();
+    let expected = loss(&expected).backward().unwrap();
+    assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
+    // Where nothing depends on it.
+    assert_eq!(floats(ours.get(&unused).unwrap()), [0.0; 7]);
+    for var in [&y, &extra] {
+        assert_close(&floats(ours.get(var).unwrap()), &floats(expected.get(var).unwrap()), 1e-5, "variable");
+    }
+}
+
+struct WithNorm {
+    linear: Linear,
+    norm: BatchNorm,
+}
+
+impl WithNorm {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self { linear: linear(6, 4, vb.pp("linear"))?, norm: batch_norm(4, 1e-5, vb.pp("norm"))? })
+    }
+}
+
+impl ModuleT for WithNorm {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.norm.forward_t(&self.linear.forward(xs)?, train)
+    }
+}
+
+#[test]
+fn buffers_are_the_first_devices() {
+    let varmap = VarMap::new();
+    let dp = DataParallel::new(&[CPU, CPU], &CPU, &varmap, WithNorm::new).unwrap();
+    let alone = VarMap::new();
+    let net = WithNorm::new(VarBuilder::from_varmap(&alone, DType::F32, &CPU)).unwrap();
+    fill(&varmap, 1);
+    for name in ["norm.running_var", "norm.running_mean"] {
+        var(&varmap, name).set(&Tensor::ones(4, DType::F32, &CPU).unwrap()).unwrap();
+    }
+    for (name, var) in varmap.data().lock().unwrap().iter() {
+        alone.data().lock().unwrap()[name].set(var).unwrap();
+    }
+    for step in 0..3 {
+        let x = tensor(&[5, 6], step);
+        // Each batch norm sees its device's rows, and starts from the first device's running means.
+        let ours = dp.forward_t(&x, true).unwrap();
+        let first = net.forward_t(&x.narrow(0, 0, 3).unwrap(), true).unwrap();
+        assert_close(&floats(&ours.narrow(0, 0, 3).unwrap()), &floats(&first), 1e-5, "output");
+        for name in ["norm.running_mean", "norm.running_var"] {
+            assert_close(&floats(&var(&varmap, name)), &floats(&var(&alone, name)), 1e-5, name);
+        }
+        // In evaluation mode all replicas have them, so that splitting the batch makes no difference.
+        let eval = net.forward_t(&x, false).unwrap();
+        assert_close(&floats(&dp.forward_t(&x, false).unwrap()), &floats(&eval), 1e-5, "evaluation");
+        assert_close(&floats(&x.apply_t(&dp, false).unwrap()), &floats(&eval), 1e-5, "as a ModuleT");
+        assert_close(&floats(&dp.module().forward_t(&x, false).unwrap()), &floats(&eval), 1e-5, "one device");
+    }
+    let names = |named: Vec<(String, Var)>| named.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(dp.named_buffers()), ["norm.running_mean", "norm.running_var"]);
+    assert_eq!(names(dp.named_parameters()), ["linear.weight", "linear.bias", "norm.weight", "norm.bias"]);
+}
+
+#[test]
+fn the_varmap_has_the_models_own_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    let (varmap, dp) = data_parallel(2, DType::F32);
+    let x = tensor(&[4, 6], 1);
+    let expected = floats(&dp.forward(&x).unwrap());
+    varmap.save(&file).unwrap();
+    let mut names: Vec<String> = varmap.data().lock().unwrap().keys().cloned().collect();
+    names.sort();
+    let own = ["last.bias", "last.weight", "scale", "shared.bias", "shared.weight", "unused.bias", "unused.weight"];
+    assert_eq!(names, own);
+    let mut varmap = varmap;
+    fill(&varmap, 9);
+    assert_ne!(floats(&dp.forward(&x).unwrap()), expected);
+    varmap.load(&file).unwrap();
+    assert_eq!(floats(&dp.forward(&x).unwrap()), expected, "all replicas have what was loaded");
+}
+
+/// Counts its clones, which are as many as there are graphs that hold it.
+#[derive(Clone)]
+struct Marker(Arc<AtomicUsize>);
+
+impl Marker {
+    fn new(alive: &Arc<AtomicUsize>) -> Self {
+        alive.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(alive))
+    }
+}
+
+impl Drop for Marker {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl CustomOp1 for Marker {
+    fn name(&self) -> &'static str {
+        "marker"
+    }
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(gradient.clone()))
+    }
+}
+
+#[test]
+fn graphs_live_as_long_as_their_outputs() {
+    let (_, dp) = data_parallel(2, DType::F32);
+    let alive = Arc::new(AtomicUsize::new(0));
+    let forward = || {
+        let f = |net: &Net, inputs: &[Tensor]| {
+            Ok(vec![net.forward(&inputs[0])?.contiguous()?.apply_op1(Marker::new(&alive))?])
+        };
+        dp.call(&[&tensor(&[4, 6], 1)], f).unwrap().remove(0)
+    };
+    drop(forward());
+    assert_eq!(alive.load(Ordering::SeqCst), 0, "evaluation leaves nothing behind");
+    let output = forward();
+    assert_eq!(alive.load(Ordering::SeqCst), 2);
+    let grads = dp.backward(&output.sum_all().unwrap()).unwrap();
+    drop(output);
+    assert_eq!(alive.load(Ordering::SeqCst), 0, "gradients hold no graph");
+    drop(grads);
+}
+
+#[track_caller]
+fn assert_replica_failed<T>(result: Result<T, Error>, number: usize, words: &str) {
+    match result.err() {
+        Some(error @ Error::Replica { .. }) => {
+            let text = error.to_string();
+            assert!(text.starts_with(&format!("replica {number} on device cpu failed: ")), "{text}");
+            assert!(text.contains(words), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Fails, in one way or the other, where the batch has the row.
+struct Trap {
+    linear: Linear,
+    panics: bool,
+    backward: bool,
+}
+
+impl Trap {
+    fn spring(&self) -> candle_core::Result<()> {
+        assert!(!self.panics, "the trap has shut");
+        candle_core::bail!("the trap has shut")
+    }
+}
+
+impl Module for Trap {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        let bad = xs.max_all()?.to_scalar::<f32>()? > 1.5;
+        if bad && !self.backward {
+            self.spring()?;
+        }
+        let ys = self.linear.forward(xs)?;
+        if bad { ys.apply_op1(Snap(self.panics)) } else { Ok(ys) }
+    }
+}
+
+struct Snap(bool);
+
+impl CustomOp1 for Snap {
+    fn name(&self) -> &'static str {
+        "snap"
+    }
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        assert!(!self.0, "the trap has shut");
+        candle_core::bail!("the trap has shut")
+    }
+}
+
+#[test]
+fn a_replica_that_fails_is_named_and_the_next_call_works() {
+    let good = tensor(&[6, 3], 1);
+    let rows = |bad: usize| {
+        let mut rows = vec![0f32; 18];
+        rows[3 * bad] = 2.0;
+        Tensor::from_vec(rows, (6, 3), &CPU).unwrap()
+    };
+    for panics in [false, true] {
+        for backward in [false, true] {
+            for (devices, bad, number) in [(3, 4, 2), (3, 0, 0), (1, 4, 0)] {
+                let varmap = VarMap::new();
+                let build =
+                    |vb: VarBuilder| candle_core::Result::Ok(Trap { linear: linear(3, 2, vb)?, panics, backward });
+                let dp = DataParallel::new(&vec![CPU; devices], &CPU, &varmap, build).unwrap();
+                let step = |x: &Tensor| dp.backward(&dp.forward(x)?.sum_all()?);
+                let expected = floats(step(&good).unwrap().get(&var(&varmap, "weight")).unwrap());
+                assert_replica_failed(step(&rows(bad)), number, "the trap has shut");
+                let again = step(&good).unwrap();
+                assert_eq!(floats(again.get(&var(&varmap, "weight")).unwrap()), expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn deep_graphs_fit_the_replicas_stacks() {
+    let (varmap, dp) = data_parallel(2, DType::F32);
+    let deep = |net: &Net, inputs: &[Tensor]| {
+        let mut output = net.forward(&inputs[0])?;
+        for _ in 0..30_000 {
+            output = (output + 0.0001)?;
+        }
+        Ok(vec![output])
+    };
+    let output = dp.call(&[&tensor(&[2, 6], 1)], deep).unwrap().remove(0);
+    let grads = dp.backward(&output.sum_all().unwrap()).unwrap();
+    assert_eq!(floats(grads.get(&var(&varmap, "last.bias")).unwrap()), [2.0; 4]);
+    // Dropping a graph recurses as well, on whichever thread it is.
+    std::thread::Builder::new().stack_size(64 << 20).spawn(move || drop(output)).unwrap().join().unwrap();
+}
+
+#[test]
+fn what_cannot_work_is_refused() {
+    let argument = |result: Result<(), Error>, name: &str, words: &str| match result {
+        Err(Error::InvalidArgument { argument, reason }) => {
+            assert_eq!(argument, name);
+            assert!(reason.contains(words), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    };
+    let empty = DataParallel::new(&[], &CPU, &VarMap::new(), Net::new).map(|_| ());
+    argument(empty, "devices", "none");
+    let (_, dp) = data_parallel(2, DType::F32);
+    argument(dp.forward(&Tensor::new(1f32, &CPU).unwrap()).map(|_| ()), "tensor", "dimension 0");
+    let (x, y) = (tensor(&[4, 6], 1), tensor(&[3, 6], 1));
+    argument(dp.call(&[&x, &y], |_, _| Ok(vec![])).map(|_| ()), "inputs", "[3, 6]");
+    argument(dp.call(&[], |_, _| Ok(vec![])).map(|_| ()), "inputs", "none");
+    let uneven = |_: &Net, inputs: &[Tensor]| Ok(vec![inputs[0].clone(); inputs[0].dim(0)?]);
+    argument(dp.call(&[&tensor(&[5, 6], 1)], uneven).map(|_| ()), "outputs", "replica 1 returned 2");
+    let shapes = |_: &Net, inputs: &[Tensor]| Ok(vec![inputs[0].t()?]);
+    argument(dp.call(&[&tensor(&[5, 6], 1)], shapes).map(|_| ()), "tensors", "f32[6, 2]");
+    // A wrong shape is candle's error, on the replica where it happened.
+    assert_replica_failed(dp.forward(&tensor(&[4, 5], 1)), 0, "shape mismatch");
+}
+
+#[test]
+fn models_that_differ_between_devices_are_refused() {
+    let builds = AtomicUsize::new(0);
+    let build = |vb: VarBuilder<'static>| {
+        if builds.fetch_add(1, Ordering::SeqCst) == 1 {
+            linear(2, 2, vb.pp("second"))?;
+        }
+        linear(2, 2, vb.pp("both"))
+    };
+    match DataParallel::new(&[CPU, CPU], &CPU, &VarMap::new(), build).map(|_| ()) {
+        Err(Error::Parameter { parameter, .. }) => assert_eq!(parameter, "second.weight"),
+        other => panic!("{other:?}"),
+    }
+    let late = std::sync::Mutex::new(None);
+    let keep = |vb: VarBuilder<'static>| {
+        *late.lock().unwrap() = Some(vb.clone());
+        linear(2, 2, vb)
+    };
+    DataParallel::new(&[CPU, CPU], &CPU, &VarMap::new(), keep).unwrap();
+    let vb = late.into_inner().unwrap().unwrap();
+    assert!(vb.get((2, 2), "weight").is_ok());
+    let error = vb.get(3, "more").unwrap_err().to_string();
+    assert!(error.contains("more was asked for after DataParallel was built"), "{error}");
+    let error = vb.get((3, 2), "weight").unwrap_err().to_string();
+    assert!(error.contains("one shape"), "{error}");
+}
+
+#[test]
+fn the_parts_work_by_themselves() {
+    let varmap = VarMap::new();
+    let devices = [CPU, CPU, CPU];
+    let replicas = replicate(&devices, &varmap, DType::F32, |vb| linear(6, 2, vb)).unwrap();
+    fill(&varmap, 1);
+    let x = Var::from_tensor(&tensor(&[7, 6], 1)).unwrap();
+    let parts = scatter(&x, &devices).unwrap();
+    let threads = std::sync::Mutex::new(std::collections::HashSet::new());
+    let outputs = parallel_apply(&replicas, parts, |net, x| {
+        threads.lock().unwrap().insert(std::thread::current().id());
+        net.forward(&x)
+    });
+    assert_eq!(threads.into_inner().unwrap().len(), 3, "each has a thread");
+    let output = gather(&outputs.unwrap(), &CPU).unwrap();
+    let plain = linear(6, 2, VarBuilder::from_varmap(&varmap, DType::F32, &CPU)).unwrap();
+    let expected = plain.forward(&x).unwrap();
+    assert_close(&floats(&output), &floats(&expected), 1e-6, "output");
+    // One replica needs no thread.
+    let here = std::thread::current().id();
+    let ran_here = parallel_apply(&replicas, vec![()], |_, ()| Ok(std::thread::current().id() == here));
+    assert_eq!(ran_here.unwrap(), [true]);
+    // Gradients come back through scatter and gather.
+    let grad = |output: Tensor| floats(output.sqr().unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap());
+    assert_close(&grad(output), &grad(expected), 1e-5, "x");
+    // The other devices' replicas have storage of their own, also where the device is the same.
+    let weights: Vec<&Tensor> = replicas.iter().map(|replica| replica.module().weight()).collect();
+    assert_eq!(weights[0].id(), var(&varmap, "weight").id());
+    fill(&varmap, 2);
+    assert_eq!(floats(weights[0]), floats(&var(&varmap, "weight")));
+    assert_ne!(floats(weights[1]), floats(&var(&varmap, "weight")));
+    let four = vec![(); 4];
+    assert!(parallel_apply(&replicas, four, |_, ()| Ok(())).is_err());
+}

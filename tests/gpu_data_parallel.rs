@@ -1,0 +1,129 @@
+//! DataParallel on GPUs, or on one GPU and the CPU:
+//!
+//! ```text
+//! cargo test --release --features nccl --test gpu_data_parallel
+//! ```
+//!
+//! Without a GPU every test says that it is skipped, or fails where CANDLE_DDP_REQUIRE_GPU is set.
+#![cfg(feature = "nccl")]
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::{DataParallel, Error};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
+use common::{assert_close, fill, floats, tensor, var};
+
+const WIDTH: usize = 512;
+
+/// Deep enough that a stream that is not waited for has much left to do.
+struct Deep(Vec<Linear>);
+
+fn build(vb: VarBuilder) -> candle_core::Result<Deep> {
+    let mut layers =
+        (0..12).map(|layer| linear(WIDTH, WIDTH, vb.pp(layer))).collect::<candle_core::Result<Vec<_>>>()?;
+    layers.push(linear(WIDTH, 16, vb.pp("last"))?);
+    Ok(Deep(layers))
+}
+
+impl Module for Deep {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.iter().try_fold(xs.clone(), |xs, layer| layer.forward(&xs.tanh()?))
+    }
+}
+
+/// Weights with which neither values nor gradients vanish or explode.
+fn fill_small(varmap: &VarMap) {
+    fill(varmap, 1);
+    for var in varmap.all_vars() {
+        var.set(&(var.as_tensor() * 0.25).unwrap()).unwrap();
+    }
+}
+
+/// Lists of devices to train on, or none.
+fn lists(test: &str) -> Vec<Vec<Device>> {
+    let gpus: Vec<Device> = (0..8).map_while(|ordinal| Device::new_cuda(ordinal).ok()).collect();
+    let Some(first) = gpus.first() else {
+        assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: there is no GPU");
+        let line = format!("SKIPPED {test}: there is no GPU\n");
+        let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+        return Vec::new();
+    };
+    let mut lists = vec![vec![first.clone()], vec![first.clone(), Device::Cpu], vec![Device::Cpu, first.clone()]];
+    if gpus.len() > 1 {
+        lists.push(gpus);
+    }
+    lists
+}
+
+#[test]
+fn steps_are_those_of_one_cpu() {
+    for devices in lists("steps_are_those_of_one_cpu") {
+        for output_device in [&devices[0], &devices[devices.len() - 1]] {
+            let (ours, plain) = (VarMap::new(), VarMap::new());
+            let dp = DataParallel::new(&devices, output_device, &ours, build).unwrap();
+            let net = build(VarBuilder::from_varmap(&plain, DType::F32, &Device::Cpu)).unwrap();
+            fill_small(&ours);
+            fill_small(&plain);
+            let mut our_steps = SGD::new(dp.parameters(), 0.5).unwrap();
+            let mut plain_steps = SGD::new(plain.all_vars(), 0.5).unwrap();
+            for step in 0..5 {
+                let (x, y) = (tensor(&[65, WIDTH], 2 * step), tensor(&[65, 16], 2 * step + 1));
+                let output = dp.forward(&x).unwrap();
+                assert!(output.device().same_device(output_device));
+                let here = dp.loss(&output, &y.to_device(output_device).unwrap(), loss::mse).unwrap();
+                our_steps.step(&dp.backward(&here).unwrap()).unwrap();
+                let there = loss::mse(&net.forward(&x).unwrap(), &y).unwrap();
+                plain_steps.backward_step(&there).unwrap();
+                assert_close(&floats(&here), &floats(&there), 1e-4, &format!("{devices:?}, step {step}"));
+            }
+            for (name, ours) in ours.data().lock().unwrap().iter() {
+                assert!(ours.device().same_device(&devices[0]));
+                assert_close(&floats(ours), &floats(&var(&plain, name)), 1e-3, name);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_on_another_device_is_refused_with_advice() {
+    for devices in lists("what_is_on_another_device_is_refused_with_advice") {
+        if devices[0].is_cpu() {
+            continue;
+        }
+        let varmap = VarMap::new();
+        let _on_the_cpu = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        match DataParallel::new(&devices, &devices[0], &varmap, build).map(|_| ()) {
+            Err(Error::ParameterDevice { parameter, expected, found }) => {
+                assert_eq!((&*parameter, &*expected, &*found), ("0.weight", "cuda:0", "cpu"));
+            }
+            other => panic!("{other:?}"),
+        }
+        let dp = DataParallel::new(&devices, &devices[0], &VarMap::new(), build).unwrap();
+        let output = dp.forward(&tensor(&[4, WIDTH], 1)).unwrap();
+        match dp.loss(&output, &tensor(&[4, 16], 1), loss::mse) {
+            Err(Error::TargetDevice { found, output_device }) => {
+                assert_eq!((&*found, &*output_device), ("cpu", "cuda:0"));
+            }
+            other => panic!("{other:?}"),
+        }
+        let twice = [devices[0].clone(), Device::new_cuda(0).unwrap()];
+        assert!(DataParallel::new(&twice, &devices[0], &VarMap::new(), build).is_err());
+    }
+}
+
+/// Inputs that want gradients get them where they are.
+#[test]
+fn gradients_go_back_to_the_inputs_device() {
+    for devices in lists("gradients_go_back_to_the_inputs_device") {
+        let varmap = VarMap::new();
+        let dp = DataParallel::new(&devices, &devices[0], &varmap, build).unwrap();
+        let x = candle_core::Var::from_tensor(&tensor(&[5, WIDTH], 1)).unwrap();
+        let sum = |output: Tensor| output.sqr().unwrap().sum_all().unwrap();
+        let grads = dp.backward(&sum(dp.forward(&x).unwrap())).unwrap();
+        let on_first = x.to_device(&devices[0]).unwrap();
+        let expected = sum(dp.module().forward(&on_first).unwrap()).backward().unwrap();
+        assert!(grads.get(&x).unwrap().device().is_cpu());
+        assert_close(&floats(grads.get(&x).unwrap()), &floats(expected.get(&x).unwrap()), 1e-4, "x");
+    }
+}
