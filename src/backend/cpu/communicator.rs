@@ -8,6 +8,7 @@ use super::group::{Channel, Group};
 use super::hello::Terms;
 use super::lane::Lane;
 use super::monitor;
+use super::share::Ways;
 use super::transport::Transport;
 use crate::backend::{Collective, Communicator, Work};
 use crate::rendezvous::Store;
@@ -34,6 +35,10 @@ pub struct CpuOptions {
     /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; what was
     /// measured to be best for the transport by default. For tests and measurements.
     pub small_bytes: Option<usize>,
+    /// For tests: ranks with different labels are taken to be on different hosts. What the environment variable
+    /// `CANDLE_DDP_CPU_HOST` says by default. Need not be the same on all ranks.
+    #[doc(hidden)]
+    pub host: Option<String>,
 }
 
 impl Default for CpuOptions {
@@ -44,6 +49,7 @@ impl Default for CpuOptions {
             transport: CpuTransport::Auto,
             segment_bytes: None,
             small_bytes: None,
+            host: None,
         }
     }
 }
@@ -53,12 +59,13 @@ impl Default for CpuOptions {
 #[non_exhaustive]
 pub enum CpuTransport {
     /// What the environment variable `CANDLE_DDP_CPU_TRANSPORT` says (`auto`, `tcp` or `shm`; for tests and
-    /// measurements). `auto`, the default, is shared memory when all ranks can map each other's, TCP otherwise.
+    /// measurements). `auto`, the default, is shared memory between ranks that can map each
+    /// other's, TCP between others.
     #[default]
     Auto,
     /// TCP, also between ranks of one host.
     Tcp,
-    /// Shared memory; that ranks cannot share it is an error.
+    /// Shared memory; that ranks cannot share it, for example because they are on different hosts, is an error.
     SharedMemory,
 }
 
@@ -115,8 +122,9 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
         }
-        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes } = options;
+        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes, host } = options;
         let transport = transport.resolve()?;
+        let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let tune = |by_default: Tuning| Tuning {
             segment: segment_bytes.unwrap_or(by_default.segment),
             small: small_bytes.unwrap_or(by_default.small),
@@ -134,17 +142,22 @@ impl CpuCommunicator {
             timeout,
             deadline,
         };
-        let (Connections { data, direct, control }, room) = match world_size {
-            1 => (Connections { data: vec![], direct: vec![], control: vec![] }, None),
-            _ => connector
-                .connect()
-                .and_then(|connections| connector.share(connections, transport, tune(Tuning::SHARED).segment))?,
+        let Ways { connections, hosts, room, layout } = match world_size {
+            1 => Ways::none(),
+            _ => connector.connect().and_then(|connections| {
+                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
+            })?,
         };
-        let tuning = tune(if room.is_some() { Tuning::SHARED } else { Tuning::TCP });
+        let tuning = match layout {
+            None => tune(Tuning::TCP),
+            Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
+            Some(layout) => tune(Tuning::HOSTS).within(layout),
+        };
+        let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
         let timeout = deadline - start;
-        let group = Group::new(rank, world_size, timeout, room, Transport::new(data), Transport::new(direct), control);
-        let group = Arc::new(group);
+        let transports = [data, direct].map(Transport::new);
+        let group = Arc::new(Group::new(rank, world_size, timeout, hosts, room, transports, control));
         let lane = |channel| Lane::new(group.clone(), channel, tuning);
         let mut communicator = Self {
             collectives: lane(Channel::Collectives),

@@ -9,6 +9,7 @@ mod control;
 mod frame;
 mod group;
 mod hello;
+mod hosts;
 mod kernels;
 mod lane;
 mod monitor;

@@ -5,6 +5,7 @@
 mod all_reduce;
 mod broadcast;
 mod direct;
+pub(super) mod hosts;
 pub(super) mod shared;
 
 pub(super) use all_reduce::all_reduce;
@@ -13,6 +14,7 @@ pub(super) use direct::{
     all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
 };
 
+use super::shm::Layout;
 use std::ops::Range;
 
 /// Sizes that decide on algorithms.
@@ -32,6 +34,13 @@ impl Tuning {
     /// Of 256 KiB at once: 17 us, in chunks 24 us; with 4 ranks the two meet between 64 and 128 KiB (192 and 384 KiB
     /// received). Fastest of many calls, optimised build.
     pub(super) const SHARED: Self = Self { segment: 256 << 10, small: 256 << 10 };
+    /// In groups that span hosts.
+    pub(super) const HOSTS: Self = Self { segment: 128 << 10, small: 64 << 10 };
+
+    /// No more than what the slots of the shared memory on every host hold.
+    pub(super) fn within(self, layout: Layout) -> Self {
+        Self { segment: self.segment.min(layout.part()), small: self.small.min(layout.capacity()) }
+    }
 }
 
 /// Memory for what comes from the peers: one slot for each, aligned for every element type.
