@@ -29,11 +29,13 @@ pub struct CpuOptions {
     pub address: Option<IpAddr>,
     /// What the data travels through. For tests and measurements.
     pub transport: CpuTransport,
-    /// Bytes that travel at a time between two ranks where data is reduced or handed on; what was measured to be best
-    /// for the transport by default. For tests and measurements.
+    /// Bytes that travel at a time between two ranks where data is reduced or handed on; by default what the environment
+    /// variable `CANDLE_DDP_CPU_SEGMENT_BYTES` says, or else what was measured to be best for the transport. For tests
+    /// and measurements.
     pub segment_bytes: Option<usize>,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; what was
-    /// measured to be best for the transport by default. For tests and measurements.
+    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; by default what
+    /// the environment variable `CANDLE_DDP_CPU_SMALL_BYTES` says, or else what was measured to be best for the
+    /// transport. For tests and measurements.
     pub small_bytes: Option<usize>,
     /// For tests: ranks with different labels are taken to be on different hosts. What the environment variable
     /// `CANDLE_DDP_CPU_HOST` says by default. Need not be the same on all ranks.
@@ -88,7 +90,22 @@ impl CpuTransport {
     }
 }
 
-/// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; otherwise data travels over TCP.
+/// `bytes`, or else what the environment variable says, if it is set.
+fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
+    let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
+    let value = value.to_string_lossy().into_owned();
+    match value.parse() {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(_) => Err(Error::InvalidEnvironment {
+            variable: variable.to_string(),
+            value,
+            reason: "it is a number of bytes".to_string(),
+        }),
+    }
+}
+
+/// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; between hosts, data travels over
+/// TCP.
 ///
 /// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
 /// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
@@ -125,6 +142,8 @@ impl CpuCommunicator {
         let CpuOptions { timeout, address, transport, segment_bytes, small_bytes, host } = options;
         let transport = transport.resolve()?;
         let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
+        let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
+        let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
         let tune = |by_default: Tuning| Tuning {
             segment: segment_bytes.unwrap_or(by_default.segment),
             small: small_bytes.unwrap_or(by_default.small),

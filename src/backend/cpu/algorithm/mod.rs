@@ -35,7 +35,7 @@ impl Tuning {
     /// received). Fastest of many calls, optimised build.
     pub(super) const SHARED: Self = Self { segment: 256 << 10, small: 256 << 10 };
     /// In groups that span hosts.
-    pub(super) const HOSTS: Self = Self { segment: 128 << 10, small: 64 << 10 };
+    pub(super) const HOSTS: Self = Self { segment: 64 << 10, small: 32 << 10 };
 
     /// No more than what the slots of the shared memory on every host hold.
     pub(super) fn within(self, layout: Layout) -> Self {
