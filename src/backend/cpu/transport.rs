@@ -307,3 +307,54 @@ impl<'a> Inflow<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    /// The two ends of a connection between ranks 0 and 1.
+    fn pair() -> [Transport; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        [&near, &far].iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
+        [Transport::new(vec![None, Some(near)]), Transport::new(vec![Some(far), None])]
+    }
+
+    #[test]
+    fn what_goes_ahead_is_not_waited_for_and_not_repeated() {
+        let [near, far] = pair();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let first: Vec<u8> = (0..100).collect();
+        // More than any socket's buffers hold.
+        let second: Vec<u8> = (0..32_u32 << 20).map(|index| (index % 251) as u8).collect();
+        let mut flow = Outflow::new(1, None);
+        flow.push(&first);
+        flow.push_ahead(&second);
+        // Nobody reads meanwhile.
+        let mut sends = [flow];
+        near.exchange(&mut sends, &mut [], deadline).unwrap();
+        let went = sends[0].ahead();
+        assert!(went > 0 && went < second.len(), "{went}");
+        let mut rest = Outflow::new(1, None);
+        rest.resume(went);
+        rest.push(&second);
+        let (mut got_first, mut got_second) = (vec![0; first.len()], vec![0; second.len()]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| near.exchange(&mut [rest], &mut [], deadline).unwrap());
+            let mut flow = Inflow::new(0, None);
+            flow.push(&mut got_first);
+            flow.push_ahead(&mut got_second);
+            let mut recvs = [flow];
+            far.exchange(&mut [], &mut recvs, deadline).unwrap();
+            let came = recvs[0].ahead();
+            let mut rest = Inflow::new(0, None);
+            rest.resume(came);
+            rest.push(&mut got_second);
+            far.exchange(&mut [], &mut [rest], deadline).unwrap();
+        });
+        assert!(got_first == first && got_second == second);
+    }
+}
