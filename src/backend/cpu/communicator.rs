@@ -112,8 +112,9 @@ fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>>
 /// order of their own for each pair and direction, and do not wait for collectives. A tensor's storage is locked while
 /// its collective is carried out: candle operations on it, or on a view of the same storage, wait.
 ///
-/// Reductions take the ranks in order, f16 and bf16 are accumulated in f32, and so results are bit-identical on all ranks
-/// and from run to run.
+/// Reductions take the ranks of each host in order and then the hosts in the order of their lowest ranks, f16 and bf16 are
+/// accumulated in f32 and rounded for each host and at the end, and so results are bit-identical on all ranks and from run
+/// to run with the same ranks on the same hosts.
 ///
 /// The group ends for all its ranks with the first failure: a rank that dies, leaves early or calls something else, or a
 /// call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.

@@ -64,7 +64,6 @@ impl Bridge<'_, '_> {
     ) -> Result<(), Failure> {
         let (own, size) = (self.hosts.index(), reduction.element.size());
         let rails = self.hosts.all().iter().map(Vec::len).min().unwrap_or(1);
-        let rails = std::env::var("X_RAILS").ok().and_then(|r| r.parse().ok()).unwrap_or(rails);
         let chunks: Vec<_> = (0..rails).map(|rail| chunk(data.len() / size, size, rail, rails)).collect();
         let length = self.length(size);
         // The first chunk is the longest.
