@@ -23,9 +23,17 @@ impl Hosts {
                 None => hosts.push(vec![newcomer]),
             }
         }
+        let mut result = Self { hosts, own: (0, 0) };
+        result.own = result.find(rank);
+        result
+    }
+
+    /// The number of the host of `rank`, and its own number there.
+    pub(super) fn find(&self, rank: usize) -> (usize, usize) {
         let find = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
-        let own = hosts.iter().enumerate().find_map(|(number, host)| Some((number, find(host)?)));
-        Self { own: own.unwrap_or_default(), hosts }
+        let found = self.hosts.iter().enumerate().find_map(|(number, host)| Some((number, find(host)?)));
+        // Every rank of the world is on a host.
+        found.unwrap_or_default()
     }
 
     /// All hosts' ranks.

@@ -6,6 +6,7 @@ use super::super::super::shm::pieces;
 use super::super::shared::{Parts, publish_parts};
 use super::super::split;
 use super::Bridge;
+use std::ops::Range;
 
 impl Bridge<'_, '_> {
     /// `output` becomes all ranks' inputs in rank order. Every input goes to one rank of each other host, which passes
@@ -17,33 +18,29 @@ impl Bridge<'_, '_> {
         let ours = &charges[hosts.index()];
         let rounds = charges.iter().map(Vec::len).max().unwrap_or(0);
         let receivers: Vec<usize> = hosts.others().map(|(_, ranks)| Hosts::counterpart(ranks, hosts.index())).collect();
+        let mut senders = ours[1..].to_vec();
+        senders.sort_unstable();
+        let place = |rank: usize, piece: &Range<usize>| rank * each + piece.start..rank * each + piece.end;
         output[rank * each..][..each].copy_from_slice(input);
         for now in pieces(each, length) {
             let ahead = now.end..now.end.saturating_add(length).min(each);
-            let send = |piece: &std::ops::Range<usize>| -> Vec<(usize, &[u8])> {
+            let [sends_now, sends_ahead] = [&now, &ahead].map(|piece| -> Vec<(usize, &[u8])> {
                 receivers.iter().map(|receiver| (*receiver, &input[piece.clone()])).collect()
-            };
+            });
             let (mut recvs_now, mut recvs_ahead) = (Recvs::new(), Recvs::new());
-            let mut places: Vec<usize> = ours[1..].to_vec();
-            places.sort_unstable();
-            let place = |rank: usize| {
-                [rank * each + now.start..rank * each + now.end, rank * each + ahead.start..rank * each + ahead.end]
-            };
-            let mut split = split(output, places.iter().flat_map(|rank| place(*rank))).into_iter();
-            for rank in places {
-                let (Some(now), Some(ahead)) = (split.next(), split.next()) else { break };
-                recvs_now.push((rank, now));
-                recvs_ahead.push((rank, ahead));
+            let places = senders.iter().flat_map(|rank| [place(*rank, &now), place(*rank, &ahead)]);
+            for (index, part) in split(output, places).into_iter().enumerate() {
+                let recvs = if index % 2 == 0 { &mut recvs_now } else { &mut recvs_ahead };
+                recvs.push((senders[index / 2], part));
             }
-            self.session.exchange_ahead((&send(&now), recvs_now), (&send(&ahead), recvs_ahead))?;
-            let place = |rank: usize| rank * each + now.start..rank * each + now.end;
+            self.session.exchange_ahead((&sends_now, recvs_now), (&sends_ahead, recvs_ahead))?;
             for round in 0..rounds {
                 self.inside(|post| {
                     if let Some(rank) = ours.get(round) {
-                        post.publish(|slot, _| slot.write(&output[place(*rank)]))?;
+                        post.publish(|slot, _| slot.write(&output[place(*rank, &now)]))?;
                     }
                     post.peers().try_for_each(|peer| match charges[peer].get(round) {
-                        Some(rank) => post.take(peer, |slot| slot.read(&mut output[place(*rank)])),
+                        Some(rank) => post.take(peer, |slot| slot.read(&mut output[place(*rank, &now)])),
                         None => Ok(()),
                     })
                 })?;

@@ -10,18 +10,14 @@ use super::Bridge;
 impl Bridge<'_, '_> {
     /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
     pub(super) fn gateway(&self, root: usize) -> usize {
-        let find = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == root);
-        let index = self.hosts.all().iter().find_map(find).unwrap_or_default();
-        index % self.hosts.members().len()
+        self.hosts.find(root).1 % self.hosts.members().len()
     }
 
     /// The gateways of all hosts but that of `root`.
     fn gateways(&self, root: usize) -> Vec<usize> {
-        let find = |ranks: &&Vec<usize>| ranks.contains(&root);
-        let Some(home) = self.hosts.all().iter().find(find) else { return vec![] };
-        let index = home.iter().position(|rank| *rank == root).unwrap_or_default();
-        let others = self.hosts.all().iter().filter(|ranks| *ranks != home);
-        others.map(|ranks| Hosts::counterpart(ranks, index)).collect()
+        let (home, index) = self.hosts.find(root);
+        let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
+        others.map(|(_, ranks)| Hosts::counterpart(ranks, index)).collect()
     }
 
     /// Bytes that are sent over the network before they are passed on through shared memory, where that goes on while
