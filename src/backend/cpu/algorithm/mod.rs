@@ -27,8 +27,15 @@ pub(super) struct Tuning {
 }
 
 impl Tuning {
-    /// Over TCP: see the engine's README.
-    pub(super) const TCP: Self = Self { segment: 128 << 10, small: 128 << 10 };
+    /// Over TCP. Between two hosts of one rank, 1, 16 and 64 MiB took 0.24, 4.8 and 20 ms in segments of 64 KiB, 0.63, 10.5
+    /// and 48 ms of 128, and 0.65, 10.9 and 45 ms of 256 (medians of 5 rounds under load; the engine's segments were of 128
+    /// KiB then): larger ones do not fit into a socket's buffers, and both sides sleep more often. By
+    ///
+    /// `python3 scripts/compare_settings.py --hosts 2 --ranks 1 --sizes 1048576 16777216 67108864 --set
+    /// CANDLE_DDP_CPU_SEGMENT_BYTES=65536 --set CANDLE_DDP_CPU_SEGMENT_BYTES=262144`
+    ///
+    /// With 4 ranks on one host, 128 KiB were as good. For the other size see the engine's README.
+    pub(super) const TCP: Self = Self { segment: 64 << 10, small: 128 << 10 };
     /// Over shared memory. 2 ranks, f32, medians of 5 rounds on 2 cores with other work: 1, 4 and 64 MiB took 41, 165 and
     /// 6921 us in segments of 128 KiB; 39, 175 and 6027 us of 256; 42, 167 and 6641 us of 512. Segments matter little but
     /// for large tensors. By
