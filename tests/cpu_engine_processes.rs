@@ -13,12 +13,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const TIMEOUT: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(6);
 const WORLD_SIZE: usize = 4;
 const VICTIM: usize = 2;
 
-/// What the ranks' data travels through; as the environment variable says it.
-const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
+/// What the ranks' data travels through, as the environment variable says it, and how many ranks a host has.
+const TRANSPORTS: [(&str, usize); 3] = [("shm", WORLD_SIZE), ("tcp", WORLD_SIZE), ("auto", 2)];
 
 const RANK: &str = "CANDLE_DDP_TEST_RANK";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
@@ -125,11 +125,12 @@ impl Drop for Ranks {
     }
 }
 
-fn start(folder: &Path, transport: &str) -> Ranks {
+fn start(folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
     let rank = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "rank_process"]).env(RANK, rank.to_string()).env(FOLDER, folder);
         command.env("CANDLE_DDP_CPU_TRANSPORT", transport);
+        command.env("CANDLE_DDP_CPU_HOST", (rank / host_size).to_string());
         command.stdout(Stdio::null()).spawn().unwrap()
     };
     let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
@@ -154,16 +155,21 @@ fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
 
 #[test]
 fn every_survivor_names_a_killed_rank_at_once() {
-    for transport in TRANSPORTS {
+    for (transport, segments) in TRANSPORTS.into_iter().zip([WORLD_SIZE, 0, 2]) {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start(folder.path(), transport);
+        // They map the memory of their host, each one's once, and nothing else.
+        for rank in &ranks.0 {
+            let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+            assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
+        }
         // Kills it in the middle of something else every time.
         std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
         ranks.0[VICTIM].kill().unwrap();
-        // Much less than the time-out; the rest is for slow machines.
-        for error in survivors(folder.path(), TIMEOUT) {
-            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport}: {error}");
-            assert!(error.contains("closed during all_reduce(f32[4194304])"), "{transport}: {error}");
+        // Much less than the time-out, which would end it, too; the rest is for slow machines.
+        for error in survivors(folder.path(), TIMEOUT / 2) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
+            assert!(error.contains("closed during all_reduce(f32[4194304])"), "{transport:?}: {error}");
         }
     }
 }
@@ -177,9 +183,9 @@ fn every_survivor_names_a_stopped_rank_in_time() {
         kill_process(pid, Signal::STOP).unwrap();
         let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
         for error in errors {
-            assert!(error.contains("all_reduce(f32[4194304])"), "{transport}: {error}");
-            assert!(error.contains("timed out after 3s"), "{transport}: {error}");
-            assert!(error.contains("rank 2 does not answer: its process is stopped"), "{transport}: {error}");
+            assert!(error.contains("all_reduce(f32[4194304])"), "{transport:?}: {error}");
+            assert!(error.contains("timed out after 6s"), "{transport:?}: {error}");
+            assert!(error.contains("rank 2 does not answer: its process is stopped"), "{transport:?}: {error}");
         }
     }
 }
@@ -193,7 +199,7 @@ fn nothing_is_left_of_killed_ranks() {
     };
     let before = named();
     let folder = tempfile::tempdir().unwrap();
-    let mut ranks = start(folder.path(), "shm");
+    let mut ranks = start(folder.path(), TRANSPORTS[0]);
     for rank in &ranks.0 {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
         assert!(maps.contains("/memfd:candle-ddp-"), "it does not use shared memory: {maps}");

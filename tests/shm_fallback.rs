@@ -97,6 +97,26 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
         "{warnings:?}"
     );
 
+    // A rank that does not want to leaves the others theirs.
+    let [auto, tcp] = [CpuTransport::Auto, CpuTransport::Tcp].map(over);
+    let (results, warnings) = run(&[auto.clone(), tcp, auto]);
+    assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings.iter().all(|warning| warning.contains("no memory is shared with rank(s) [1]")), "{warnings:?}");
+
+    // On different hosts nothing else was to be expected.
+    let on = |host: &str| CpuOptions { host: Some(host.to_string()), ..over(CpuTransport::Auto) };
+    let (results, warnings) = run(&[on("a"), on("b"), on("c")]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()) && warnings.is_empty(), "{warnings:?}");
+
+    // Shared memory is wanted, and there are several hosts.
+    let on = |host: &str| CpuOptions { transport: CpuTransport::SharedMemory, ..on(host) };
+    for (rank, result) in run(&[on("a"), on("a"), on("b")]).0.into_iter().enumerate() {
+        let error = result.unwrap_err().to_string();
+        let expected = if rank == 2 { "[0, 1]" } else { "[2]" };
+        assert!(error.contains(expected) && error.contains("they share no memory with this rank"), "{error}");
+    }
+
     // No memory, but no way without it.
     let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };
     for result in run(&[greedy.clone(), greedy]).0 {

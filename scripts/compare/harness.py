@@ -76,13 +76,14 @@ class OneHost:
 
 
 class TwoHosts:
-    """Two network namespaces joined by a veth pair, with a rank each and a host name each: two hosts, to everything
-    that runs in them. They exist inside of a `with`."""
+    """Two network namespaces joined by a veth pair, with a host name each: two hosts, to everything that runs in them.
+    They have the same number of ranks, and exist inside of a `with`."""
 
     interface = "ddp0"
 
-    def __init__(self):
-        self.names = [f"candle-ddp-{os.getpid()}-{rank}" for rank in range(2)]
+    def __init__(self, ranks_per_host=1):
+        self.ranks_per_host = ranks_per_host
+        self.names = [f"candle-ddp-{os.getpid()}-{host}" for host in range(2)]
 
     def __enter__(self):
         try:
@@ -90,8 +91,8 @@ class TwoHosts:
                 ip("netns", "add", name)
             peer = ["peer", "name", self.interface, "netns", self.names[1]]
             ip("-n", self.names[0], "link", "add", self.interface, "type", "veth", *peer)
-            for rank, name in enumerate(self.names):
-                ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+            for host, name in enumerate(self.names):
+                ip("-n", name, "address", "add", f"{self.address_of(host)}/24", "dev", self.interface)
                 ip("-n", name, "link", "set", self.interface, "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except BaseException:
@@ -112,24 +113,30 @@ class TwoHosts:
             device = ["tc", "qdisc", "replace", "dev", self.interface, "root"]
             subprocess.run(["ip", "netns", "exec", name, *device, *shape], check=True)
 
+    def host(self, rank):
+        return rank // self.ranks_per_host
+
+    def address_of(self, host):
+        return f"10.117.0.{host + 1}"
+
     def address(self, rank):
-        return f"10.117.0.{rank + 1}"
+        return self.address_of(self.host(rank))
 
     def local(self, rank, world_size):
-        return 0, 1
+        return rank % self.ranks_per_host, self.ranks_per_host
 
     def enter(self, rank):
-        rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{rank}"]
-        return ["ip", "netns", "exec", self.names[rank], *rename]
+        rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{self.host(rank)}"]
+        return ["ip", "netns", "exec", self.names[self.host(rank)], *rename]
 
 
 def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True)
 
 
-def run_ranks(command, world_size, hosts):
-    """Runs `command` once per rank, in torchrun's environment and with one thread each, and returns what rank 0 printed.
-    Raises when a rank fails; then the others are ended."""
+def run_ranks(command, world_size, hosts, settings=None):
+    """Runs `command` once per rank, in torchrun's environment with `settings` and with one thread each, and returns what
+    rank 0 printed. Raises when a rank fails; then the others are ended."""
     ranks = []
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         port = free_port()
@@ -149,7 +156,8 @@ def run_ranks(command, world_size, hosts):
                 if hosts.interface:
                     environment["GLOO_SOCKET_IFNAME"] = hosts.interface
                     # The namespaces share this machine's memory, which candle-ddp would find out and use.
-                    environment["CANDLE_DDP_CPU_TRANSPORT"] = "tcp"
+                    environment["CANDLE_DDP_CPU_HOST"] = f"host{hosts.host(rank)}"
+                environment |= settings or {}
                 environment = {name: str(value) for name, value in environment.items()}
                 stdout = output if rank == 0 else subprocess.DEVNULL
                 ranks.append(

@@ -12,6 +12,8 @@ type Make = dyn Fn(Arc<dyn Store>, usize, usize) -> Box<dyn Communicator> + Sync
 pub(crate) struct Engine {
     pub(crate) name: &'static str,
     pub(crate) device: Device,
+    /// By rank: the host that it is on.
+    pub(crate) host: fn(usize) -> usize,
     /// From the store, the rank and the world size.
     make: Box<Make>,
 }
@@ -20,16 +22,31 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The CPU engine over shared memory.
 pub(crate) fn shared_memory() -> Vec<Engine> {
-    cpu(CpuTransport::SharedMemory)
+    cpu(CpuTransport::SharedMemory, |_| 0)
 }
 
 /// The CPU engine over TCP.
 pub(crate) fn tcp() -> Vec<Engine> {
-    cpu(CpuTransport::Tcp)
+    cpu(CpuTransport::Tcp, |rank| rank)
+}
+
+/// The CPU engine between hosts of two neighbouring ranks: 2 + 1, 2 + 2, 2 + 2 + 2 + 1.
+pub(crate) fn pairs() -> Vec<Engine> {
+    cpu(CpuTransport::Auto, |rank| rank / 2)
+}
+
+/// The CPU engine between two hosts that share out the ranks in turn: 2 + 1, 2 + 2, 4 + 3.
+pub(crate) fn two_hosts() -> Vec<Engine> {
+    cpu(CpuTransport::Auto, |rank| rank % 2)
+}
+
+/// The CPU engine between three hosts of very different size: 2 + 1, 2 + 1 + 1, 5 + 1 + 1.
+pub(crate) fn uneven_hosts() -> Vec<Engine> {
+    cpu(CpuTransport::Auto, |rank| if matches!(rank, 1 | 3) { rank } else { 0 })
 }
 
 /// The CPU engine as it is, and with sizes that lead through the other algorithms with little data.
-fn cpu(transport: CpuTransport) -> Vec<Engine> {
+fn cpu(transport: CpuTransport, host: fn(usize) -> usize) -> Vec<Engine> {
     let usual = CpuOptions { timeout: TIMEOUT, transport, ..CpuOptions::default() };
     let tiny = CpuOptions { segment_bytes: Some(100), small_bytes: Some(0), ..usual.clone() };
     let at_once = CpuOptions { small_bytes: Some(usize::MAX), ..usual.clone() };
@@ -38,8 +55,10 @@ fn cpu(transport: CpuTransport) -> Vec<Engine> {
         .map(|(name, options)| Engine {
             name,
             device: Device::Cpu,
+            host,
             make: Box::new(move |store, rank, world_size| {
-                Box::new(CpuCommunicator::new(store, rank, world_size, options.clone()).unwrap())
+                let options = CpuOptions { host: Some(host(rank).to_string()), ..options.clone() };
+                Box::new(CpuCommunicator::new(store, rank, world_size, options).unwrap())
             }),
         })
         .collect()

@@ -26,7 +26,7 @@ macro_rules! suite {
     };
 }
 
-suite!(shared_memory, tcp: [
+suite!(shared_memory, tcp, pairs, two_hosts, uneven_hosts: [
     matrix::all_reduce,
     matrix::broadcast,
     matrix::reduce,

@@ -46,19 +46,27 @@ pub(crate) fn bits_are_equal_on_all_ranks_and_from_run_to_run(engine: &Engine) {
 }
 
 /// An element's result depends on its values alone: neither on the size of the message nor on the chunk it is in. Here
-/// that is the sum in rank order, rounded once.
+/// that is the sum in rank order on each host, rounded, and then that of the hosts' sums.
 pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
-    let world_size = 4;
+    let world_size = 5;
+    let mut hosts: Vec<Vec<usize>> = Vec::new();
+    for rank in 0..world_size {
+        match hosts.iter_mut().find(|ranks| (engine.host)(ranks[0]) == (engine.host)(rank)) {
+            Some(ranks) => ranks.push(rank),
+            None => hosts.push(vec![rank]),
+        }
+    }
+    let rounded = |values: Vec<f32>, dtype: DType| {
+        Tensor::from_vec(values, COUNT, &candle_core::Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    };
+    let sum = |parts: Vec<Vec<f32>>| -> Vec<f32> {
+        (0..COUNT).map(|index| parts.iter().skip(1).fold(parts[0][index], |sum, part| sum + part[index])).collect()
+    };
     for dtype in [DType::F32, DType::BF16] {
-        let parts: Vec<Vec<f32>> = (0..world_size)
-            .map(|rank| {
-                let part = Tensor::from_vec(random(rank + 1, COUNT), COUNT, &candle_core::Device::Cpu).unwrap();
-                part.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
-            })
-            .collect();
-        let sums: Vec<f32> =
-            (0..COUNT).map(|index| parts.iter().skip(1).fold(parts[0][index], |sum, part| sum + part[index])).collect();
-        let sums = Tensor::from_vec(sums, COUNT, &candle_core::Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let values = |values, dtype| rounded(values, dtype).to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+        let of_rank = |rank: &usize| values(random(rank + 1, COUNT), dtype);
+        let of_host = |ranks: &Vec<usize>| values(sum(ranks.iter().map(of_rank).collect()), dtype);
+        let sums = rounded(sum(hosts.iter().map(of_host).collect()), dtype);
         let expected = bits(&sums);
         for count in [5, 1000, COUNT] {
             for rank in all_reduce(engine, world_size, dtype, count) {

@@ -56,7 +56,7 @@ fn a_rank_that_panics_is_named() {
         let rank = |rank| {
             let store = store.clone();
             scope.spawn(move || {
-                let communicator = CpuCommunicator::new(store, rank, 3, options()).unwrap();
+                let communicator = CpuCommunicator::new(store, rank, 3, options_of(rank)).unwrap();
                 communicator.run(all_reduce(10)).unwrap();
                 if rank == 1 {
                     panic!("on purpose");

@@ -17,6 +17,11 @@ pub(crate) fn options() -> CpuOptions {
     CpuOptions { timeout: TIMEOUT, transport: crate::TRANSPORT, ..CpuOptions::default() }
 }
 
+/// Those of a rank that is on the host that it shall be on.
+pub(crate) fn options_of(rank: usize) -> CpuOptions {
+    CpuOptions { host: Some(crate::host(rank).to_string()), ..options() }
+}
+
 pub(crate) fn store() -> Arc<dyn Store> {
     Arc::new(HashStore::new(TIMEOUT))
 }
@@ -27,7 +32,7 @@ pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator
     std::thread::scope(|scope| {
         let rank = |rank| {
             let (store, body) = (store.clone(), &body);
-            scope.spawn(move || body(CpuCommunicator::new(store, rank, world_size, options()).unwrap()))
+            scope.spawn(move || body(CpuCommunicator::new(store, rank, world_size, options_of(rank)).unwrap()))
         };
         let ranks: Vec<_> = (0..world_size).map(rank).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()

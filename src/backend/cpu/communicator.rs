@@ -8,6 +8,7 @@ use super::group::{Channel, Group};
 use super::hello::Terms;
 use super::lane::Lane;
 use super::monitor;
+use super::share::Ways;
 use super::transport::Transport;
 use crate::backend::{Collective, Communicator, Work};
 use crate::rendezvous::Store;
@@ -28,12 +29,18 @@ pub struct CpuOptions {
     pub address: Option<IpAddr>,
     /// What the data travels through. For tests and measurements.
     pub transport: CpuTransport,
-    /// Bytes that travel at a time between two ranks where data is reduced or handed on; what was measured to be best
-    /// for the transport by default. For tests and measurements.
+    /// Bytes that travel at a time between two ranks where data is reduced or handed on; by default what the environment
+    /// variable `CANDLE_DDP_CPU_SEGMENT_BYTES` says, or else what was measured to be best for the transport. For tests
+    /// and measurements.
     pub segment_bytes: Option<usize>,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; what was
-    /// measured to be best for the transport by default. For tests and measurements.
+    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; by default what
+    /// the environment variable `CANDLE_DDP_CPU_SMALL_BYTES` says, or else what was measured to be best for the
+    /// transport. For tests and measurements.
     pub small_bytes: Option<usize>,
+    /// For tests: ranks with different labels are taken to be on different hosts. What the environment variable
+    /// `CANDLE_DDP_CPU_HOST` says by default. Need not be the same on all ranks.
+    #[doc(hidden)]
+    pub host: Option<String>,
 }
 
 impl Default for CpuOptions {
@@ -44,6 +51,7 @@ impl Default for CpuOptions {
             transport: CpuTransport::Auto,
             segment_bytes: None,
             small_bytes: None,
+            host: None,
         }
     }
 }
@@ -53,12 +61,13 @@ impl Default for CpuOptions {
 #[non_exhaustive]
 pub enum CpuTransport {
     /// What the environment variable `CANDLE_DDP_CPU_TRANSPORT` says (`auto`, `tcp` or `shm`; for tests and
-    /// measurements). `auto`, the default, is shared memory when all ranks can map each other's, TCP otherwise.
+    /// measurements). `auto`, the default, is shared memory between ranks that can map each
+    /// other's, TCP between others.
     #[default]
     Auto,
     /// TCP, also between ranks of one host.
     Tcp,
-    /// Shared memory; that ranks cannot share it is an error.
+    /// Shared memory; that ranks cannot share it, for example because they are on different hosts, is an error.
     SharedMemory,
 }
 
@@ -81,15 +90,31 @@ impl CpuTransport {
     }
 }
 
-/// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; otherwise data travels over TCP.
+/// `bytes`, or else what the environment variable says, if it is set.
+fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
+    let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
+    let value = value.to_string_lossy().into_owned();
+    match value.parse() {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(_) => Err(Error::InvalidEnvironment {
+            variable: variable.to_string(),
+            value,
+            reason: "it is a number of bytes".to_string(),
+        }),
+    }
+}
+
+/// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; between hosts, data travels over
+/// TCP.
 ///
 /// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
 /// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
 /// order of their own for each pair and direction, and do not wait for collectives. A tensor's storage is locked while
 /// its collective is carried out: candle operations on it, or on a view of the same storage, wait.
 ///
-/// Reductions take the ranks in order, f16 and bf16 are accumulated in f32, and so results are bit-identical on all ranks
-/// and from run to run.
+/// Reductions take the ranks of each host in order and then the hosts in the order of their lowest ranks, f16 and bf16 are
+/// accumulated in f32 and rounded for each host and at the end, and so results are bit-identical on all ranks and from run
+/// to run with the same ranks on the same hosts.
 ///
 /// The group ends for all its ranks with the first failure: a rank that dies, leaves early or calls something else, or a
 /// call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.
@@ -115,8 +140,11 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
         }
-        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes } = options;
+        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes, host } = options;
         let transport = transport.resolve()?;
+        let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
+        let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
+        let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
         let tune = |by_default: Tuning| Tuning {
             segment: segment_bytes.unwrap_or(by_default.segment),
             small: small_bytes.unwrap_or(by_default.small),
@@ -134,17 +162,22 @@ impl CpuCommunicator {
             timeout,
             deadline,
         };
-        let (Connections { data, direct, control }, room) = match world_size {
-            1 => (Connections { data: vec![], direct: vec![], control: vec![] }, None),
-            _ => connector
-                .connect()
-                .and_then(|connections| connector.share(connections, transport, tune(Tuning::SHARED).segment))?,
+        let Ways { connections, hosts, room, layout } = match world_size {
+            1 => Ways::none(),
+            _ => connector.connect().and_then(|connections| {
+                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
+            })?,
         };
-        let tuning = tune(if room.is_some() { Tuning::SHARED } else { Tuning::TCP });
+        let tuning = match layout {
+            None => tune(Tuning::TCP),
+            Some(_) if hosts.count() == 1 => tune(Tuning::SHARED),
+            Some(layout) => tune(Tuning::HOSTS).within(layout),
+        };
+        let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
         let timeout = deadline - start;
-        let group = Group::new(rank, world_size, timeout, room, Transport::new(data), Transport::new(direct), control);
-        let group = Arc::new(group);
+        let transports = [data, direct].map(Transport::new);
+        let group = Arc::new(Group::new(rank, world_size, timeout, hosts, room, transports, control));
         let lane = |channel| Lane::new(group.clone(), channel, tuning);
         let mut communicator = Self {
             collectives: lane(Channel::Collectives),

@@ -4,6 +4,7 @@ use super::call::{Call, Header};
 use super::control::Control;
 use super::failure::Failure;
 use super::frame::{Answer, Farewell, Frame};
+use super::hosts::Hosts;
 use super::lock;
 use super::progress::Progress;
 use super::shm::Room;
@@ -18,7 +19,9 @@ pub(super) struct Group {
     pub(super) world_size: usize,
     /// How long a call may take.
     pub(super) timeout: Duration,
-    /// What everything but the control connections is replaced by where all ranks share memory.
+    /// Which ranks share memory.
+    pub(super) hosts: Hosts,
+    /// The memory that this rank shares with the others of its host, in place of data and direct connections.
     pub(super) room: Option<Room>,
     /// For collectives.
     pub(super) data: Transport,
@@ -107,9 +110,9 @@ impl Group {
         rank: usize,
         world_size: usize,
         timeout: Duration,
+        hosts: Hosts,
         room: Option<Room>,
-        data: Transport,
-        direct: Transport,
+        [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
         let state = State {
@@ -121,7 +124,7 @@ impl Group {
             over: false,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { rank, world_size, timeout, room, data, direct, control, state, changed }
+        Self { rank, world_size, timeout, hosts, room, data, direct, control, state, changed }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {

@@ -5,30 +5,39 @@ use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+/// What is done to values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reduction {
+    pub(super) element: Element,
+    pub(super) op: ReduceOp,
+    /// Of how many ranks `Avg` is the mean: not always as many as there are parts.
+    pub(super) ranks: usize,
+}
+
 /// Writes the reduction of `parts`, one for each rank in rank order, to `out`. A part that is `None` is what `out` holds
-/// before the call. All have the same length and hold elements of type `element`, aligned as such.
+/// before the call. All have the same length and hold elements of the reduction's type, aligned as such.
 ///
 /// f16 and bf16 are accumulated in f32 and rounded once. NaN wins in Min and Max. Integers wrap.
-pub(super) fn reduce(element: Element, op: ReduceOp, parts: &[Option<&[u8]>], out: &mut [u8]) {
+pub(super) fn reduce(reduction: Reduction, parts: &[Option<&[u8]>], out: &mut [u8]) {
     if out.is_empty() {
         // Empty slices need not be aligned.
         return;
     }
-    match element {
-        Element::F32 => reduce_as::<f32>(op, parts, out),
-        Element::F64 => reduce_as::<f64>(op, parts, out),
-        Element::F16 => reduce_as::<f16>(op, parts, out),
-        Element::BF16 => reduce_as::<bf16>(op, parts, out),
-        Element::I64 => reduce_as::<i64>(op, parts, out),
-        Element::U32 => reduce_as::<u32>(op, parts, out),
-        Element::U8 => reduce_as::<u8>(op, parts, out),
+    match reduction.element {
+        Element::F32 => reduce_as::<f32>(reduction, parts, out),
+        Element::F64 => reduce_as::<f64>(reduction, parts, out),
+        Element::F16 => reduce_as::<f16>(reduction, parts, out),
+        Element::BF16 => reduce_as::<bf16>(reduction, parts, out),
+        Element::I64 => reduce_as::<i64>(reduction, parts, out),
+        Element::U32 => reduce_as::<u32>(reduction, parts, out),
+        Element::U8 => reduce_as::<u8>(reduction, parts, out),
     }
 }
 
 /// Elements that are accumulated at a time: they stay in the first-level cache while the parts pass by.
 const BLOCK: usize = 1024;
 
-fn reduce_as<T: Number>(op: ReduceOp, parts: &[Option<&[u8]>], out: &mut [u8]) {
+fn reduce_as<T: Number>(Reduction { op, ranks, .. }: Reduction, parts: &[Option<&[u8]>], out: &mut [u8]) {
     let parts: Vec<Option<&[T]>> = parts.iter().map(|part| part.map(bytemuck::cast_slice)).collect();
     let out: &mut [T] = bytemuck::cast_slice_mut(out);
     let mut accumulator = [T::Wide::default(); BLOCK];
@@ -46,7 +55,7 @@ fn reduce_as<T: Number>(op: ReduceOp, parts: &[Option<&[u8]>], out: &mut [u8]) {
             if index == 0 { accumulator.copy_from_slice(part) } else { combine(op, accumulator, part) }
         }
         if op == ReduceOp::Avg {
-            let factor = T::Wide::reciprocal(parts.len());
+            let factor = T::Wide::reciprocal(ranks);
             accumulator.iter_mut().for_each(|value| *value = value.multiply(factor));
         }
         T::narrow(accumulator, out);
@@ -174,7 +183,7 @@ mod tests {
             .enumerate()
             .map(|(rank, part)| if rank == own { None } else { Some(bytemuck::cast_slice(part)) })
             .collect();
-        reduce(element, op, &parts, bytemuck::cast_slice_mut(&mut out));
+        reduce(Reduction { element, op, ranks: parts.len() }, &parts, bytemuck::cast_slice_mut(&mut out));
         out
     }
 

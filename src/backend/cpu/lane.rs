@@ -1,8 +1,10 @@
 //! A lane carries out the calls of one channel, one after the other, in the order in which they were started.
+use super::algorithm::hosts::Bridge;
 use super::algorithm::{self, Scratch, Tuning};
 use super::call::{Call, Header};
 use super::failure::Failure;
 use super::group::{Channel, Group};
+use super::kernels::Reduction;
 use super::session::Session;
 use super::shm::Room;
 use super::{lock, storage};
@@ -187,9 +189,22 @@ impl Turn<'_> {
         // A panic, which would be a mistake in this engine, must not leave those waiting who queue behind it.
         let result = catch_unwind(AssertUnwindSafe(|| {
             let mut session = Session::new(group, *channel, header, deadline);
-            match &group.room {
-                Some(room) => execute_shared(&session, room, *tuning, header.call, collective),
-                None => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
+            let hosts = &group.hosts;
+            match (&group.room, collective) {
+                (Some(room), Collective::Send { peer, .. } | Collective::Recv { peer, .. })
+                    if hosts.member(*peer).is_some() =>
+                {
+                    execute_shared(&session, room, *tuning, header.call, collective)
+                }
+                (Some(room), _) if hosts.count() == 1 => {
+                    execute_shared(&session, room, *tuning, header.call, collective)
+                }
+                (room, _) if *channel == Channel::Collectives && !hosts.are_single() => {
+                    let post = room.as_ref().map(|room| session.post(room));
+                    let mut bridge = Bridge::new(&mut session, post, *tuning);
+                    algorithm::hosts::execute(&mut bridge, &mut lock(scratch), header.call, collective)
+                }
+                _ => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
             }
         }));
         group.finish(*channel);
@@ -224,7 +239,7 @@ fn execute_shared(
         Collective::Recv { tensor, peer } => with_mut(tensor, |data| session.receive_shared(room, data, *peer)),
         _ => {
             let result = algorithm::shared::execute(&mut session.post(room), tuning, call, collective)?;
-            Ok(result.map_err(|stall| session.failure(stall)))
+            Ok(result.map_err(|stall| session.failure_inside(stall)))
         }
     }
 }
@@ -240,19 +255,23 @@ fn execute(
     use storage::{with_mut, with_mut_and_ref, with_ref};
     let Some(element) = call.element else { return Ok(algorithm::barrier(session)) };
     let is_root = call.root == Some(session.rank());
+    let ranks = session.world_size();
+    let reduction = |op: &_| Reduction { element, op: *op, ranks };
     // A tensor that is not changed is borrowed as such: others may read it meanwhile.
     match collective {
         Collective::AllReduce { tensor, op } => {
-            with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, element, *op))
+            with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, reduction(op)))
         }
         Collective::Broadcast { tensor, .. } if is_root => {
-            with_ref(tensor, |data| algorithm::broadcast_from_here(session, tuning, data, element))
+            let owners: Vec<usize> = session.peers().collect();
+            with_ref(tensor, |data| algorithm::broadcast_from_here(session, tuning, &owners, data, element))
         }
         Collective::Broadcast { tensor, root } => {
-            with_mut(tensor, |data| algorithm::broadcast_to_here(session, tuning, data, element, *root))
+            let owners: Vec<usize> = (0..ranks).filter(|rank| rank != root).collect();
+            with_mut(tensor, |data| algorithm::broadcast_to_here(session, tuning, (*root, &owners), data, element))
         }
         Collective::Reduce { tensor, op, .. } if is_root => {
-            with_mut(tensor, |data| algorithm::reduce_to_here(session, scratch, tuning, data, element, *op))
+            with_mut(tensor, |data| algorithm::reduce_to_here(session, scratch, tuning, data, reduction(op)))
         }
         Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
             with_ref(input, |data| algorithm::send(session, data, *root))
@@ -270,7 +289,7 @@ fn execute(
             with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
         }
         Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
-            algorithm::reduce_scatter(session, scratch, tuning, (output, input), element, *op)
+            algorithm::reduce_scatter(session, scratch, tuning, (output, input), reduction(op))
         }),
         Collective::AllToAll { output, input } => {
             with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))

@@ -1,4 +1,4 @@
-//! The CPU engine: collectives over shared memory between the ranks of one host, and over TCP between hosts.
+//! The CPU engine: collectives over shared memory between the ranks of a host, and over TCP between hosts.
 //!
 //! How it is made (connections, threads, frames, failures, determinism) is told in the `README.md` beside this file.
 mod algorithm;
@@ -9,6 +9,7 @@ mod control;
 mod frame;
 mod group;
 mod hello;
+mod hosts;
 mod kernels;
 mod lane;
 mod monitor;

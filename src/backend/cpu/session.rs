@@ -2,6 +2,7 @@
 use super::call::{Call, Header, Operation};
 use super::failure::Failure;
 use super::group::{Channel, Group};
+use super::hosts::Hosts;
 use super::shm::{Post, Room};
 use super::transport::{Inflow, Outflow, Stall, Transport};
 use std::time::Instant;
@@ -18,7 +19,17 @@ pub(super) struct Session<'a> {
     /// By rank: whether the header went, or came, with an earlier exchange.
     sent_head: Vec<bool>,
     received_head: Vec<bool>,
+    /// By rank: bytes of the next exchange that went, or came, with the one before.
+    sent_ahead: Vec<usize>,
+    received_ahead: Vec<usize>,
 }
+
+/// Pieces of bytes with the peer that each goes to. Several for one peer follow each other in the order of the list,
+/// which is the same on both sides.
+pub(super) type Sends<'a> = [(usize, &'a [u8])];
+
+/// The same for what comes.
+pub(super) type Recvs<'a> = Vec<(usize, &'a mut [u8])>;
 
 impl<'a> Session<'a> {
     pub(super) fn new(group: &'a Group, channel: Channel, header: Header, deadline: Instant) -> Self {
@@ -35,6 +46,8 @@ impl<'a> Session<'a> {
             incoming_head: incoming.encode(),
             sent_head: vec![false; group.world_size],
             received_head: vec![false; group.world_size],
+            sent_ahead: vec![0; group.world_size],
+            received_ahead: vec![0; group.world_size],
         }
     }
 
@@ -50,29 +63,48 @@ impl<'a> Session<'a> {
         self.group.peers()
     }
 
-    /// Sends and receives everything in the lists at once, each a piece of bytes with the peer that it goes to or comes
-    /// from. Several pieces for one peer follow each other in the order of the list, which is the same on both sides.
-    pub(super) fn exchange(&mut self, sends: &[(usize, &[u8])], recvs: Vec<(usize, &mut [u8])>) -> Result<(), Failure> {
+    pub(super) fn hosts(&self) -> &'a Hosts {
+        &self.group.hosts
+    }
+
+    /// Sends and receives everything in the lists at once.
+    pub(super) fn exchange(&mut self, sends: &Sends, recvs: Recvs) -> Result<(), Failure> {
+        self.exchange_ahead((sends, recvs), (&[], vec![]))
+    }
+
+    /// Sends and receives everything in the lists `now`, and meanwhile, as far as nobody has to wait for it, what is in
+    /// the lists `ahead`, which must be the lists `now` of the next exchange with the same peers.
+    pub(super) fn exchange_ahead(&mut self, now: (&Sends, Recvs), ahead: (&Sends, Recvs)) -> Result<(), Failure> {
         let (outgoing, incoming) = (self.outgoing_head, self.incoming_head);
-        let mut outflows: Vec<Outflow> = Vec::with_capacity(sends.len());
-        for (peer, piece) in sends {
+        let mut outflows: Vec<Outflow> = Vec::with_capacity(now.0.len());
+        let sends = now.0.iter().map(|send| (send, true)).chain(ahead.0.iter().map(|send| (send, false)));
+        for ((peer, piece), is_needed) in sends {
             let position = outflows.iter().position(|flow| flow.peer == *peer).unwrap_or_else(|| {
                 let first = !std::mem::replace(&mut self.sent_head[*peer], true);
-                outflows.push(Outflow::new(*peer, first.then_some(&outgoing)));
+                let mut flow = Outflow::new(*peer, first.then_some(&outgoing));
+                flow.resume(std::mem::take(&mut self.sent_ahead[*peer]));
+                outflows.push(flow);
                 outflows.len() - 1
             });
-            outflows[position].push(piece);
+            if is_needed { outflows[position].push(piece) } else { outflows[position].push_ahead(piece) }
         }
-        let mut inflows: Vec<Inflow> = Vec::with_capacity(recvs.len());
-        for (peer, piece) in recvs {
+        let mut inflows: Vec<Inflow> = Vec::with_capacity(now.1.len());
+        let recvs = now.1.into_iter().map(|recv| (recv, true)).chain(ahead.1.into_iter().map(|recv| (recv, false)));
+        for ((peer, piece), is_needed) in recvs {
             let position = inflows.iter().position(|flow| flow.peer == peer).unwrap_or_else(|| {
                 let first = !std::mem::replace(&mut self.received_head[peer], true);
-                inflows.push(Inflow::new(peer, first.then_some(&incoming)));
+                let mut flow = Inflow::new(peer, first.then_some(&incoming));
+                flow.resume(std::mem::take(&mut self.received_ahead[peer]));
+                inflows.push(flow);
                 inflows.len() - 1
             });
-            inflows[position].push(piece);
+            if is_needed { inflows[position].push(piece) } else { inflows[position].push_ahead(piece) }
         }
-        self.transport().exchange(&mut outflows, &mut inflows, self.deadline).map_err(|stall| self.failure(stall))
+        let exchanged = self.transport().exchange(&mut outflows, &mut inflows, self.deadline);
+        exchanged.map_err(|stall| self.failure(stall))?;
+        outflows.iter().for_each(|flow| self.sent_ahead[flow.peer] = flow.ahead());
+        inflows.iter().for_each(|flow| self.received_ahead[flow.peer] = flow.ahead());
+        Ok(())
     }
 
     /// The streams of the collectives in shared memory, for this call.
@@ -82,14 +114,19 @@ impl<'a> Session<'a> {
 
     /// Sends to a peer through shared memory.
     pub(super) fn send_shared(&self, room: &Room, data: &[u8], peer: usize) -> Result<(), Failure> {
-        let sent = room.send(peer, &self.outgoing_head, data, self.deadline);
-        sent.map_err(|stall| self.failure(stall))
+        let sent = room.send(self.member(peer)?, &self.outgoing_head, data, self.deadline);
+        sent.map_err(|stall| self.failure_inside(stall))
     }
 
     /// Receives from a peer through shared memory.
     pub(super) fn receive_shared(&self, room: &Room, data: &mut [u8], peer: usize) -> Result<(), Failure> {
-        let received = room.receive(peer, &self.incoming_head, data, self.deadline);
-        received.map_err(|stall| self.failure(stall))
+        let received = room.receive(self.member(peer)?, &self.incoming_head, data, self.deadline);
+        received.map_err(|stall| self.failure_inside(stall))
+    }
+
+    fn member(&self, peer: usize) -> Result<usize, Failure> {
+        let absent = || self.failure(Stall::System(format!("there is no shared memory with rank {peer}")));
+        self.hosts().member(peer).ok_or_else(absent)
     }
 
     fn transport(&self) -> &'a Transport {
@@ -97,6 +134,19 @@ impl<'a> Session<'a> {
             Channel::Collectives => &self.group.data,
             Channel::SendTo(_) | Channel::RecvFrom(_) => &self.group.direct,
         }
+    }
+
+    /// Finds out what is behind a `stall` in shared memory, where ranks have the numbers that they have on this host.
+    pub(super) fn failure_inside(&self, stall: Stall) -> Failure {
+        let members = self.hosts().members();
+        self.failure(match stall {
+            Stall::TimedOut { peers } => {
+                Stall::TimedOut { peers: peers.into_iter().map(|peer| members[peer]).collect() }
+            }
+            Stall::Closed { peer, reason } => Stall::Closed { peer: members[peer], reason },
+            Stall::Header { peer, received } => Stall::Header { peer: members[peer], received },
+            Stall::System(reason) => Stall::System(reason),
+        })
     }
 
     /// Finds out what is behind `stall`, and ends the group with it.

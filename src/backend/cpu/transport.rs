@@ -1,4 +1,4 @@
-//! Moves bytes between ranks: the boundary behind which TCP may get company, such as shared memory.
+//! Moves bytes between ranks over TCP.
 //!
 //! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
 //! progress wherever it can, so that no order of large messages can block another.
@@ -12,17 +12,20 @@ use std::time::Instant;
 
 /// Connections to all peers, each a byte stream in both directions.
 pub(super) struct Transport {
-    /// By rank; `None` for this rank itself.
+    /// By rank; `None` for this rank itself, and for those of its host.
     sockets: Vec<Option<TcpStream>>,
 }
 
-/// Bytes on their way to a peer: the header, if this is the first exchange of a call, then the pieces in order.
+/// Bytes on their way to a peer: the header, if this is the first exchange of a call, then the pieces in order, then
+/// those that need not be over with the exchange.
 pub(super) struct Outflow<'a> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
     pieces: Vec<&'a [u8]>,
     /// Bytes that are under way already, the header's included.
     done: usize,
+    /// How many must be for the exchange to be over.
+    needed: usize,
     total: usize,
 }
 
@@ -33,6 +36,7 @@ pub(super) struct Inflow<'a> {
     received_head: [u8; Header::BYTES],
     pieces: Vec<&'a mut [u8]>,
     done: usize,
+    needed: usize,
     total: usize,
 }
 
@@ -73,7 +77,8 @@ impl Transport {
         }
     }
 
-    /// Sends all of `sends` and receives all of `recvs`, each with at most one flow for a peer, until `deadline`.
+    /// Sends all that `sends` need and receives all that `recvs` need, each with at most one flow for a peer, until
+    /// `deadline`; and as much of the rest of them as can be without waiting for it.
     pub(super) fn exchange(&self, sends: &mut [Outflow], recvs: &mut [Inflow], deadline: Instant) -> Result<(), Stall> {
         // Most often the sockets take all there is to send, and small messages are there already: no poll then.
         let mut sending = Vec::with_capacity(sends.len());
@@ -88,7 +93,9 @@ impl Transport {
                 receiving.push(index);
             }
         }
-        while !(sending.is_empty() && receiving.is_empty()) {
+        while sending.iter().any(|index| sends[*index].is_short())
+            || receiving.iter().any(|index| recvs[*index].is_short())
+        {
             let ready = self.wait(sends, &sending, recvs, &receiving, deadline)?;
             let mut ready = ready.into_iter();
             retain_blocked(&mut sending, &mut ready, |index| {
@@ -125,8 +132,10 @@ impl Transport {
             let timeout = Timespec::try_from(left).ok();
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(0) if left.is_zero() => {
-                    let mut peers: Vec<usize> = sending.iter().map(|&index| sends[index].peer).collect();
-                    peers.extend(receiving.iter().map(|&index| recvs[index].peer));
+                    let sends = sending.iter().map(|&index| &sends[index]).filter(|flow| flow.is_short());
+                    let recvs = receiving.iter().map(|&index| &recvs[index]).filter(|flow| flow.is_short());
+                    let mut peers: Vec<usize> =
+                        sends.map(|flow| flow.peer).chain(recvs.map(|flow| flow.peer)).collect();
                     peers.sort_unstable();
                     peers.dedup();
                     return Err(Stall::TimedOut { peers });
@@ -169,12 +178,33 @@ fn retain_blocked(
 
 impl<'a> Outflow<'a> {
     pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
-        Self { peer, head, pieces: Vec::new(), done: 0, total: head.map_or(0, |head| head.len()) }
+        let total = head.map_or(0, |head| head.len());
+        Self { peer, head, pieces: Vec::new(), done: 0, needed: total, total }
     }
 
     pub(super) fn push(&mut self, piece: &'a [u8]) {
+        self.push_ahead(piece);
+        self.needed = self.total;
+    }
+
+    /// A piece that follows those that are needed, and may be left to later exchanges.
+    pub(super) fn push_ahead(&mut self, piece: &'a [u8]) {
         self.total += piece.len();
         self.pieces.push(piece);
+    }
+
+    /// Leaves out the first `done` bytes, which went ahead with the exchange before.
+    pub(super) fn resume(&mut self, done: usize) {
+        self.done = done;
+    }
+
+    /// Bytes that went beyond what was needed.
+    pub(super) fn ahead(&self) -> usize {
+        self.done.saturating_sub(self.needed)
+    }
+
+    fn is_short(&self) -> bool {
+        self.done < self.needed
     }
 
     fn advance(&mut self, socket: &TcpStream) -> Result<Progress, Stall> {
@@ -209,12 +239,32 @@ impl<'a> Outflow<'a> {
 impl<'a> Inflow<'a> {
     pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
         let total = head.map_or(0, |head| head.len());
-        Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, total }
+        Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, needed: total, total }
     }
 
     pub(super) fn push(&mut self, piece: &'a mut [u8]) {
+        self.push_ahead(piece);
+        self.needed = self.total;
+    }
+
+    /// A piece that follows those that are needed, and may be left to later exchanges.
+    pub(super) fn push_ahead(&mut self, piece: &'a mut [u8]) {
         self.total += piece.len();
         self.pieces.push(piece);
+    }
+
+    /// Leaves out the first `done` bytes, which came ahead with the exchange before.
+    pub(super) fn resume(&mut self, done: usize) {
+        self.done = done;
+    }
+
+    /// Bytes that came beyond what was needed.
+    pub(super) fn ahead(&self) -> usize {
+        self.done.saturating_sub(self.needed)
+    }
+
+    fn is_short(&self) -> bool {
+        self.done < self.needed
     }
 
     fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, Stall> {
@@ -255,5 +305,56 @@ impl<'a> Inflow<'a> {
             }
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    /// The two ends of a connection between ranks 0 and 1.
+    fn pair() -> [Transport; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        [&near, &far].iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
+        [Transport::new(vec![None, Some(near)]), Transport::new(vec![Some(far), None])]
+    }
+
+    #[test]
+    fn what_goes_ahead_is_not_waited_for_and_not_repeated() {
+        let [near, far] = pair();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let first: Vec<u8> = (0..100).collect();
+        // More than any socket's buffers hold.
+        let second: Vec<u8> = (0..32_u32 << 20).map(|index| (index % 251) as u8).collect();
+        let mut flow = Outflow::new(1, None);
+        flow.push(&first);
+        flow.push_ahead(&second);
+        // Nobody reads meanwhile.
+        let mut sends = [flow];
+        near.exchange(&mut sends, &mut [], deadline).unwrap();
+        let went = sends[0].ahead();
+        assert!(went > 0 && went < second.len(), "{went}");
+        let mut rest = Outflow::new(1, None);
+        rest.resume(went);
+        rest.push(&second);
+        let (mut got_first, mut got_second) = (vec![0; first.len()], vec![0; second.len()]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| near.exchange(&mut [rest], &mut [], deadline).unwrap());
+            let mut flow = Inflow::new(0, None);
+            flow.push(&mut got_first);
+            flow.push_ahead(&mut got_second);
+            let mut recvs = [flow];
+            far.exchange(&mut [], &mut recvs, deadline).unwrap();
+            let came = recvs[0].ahead();
+            let mut rest = Inflow::new(0, None);
+            rest.resume(came);
+            rest.push(&mut got_second);
+            far.exchange(&mut [], &mut [rest], deadline).unwrap();
+        });
+        assert!(got_first == first && got_second == second);
     }
 }

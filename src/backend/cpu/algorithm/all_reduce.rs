@@ -1,9 +1,7 @@
-use super::super::call::Element;
 use super::super::failure::Failure;
-use super::super::kernels;
+use super::super::kernels::{self, Reduction};
 use super::super::session::Session;
 use super::{Scratch, Tuning, chunk, segment, segment_before, split, whole_elements};
-use crate::backend::ReduceOp;
 
 /// `data` becomes the reduction of all ranks' data.
 pub(in super::super) fn all_reduce(
@@ -11,8 +9,7 @@ pub(in super::super) fn all_reduce(
     scratch: &mut Scratch,
     tuning: Tuning,
     data: &mut [u8],
-    element: Element,
-    op: ReduceOp,
+    reduction: Reduction,
 ) -> Result<(), Failure> {
     if session.world_size() == 1 {
         // Nothing to add: without memory for what comes from peers, and without a pass over the data.
@@ -20,20 +17,14 @@ pub(in super::super) fn all_reduce(
     }
     // The traffic of everybody to everybody grows with the square of the ranks: keep the limit on what one receives.
     if data.len() * (session.world_size() - 1) <= tuning.small {
-        at_once(session, scratch, data, element, op)
+        at_once(session, scratch, data, reduction)
     } else {
-        in_chunks(session, scratch, tuning, data, element, op)
+        in_chunks(session, scratch, tuning, data, reduction)
     }
 }
 
 /// Everybody sends everything to everybody, and reduces it.
-fn at_once(
-    session: &mut Session,
-    scratch: &mut Scratch,
-    data: &mut [u8],
-    element: Element,
-    op: ReduceOp,
-) -> Result<(), Failure> {
+fn at_once(session: &mut Session, scratch: &mut Scratch, data: &mut [u8], reduction: Reduction) -> Result<(), Failure> {
     let mut slots = scratch.slots(session.world_size(), data.len());
     let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, &*data)).collect();
     let own = session.rank();
@@ -41,7 +32,7 @@ fn at_once(
     session.exchange(&sends, recvs.map(|(peer, slot)| (peer, &mut **slot)).collect())?;
     let parts: Vec<Option<&[u8]>> =
         slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&**slot)).collect();
-    kernels::reduce(element, op, &parts, data);
+    kernels::reduce(reduction, &parts, data);
     Ok(())
 }
 
@@ -52,10 +43,9 @@ fn in_chunks(
     scratch: &mut Scratch,
     tuning: Tuning,
     data: &mut [u8],
-    element: Element,
-    op: ReduceOp,
+    reduction: Reduction,
 ) -> Result<(), Failure> {
-    let (own, world_size, size) = (session.rank(), session.world_size(), element.size());
+    let (own, world_size, size) = (session.rank(), session.world_size(), reduction.element.size());
     let length = whole_elements(tuning.segment, size);
     let chunks: Vec<_> = (0..world_size).map(|rank| chunk(data.len() / size, size, rank, world_size)).collect();
     // The first chunk is the longest.
@@ -84,7 +74,7 @@ fn in_chunks(
         session.exchange(&sends, recvs)?;
         let parts: Vec<Option<&[u8]>> =
             (slots.iter().enumerate()).map(|(rank, slot)| (rank != own).then_some(&slot[..collected.len()])).collect();
-        kernels::reduce(element, op, &parts, &mut data[collected]);
+        kernels::reduce(reduction, &parts, &mut data[collected]);
     }
     Ok(())
 }

@@ -6,9 +6,9 @@ use std::ops::Range;
 
 /// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment
 /// by segment: while one segment comes, the one before it is handed on. Nobody sends more than the data once.
-struct Plan {
+struct Plan<'a> {
     /// The ranks that have chunks, in the order of their chunks.
-    owners: Vec<usize>,
+    owners: &'a [usize],
     chunks: Vec<Range<usize>>,
     /// Bytes of a segment.
     length: usize,
@@ -16,14 +16,13 @@ struct Plan {
     steps: usize,
 }
 
-impl Plan {
-    /// `None` when the root sends `bytes` to every rank itself.
-    fn new(session: &Session, tuning: Tuning, bytes: usize, element: Element, root: usize) -> Option<Self> {
-        if session.world_size() <= 2 || bytes * (session.world_size() - 1) <= tuning.small {
+impl<'a> Plan<'a> {
+    /// `None` when the root sends `bytes` to every other rank itself, which are `owners`.
+    fn new(owners: &'a [usize], tuning: Tuning, bytes: usize, element: Element) -> Option<Self> {
+        if owners.len() <= 1 || bytes * owners.len() <= tuning.small {
             return None;
         }
         let size = element.size();
-        let owners: Vec<usize> = (0..session.world_size()).filter(|rank| *rank != root).collect();
         let chunks: Vec<_> = (0..owners.len()).map(|index| chunk(bytes / size, size, index, owners.len())).collect();
         let length = whole_elements(tuning.segment, size);
         // The first chunk is the longest.
@@ -32,15 +31,16 @@ impl Plan {
     }
 }
 
-/// This rank is the root: its `data` goes to all others.
+/// This rank is the root: its `data` goes to the ranks `owners`.
 pub(in super::super) fn broadcast_from_here(
     session: &mut Session,
     tuning: Tuning,
+    owners: &[usize],
     data: &[u8],
     element: Element,
 ) -> Result<(), Failure> {
-    let Some(plan) = Plan::new(session, tuning, data.len(), element, session.rank()) else {
-        let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, data)).collect();
+    let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
+        let sends: Vec<(usize, &[u8])> = owners.iter().map(|peer| (*peer, data)).collect();
         return session.exchange(&sends, vec![]);
     };
     for step in 0..plan.steps {
@@ -51,16 +51,16 @@ pub(in super::super) fn broadcast_from_here(
     Ok(())
 }
 
-/// `data` becomes that of `root`, another rank.
+/// `data` becomes that of `root`, which sends it to the ranks `owners`, of which this one is one.
 pub(in super::super) fn broadcast_to_here(
     session: &mut Session,
     tuning: Tuning,
+    (root, owners): (usize, &[usize]),
     data: &mut [u8],
     element: Element,
-    root: usize,
 ) -> Result<(), Failure> {
     let own = session.rank();
-    let Some(plan) = Plan::new(session, tuning, data.len(), element, root) else {
+    let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
         return session.exchange(&[], vec![(root, data)]);
     };
     for step in 0..=plan.steps {
@@ -70,7 +70,7 @@ pub(in super::super) fn broadcast_to_here(
         let mut parts = split(data, plan.chunks.iter().flat_map(both)).into_iter();
         let mut recvs: Vec<(usize, &mut [u8])> = Vec::with_capacity(plan.owners.len());
         let mut come: &[u8] = &[];
-        for owner in &plan.owners {
+        for owner in plan.owners {
             let (Some(before), Some(now)) = (parts.next(), parts.next()) else { break };
             if *owner != own {
                 if step > 0 {

@@ -1,10 +1,8 @@
 //! Collectives whose data goes straight from the rank that has it to the rank that wants it.
-use super::super::call::Element;
 use super::super::failure::Failure;
-use super::super::kernels;
+use super::super::kernels::{self, Reduction};
 use super::super::session::Session;
 use super::{Scratch, Tuning, segment, whole_elements};
-use crate::backend::ReduceOp;
 
 /// Returns once all ranks have come.
 pub(in super::super) fn barrier(session: &mut Session) -> Result<(), Failure> {
@@ -26,16 +24,15 @@ pub(in super::super) fn reduce_to_here(
     scratch: &mut Scratch,
     tuning: Tuning,
     data: &mut [u8],
-    element: Element,
-    op: ReduceOp,
+    reduction: Reduction,
 ) -> Result<(), Failure> {
-    let length = whole_elements(tuning.segment, element.size());
+    let length = whole_elements(tuning.segment, reduction.element.size());
     let whole = 0..data.len();
     let mut slots = scratch.slots(session.world_size(), length.min(data.len()));
     for step in 0..data.len().div_ceil(length).max(1) {
         let now = segment(&whole, length, step);
         let parts = collect(session, &mut slots, now.len(), &[])?;
-        kernels::reduce(element, op, &parts, &mut data[now]);
+        kernels::reduce(reduction, &parts, &mut data[now]);
     }
     Ok(())
 }
@@ -46,11 +43,10 @@ pub(in super::super) fn reduce_scatter(
     scratch: &mut Scratch,
     tuning: Tuning,
     (output, input): (&mut [u8], &[u8]),
-    element: Element,
-    op: ReduceOp,
+    reduction: Reduction,
 ) -> Result<(), Failure> {
     let (own, each) = (session.rank(), output.len());
-    let length = whole_elements(tuning.segment, element.size());
+    let length = whole_elements(tuning.segment, reduction.element.size());
     let mut slots = scratch.slots(session.world_size(), length.min(each));
     for step in 0..each.div_ceil(length).max(1) {
         let now = segment(&(0..each), length, step);
@@ -58,7 +54,7 @@ pub(in super::super) fn reduce_scatter(
         let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, part_of(peer))).collect();
         let mut parts = collect(session, &mut slots, now.len(), &sends)?;
         parts[own] = Some(part_of(own));
-        kernels::reduce(element, op, &parts, &mut output[now]);
+        kernels::reduce(reduction, &parts, &mut output[now]);
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 mod all_reduce;
 mod broadcast;
 mod direct;
+pub(super) mod hosts;
 pub(super) mod shared;
 
 pub(super) use all_reduce::all_reduce;
@@ -13,6 +14,7 @@ pub(super) use direct::{
     all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
 };
 
+use super::shm::Layout;
 use std::ops::Range;
 
 /// Sizes that decide on algorithms.
@@ -25,13 +27,40 @@ pub(super) struct Tuning {
 }
 
 impl Tuning {
-    /// Over TCP: see the engine's README.
-    pub(super) const TCP: Self = Self { segment: 128 << 10, small: 128 << 10 };
-    /// Over shared memory: the best of 16 to 512 KiB. `all_reduce` of f32 with 2 ranks, for 1, 4 and 64 MiB: 91 us,
-    /// 0.34 ms and 13.2 ms in segments of 128 KiB; 72 us, 0.29 ms and 10.5 ms of 256; 74 us, 0.28 ms and 13.1 ms of 512.
-    /// Of 256 KiB at once: 17 us, in chunks 24 us; with 4 ranks the two meet between 64 and 128 KiB (192 and 384 KiB
-    /// received). Fastest of many calls, optimised build.
+    /// Over TCP. Between two hosts of one rank, 1, 16 and 64 MiB took 0.24, 4.8 and 20 ms in segments of 64 KiB, 0.63, 10.5
+    /// and 48 ms of 128, and 0.65, 10.9 and 45 ms of 256 (medians of 5 rounds under load; the engine's segments were of 128
+    /// KiB then): larger ones do not fit into a socket's buffers, and both sides sleep more often. By
+    ///
+    /// `python3 scripts/compare_settings.py --hosts 2 --ranks 1 --sizes 1048576 16777216 67108864 --set
+    /// CANDLE_DDP_CPU_SEGMENT_BYTES=65536 --set CANDLE_DDP_CPU_SEGMENT_BYTES=262144`
+    ///
+    /// With 4 ranks on one host, 128 KiB were as good. For the other size see the engine's README.
+    pub(super) const TCP: Self = Self { segment: 64 << 10, small: 128 << 10 };
+    /// Over shared memory. 2 ranks, f32, medians of 5 rounds on 2 cores with other work: 1, 4 and 64 MiB took 41, 165 and
+    /// 6921 us in segments of 128 KiB; 39, 175 and 6027 us of 256; 42, 167 and 6641 us of 512. Segments matter little but
+    /// for large tensors. By
+    ///
+    /// `python3 scripts/compare_settings.py --sizes 1048576 4194304 67108864 --set CANDLE_DDP_CPU_SEGMENT_BYTES=131072
+    /// --set CANDLE_DDP_CPU_SEGMENT_BYTES=524288`
+    ///
+    /// At once and in chunks, 64, 128 and 256 KiB took 3.3 and 4.2, 5.2 and 7.0, 9.5 and 9.3 us with 2 ranks; 64, 128 and
+    /// 256 KiB (192, 384 and 768 KiB received) 14.4 and 14.5, 24.1 and 21.3, 45.2 and 33.7 us with 4. By
+    ///
+    /// `python3 scripts/compare_settings.py --sizes 65536 131072 262144 524288 --set CANDLE_DDP_CPU_SMALL_BYTES=1000000
+    /// --set CANDLE_DDP_CPU_SMALL_BYTES=0`, and with `--ranks 4`
     pub(super) const SHARED: Self = Self { segment: 256 << 10, small: 256 << 10 };
+    /// In groups with several hosts. Segments of 32, 128 and 256 KiB took 1.2, 1.1 to 1.8 and 1.5 to 1.6 times as long as
+    /// those of 64: see `benches/results/allreduce_hierarchical.md`, with the command. At once and in chunks, 32 KiB took
+    /// 59 and 63 us, 64 KiB 93 and 54 us (2 hosts of 2 ranks; medians of 5 rounds under load), by
+    ///
+    /// `python3 scripts/compare_settings.py --hosts 2 --sizes 16384 32768 65536 131072 --set CANDLE_DDP_CPU_SMALL_BYTES=0
+    /// --set CANDLE_DDP_CPU_SMALL_BYTES=1000000`
+    pub(super) const HOSTS: Self = Self { segment: 64 << 10, small: 32 << 10 };
+
+    /// No more than what the slots of the shared memory on every host hold.
+    pub(super) fn within(self, layout: Layout) -> Self {
+        Self { segment: self.segment.min(layout.part()), small: self.small.min(layout.capacity()) }
+    }
 }
 
 /// Memory for what comes from the peers: one slot for each, aligned for every element type.

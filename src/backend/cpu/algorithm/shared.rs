@@ -2,12 +2,13 @@
 //!
 //! Every rank has a stream of slots that all others read (`shm/stream.rs`). Where ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
-use super::super::call::{Call, Element};
+use super::super::call::Call;
+use super::super::kernels::Reduction;
 use super::super::shm::{Post, Source, pieces, reduce};
 use super::super::storage::{with_mut, with_mut_and_ref, with_ref};
 use super::super::transport::Stall;
 use super::{Tuning, chunk, segment};
-use crate::backend::{Collective, ReduceOp};
+use crate::backend::Collective;
 use std::ops::Range;
 
 /// Carries out a collective; `Send` and `Recv` are none.
@@ -18,16 +19,18 @@ pub(in super::super) fn execute(
     collective: &Collective,
 ) -> candle_core::Result<Result<(), Stall>> {
     let Some(element) = call.element else { return Ok(barrier(post)) };
+    let ranks = post.world_size();
+    let reduction = |op: &_| Reduction { element, op: *op, ranks };
     let is_root = call.root == Some(post.rank());
     match collective {
-        Collective::AllReduce { tensor, op } => with_mut(tensor, |data| all_reduce(post, tuning, data, element, *op)),
+        Collective::AllReduce { tensor, op } => with_mut(tensor, |data| all_reduce(post, tuning, data, reduction(op))),
         Collective::Broadcast { tensor, .. } if is_root => with_ref(tensor, |data| publish(post, data)),
         Collective::Broadcast { tensor, root } => with_mut(tensor, |data| copy_from(post, *root, data)),
         Collective::Reduce { tensor, op, .. } if is_root => {
-            with_mut(tensor, |data| reduce_to_here(post, data, element, *op))
+            with_mut(tensor, |data| reduce_to_here(post, data, reduction(op)))
         }
         Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            with_ref(input, |data| publish_to(post, *root, data))
+            with_ref(input, |data| publish_to(post, *root, data, post.capacity()))
         }
         Collective::Gather { output: Some(output), input, .. } => {
             with_mut_and_ref(output, input, |output, input| gather_to_here(post, output, input))
@@ -42,7 +45,7 @@ pub(in super::super) fn execute(
             with_mut_and_ref(output, input, |output, input| all_gather(post, output, input))
         }
         Collective::ReduceScatter { output, input, op } => {
-            with_mut_and_ref(output, input, |output, input| reduce_scatter(post, output, input, element, *op))
+            with_mut_and_ref(output, input, |output, input| reduce_scatter(post, output, input, reduction(op)))
         }
         Collective::AllToAll { output, input } => {
             with_mut_and_ref(output, input, |output, input| all_to_all(post, output, input))
@@ -56,16 +59,14 @@ pub(in super::super) fn execute(
 
 /// Where in a slot a peer's part lies.
 #[derive(Clone, Copy)]
-struct Parts {
+pub(super) struct Parts {
     own: usize,
-    length: usize,
+    pub(super) length: usize,
 }
 
 impl Parts {
-    fn new(post: &Post) -> Self {
-        /// Parts begin with cache lines, and hold whole elements.
-        const LINE: usize = 64;
-        Self { own: post.rank(), length: post.capacity() / (post.world_size() - 1) / LINE * LINE }
+    pub(super) fn new(post: &Post) -> Self {
+        Self { own: post.rank(), length: post.part() }
     }
 
     /// In a slot of this rank: the first `length` bytes of the part for `peer`.
@@ -75,29 +76,29 @@ impl Parts {
     }
 
     /// In a slot of `peer`: the first `length` bytes of the part for this rank.
-    fn from(self, peer: usize, length: usize) -> Range<usize> {
+    pub(super) fn from(self, peer: usize, length: usize) -> Range<usize> {
         Self { own: peer, ..self }.to(self.own, length)
     }
 }
 
-fn barrier(post: &mut Post) -> Result<(), Stall> {
+pub(super) fn barrier(post: &mut Post) -> Result<(), Stall> {
     post.publish(|_, _| ())?;
     post.peers().try_for_each(|peer| post.take(peer, |_| ()))
 }
 
-fn all_reduce(post: &mut Post, tuning: Tuning, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
+fn all_reduce(post: &mut Post, tuning: Tuning, data: &mut [u8], reduction: Reduction) -> Result<(), Stall> {
     if data.len().saturating_mul(post.world_size() - 1) <= tuning.small && data.len() <= post.capacity() {
-        all_reduce_at_once(post, data, element, op)
+        all_reduce_at_once(post, data, reduction)
     } else {
-        all_reduce_in_chunks(post, data, element, op)
+        all_reduce_in_chunks(post, data, reduction)
     }
 }
 
 /// Everybody publishes everything, and reduces it.
-fn all_reduce_at_once(post: &mut Post, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
+fn all_reduce_at_once(post: &mut Post, data: &mut [u8], reduction: Reduction) -> Result<(), Stall> {
     post.publish(|slot, _| slot.write(data))?;
     post.receive_all()?;
-    reduce(element, op, &post.arrived().sources(Source::Output, |_| 0..data.len()), data, None);
+    reduce(reduction, &post.arrived().sources(Source::Output, |_| 0..data.len()), data, None);
     post.release_all();
     Ok(())
 }
@@ -105,8 +106,8 @@ fn all_reduce_at_once(post: &mut Post, data: &mut [u8], element: Element, op: Re
 /// Rank `c` reduces chunk `c`, step by step: everybody publishes its parts of all chunks; rank `c` reduces its part
 /// straight from the slots of all, and publishes the result, which the others copy. Parts are published one step ahead
 /// and results copied one step behind, so that nobody waits for what the others are doing right now.
-fn all_reduce_in_chunks(post: &mut Post, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
-    let (own, world_size, size) = (post.rank(), post.world_size(), element.size());
+fn all_reduce_in_chunks(post: &mut Post, data: &mut [u8], reduction: Reduction) -> Result<(), Stall> {
+    let (own, world_size, size) = (post.rank(), post.world_size(), reduction.element.size());
     let parts = Parts::new(post);
     let chunks: Vec<_> = (0..world_size).map(|rank| chunk(data.len() / size, size, rank, world_size)).collect();
     // The first chunk is the longest.
@@ -121,7 +122,7 @@ fn all_reduce_in_chunks(post: &mut Post, data: &mut [u8], element: Element, op: 
         let mine = piece(own, step);
         post.publish(|slot, arrived| {
             let sources = arrived.sources(Source::Output, |peer| parts.from(peer, mine.len()));
-            reduce(element, op, &sources, &mut data[mine.clone()], Some(slot.part(0..mine.len())));
+            reduce(reduction, &sources, &mut data[mine.clone()], Some(slot.part(0..mine.len())));
         })?;
         post.release_all();
         if step > 0 {
@@ -132,7 +133,11 @@ fn all_reduce_in_chunks(post: &mut Post, data: &mut [u8], element: Element, op: 
 }
 
 /// Publishes one slot with a part for every peer.
-fn publish_parts<'a>(post: &mut Post, parts: Parts, part_for: impl Fn(usize) -> &'a [u8]) -> Result<(), Stall> {
+pub(super) fn publish_parts<'a>(
+    post: &mut Post,
+    parts: Parts,
+    part_for: impl Fn(usize) -> &'a [u8],
+) -> Result<(), Stall> {
     let peers = post.peers();
     post.publish(|slot, _| {
         for peer in peers {
@@ -148,20 +153,14 @@ fn copy_results(post: &mut Post, data: &mut [u8], place: impl Fn(usize) -> Range
 }
 
 /// `output` becomes this rank's part of the reduction of all ranks' inputs.
-fn reduce_scatter(
-    post: &mut Post,
-    output: &mut [u8],
-    input: &[u8],
-    element: Element,
-    op: ReduceOp,
-) -> Result<(), Stall> {
+fn reduce_scatter(post: &mut Post, output: &mut [u8], input: &[u8], reduction: Reduction) -> Result<(), Stall> {
     let (own, each, parts) = (post.rank(), output.len(), Parts::new(post));
     for piece in pieces(each, parts.length) {
         let part_of = |rank: usize| &input[rank * each..][piece.clone()];
         publish_parts(post, parts, part_of)?;
         post.receive_all()?;
         let sources = post.arrived().sources(Source::Private(part_of(own)), |peer| parts.from(peer, piece.len()));
-        reduce(element, op, &sources, &mut output[piece.clone()], None);
+        reduce(reduction, &sources, &mut output[piece.clone()], None);
         post.release_all();
     }
     Ok(())
@@ -194,33 +193,27 @@ fn all_gather(post: &mut Post, output: &mut [u8], input: &[u8]) -> Result<(), St
 }
 
 /// Publishes `data` for everybody.
-fn publish(post: &mut Post, data: &[u8]) -> Result<(), Stall> {
+pub(super) fn publish(post: &mut Post, data: &[u8]) -> Result<(), Stall> {
     pieces(data.len(), post.capacity()).try_for_each(|piece| post.publish(|slot, _| slot.write(&data[piece])))
 }
 
 /// `data` becomes what rank `root` publishes.
-fn copy_from(post: &mut Post, root: usize, data: &mut [u8]) -> Result<(), Stall> {
+pub(super) fn copy_from(post: &mut Post, root: usize, data: &mut [u8]) -> Result<(), Stall> {
     pieces(data.len(), post.capacity()).try_for_each(|piece| post.take(root, |slot| slot.read(&mut data[piece])))
 }
 
-/// Publishes `data` for rank `root`, as all others do.
-fn publish_to(post: &mut Post, root: usize, data: &[u8]) -> Result<(), Stall> {
-    let count = pieces(data.len(), post.capacity()).count();
+/// Publishes `data` for rank `root`, as all others do, in slots of `length` bytes.
+pub(super) fn publish_to(post: &mut Post, root: usize, data: &[u8], length: usize) -> Result<(), Stall> {
+    let count = pieces(data.len(), length).count();
     post.peers().filter(|peer| *peer != root).try_for_each(|peer| post.skip(peer, count))?;
-    publish(post, data)
+    pieces(data.len(), length).try_for_each(|piece| post.publish(|slot, _| slot.write(&data[piece])))
 }
 
 /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`publish_to`] it.
-fn reduce_to_here(post: &mut Post, data: &mut [u8], element: Element, op: ReduceOp) -> Result<(), Stall> {
+fn reduce_to_here(post: &mut Post, data: &mut [u8], reduction: Reduction) -> Result<(), Stall> {
     for piece in pieces(data.len(), post.capacity()) {
         post.receive_all()?;
-        reduce(
-            element,
-            op,
-            &post.arrived().sources(Source::Output, |_| 0..piece.len()),
-            &mut data[piece.clone()],
-            None,
-        );
+        reduce(reduction, &post.arrived().sources(Source::Output, |_| 0..piece.len()), &mut data[piece.clone()], None);
         post.release_all();
     }
     Ok(())
@@ -247,7 +240,7 @@ fn scatter_from_here(post: &mut Post, output: &mut [u8], input: &[u8]) -> Result
 }
 
 /// `output` becomes this rank's part of what rank `root` holds.
-fn scatter_to_here(post: &mut Post, root: usize, output: &mut [u8]) -> Result<(), Stall> {
+pub(super) fn scatter_to_here(post: &mut Post, root: usize, output: &mut [u8]) -> Result<(), Stall> {
     let parts = Parts::new(post);
     pieces(output.len(), parts.length)
         .try_for_each(|piece| post.take(root, |slot| slot.part(parts.from(root, piece.len())).read(&mut output[piece])))

@@ -1,12 +1,11 @@
 //! What a rank tells the others about itself and the memory that it offers.
 use super::super::wire::{Reader, Writer};
-use super::layout::Layout;
 
 /// One rank's card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Card {
-    /// Of the running kernel: ranks on the same host have the same one.
-    pub(super) boot: [u8; 16],
+    /// Of the running kernel: ranks that share memory have the same one.
+    pub(super) kernel: [u8; 16],
     /// `None` when this rank has no memory to offer, or was told to use TCP.
     pub(super) offer: Option<Offer>,
 }
@@ -19,7 +18,6 @@ pub(super) struct Offer {
     /// Random, and part of the memory's name: whoever finds that name under the process and the number looks at this
     /// very memory.
     pub(super) token: u128,
-    pub(super) layout: Layout,
 }
 
 impl Offer {
@@ -34,17 +32,13 @@ pub(super) fn name(token: u128) -> String {
 }
 
 impl Card {
-    pub(super) const BYTES: usize = 16 + 1 + 4 + 4 + 16 + 5 * 8;
+    pub(super) const BYTES: usize = 16 + 1 + 4 + 4 + 16;
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
-        writer.bytes(&self.boot);
-        if let Some(Offer { pid, fd, token, layout }) = &self.offer {
+        writer.bytes(&self.kernel);
+        if let Some(Offer { pid, fd, token }) = &self.offer {
             writer.u8(1).u32(*pid).u32(*fd).bytes(&token.to_le_bytes());
-            let Layout { world_size, slots, capacity, direct_slots, direct_capacity } = *layout;
-            for number in [world_size, slots, capacity, direct_slots, direct_capacity] {
-                writer.u64(number as u64);
-            }
         }
         writer.0.resize(Self::BYTES, 0);
         writer.0
@@ -52,24 +46,12 @@ impl Card {
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
-        let boot = reader.array()?;
-        let number = |reader: &mut Reader| usize::try_from(reader.u64()?).ok();
+        let kernel = reader.array()?;
         let offer = match reader.u8()? {
             0 => None,
-            _ => Some(Offer {
-                pid: reader.u32()?,
-                fd: reader.u32()?,
-                token: u128::from_le_bytes(reader.array()?),
-                layout: Layout {
-                    world_size: number(&mut reader)?,
-                    slots: number(&mut reader)?,
-                    capacity: number(&mut reader)?,
-                    direct_slots: number(&mut reader)?,
-                    direct_capacity: number(&mut reader)?,
-                },
-            }),
+            _ => Some(Offer { pid: reader.u32()?, fd: reader.u32()?, token: u128::from_le_bytes(reader.array()?) }),
         };
-        Some(Self { boot, offer })
+        Some(Self { kernel, offer })
     }
 }
 
@@ -79,9 +61,9 @@ mod tests {
 
     #[test]
     fn a_card_survives_its_journey() {
-        let offer = Offer { pid: 7, fd: 8, token: 1 << 100, layout: Layout::new(3, 1000) };
+        let offer = Offer { pid: 7, fd: 8, token: 1 << 100 };
         for offer in [None, Some(offer)] {
-            let card = Card { boot: [3; 16], offer };
+            let card = Card { kernel: [3; 16], offer };
             let bytes = card.encode();
             assert_eq!((bytes.len(), Card::decode(&bytes)), (Card::BYTES, Some(card)));
         }

@@ -1,7 +1,7 @@
 //! Reductions that read the peers' parts straight from shared memory.
 //!
 //! They give the same bits as the engine's other kernels: the ranks' values in rank order.
-use super::block_kernels;
+use super::block_kernels::{self, Reduction};
 use super::call::Element;
 use super::slot::Slot;
 use crate::backend::ReduceOp;
@@ -22,13 +22,7 @@ const BLOCK: usize = 4096;
 
 /// Writes the reduction of `sources`, one for each rank in rank order and all as long as `out`, to `out` and, if there
 /// is one, to `result`.
-pub(in super::super) fn reduce(
-    element: Element,
-    op: ReduceOp,
-    sources: &[Source],
-    out: &mut [u8],
-    result: Option<Slot>,
-) {
+pub(in super::super) fn reduce(reduction: Reduction, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
     for source in sources {
         match source {
             Source::Output => {}
@@ -37,19 +31,20 @@ pub(in super::super) fn reduce(
         }
     }
     assert!(result.is_none_or(|result| result.len() == out.len()));
+    let Reduction { element, op, ranks } = reduction;
     match (element, op) {
         (Element::F32, ReduceOp::Sum) => sum::<f32>(sources, out, result, None),
-        (Element::F32, ReduceOp::Avg) => sum::<f32>(sources, out, result, Some(1.0 / sources.len() as f32)),
+        (Element::F32, ReduceOp::Avg) => sum::<f32>(sources, out, result, Some(1.0 / ranks as f32)),
         (Element::BF16, ReduceOp::Sum) => sum::<bf16>(sources, out, result, None),
-        (Element::BF16, ReduceOp::Avg) => sum::<bf16>(sources, out, result, Some(1.0 / sources.len() as f32)),
+        (Element::BF16, ReduceOp::Avg) => sum::<bf16>(sources, out, result, Some(1.0 / ranks as f32)),
         (Element::F64, ReduceOp::Sum) => sum::<f64>(sources, out, result, None),
-        (Element::F64, ReduceOp::Avg) => sum::<f64>(sources, out, result, Some(1.0 / sources.len() as f64)),
-        _ => in_blocks(element, op, sources, out, result),
+        (Element::F64, ReduceOp::Avg) => sum::<f64>(sources, out, result, Some(1.0 / ranks as f64)),
+        _ => in_blocks(reduction, sources, out, result),
     }
 }
 
 /// Copies a block of every part into the first-level cache and reduces it there.
-fn in_blocks(element: Element, op: ReduceOp, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
+fn in_blocks(reduction: Reduction, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
     let block = BLOCK.min(out.len().next_multiple_of(8));
     let mut memory = vec![0_u64; sources.len() * block / 8];
     for start in (0..out.len()).step_by(block.max(1)) {
@@ -67,7 +62,7 @@ fn in_blocks(element: Element, op: ReduceOp, sources: &[Source], out: &mut [u8],
             })
             .collect();
         let out = &mut out[range.clone()];
-        block_kernels::reduce(element, op, &parts, out);
+        block_kernels::reduce(reduction, &parts, out);
         if let Some(result) = result {
             result.part(range).write(out);
         }
@@ -275,7 +270,8 @@ mod tests {
                 let mut out = vec![0_u64; 3000];
                 let out: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut out)[..length];
                 out.copy_from_slice(&expected);
-                block_kernels::reduce(element, op, &slices, out);
+                let reduction = Reduction { element, op, ranks: 3 };
+                block_kernels::reduce(reduction, &slices, out);
                 expected.copy_from_slice(out);
 
                 let slot = |index: usize| Slot::new(&segment, index * 24_064..index * 24_064 + length);
@@ -286,7 +282,7 @@ mod tests {
                     })
                     .collect();
                 out.copy_from_slice(&parts[own]);
-                reduce(element, op, &sources, out, Some(slot(4)));
+                reduce(reduction, &sources, out, Some(slot(4)));
                 assert!(*out == expected[..], "{element:?}[{count}], {op}");
                 let mut result = vec![0; length];
                 slot(4).read(&mut result);

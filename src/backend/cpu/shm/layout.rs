@@ -1,10 +1,12 @@
 //! Where what lies in a segment.
 use std::ops::Range;
 
-/// The layout of every rank's segment: equal on all ranks, and a function of these numbers alone.
+/// The layout of every rank's segment: equal on all ranks of a group, on all its hosts, and a function of these numbers
+/// alone. Ranks have the numbers that they have on their host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct Layout {
-    pub(super) world_size: usize,
+    /// How many ranks a host has at most.
+    pub(super) ranks: usize,
     /// Slots of a rank's outbox for collectives, which all peers read; a power of two.
     pub(super) slots: usize,
     /// Bytes of such a slot.
@@ -44,18 +46,30 @@ impl Layout {
     const LARGEST_DIRECT: usize = 4 << 20;
     const DIRECT_SLOT: usize = 128 << 10;
 
-    /// For slots that hold `part` bytes for each peer, in a world of at least two.
-    pub(in super::super) fn new(world_size: usize, part: usize) -> Self {
-        let peers = world_size - 1;
+    /// For slots that hold `part` bytes for each peer, on hosts of at most `ranks`, which are at least two.
+    pub(in super::super) fn new(ranks: usize, part: usize) -> Self {
+        let peers = ranks - 1;
         let capacity = part.saturating_mul(peers).min(Self::LARGEST_SLOT.max(part)).max(LINE * peers);
         let direct = part.min(Self::DIRECT_SLOT).min(Self::LARGEST_DIRECT / (Self::DIRECT_SLOTS * peers)).max(LINE);
         Self {
-            world_size,
+            ranks,
             slots: Self::SLOTS,
             capacity: round_up(capacity, LINE),
             direct_slots: Self::DIRECT_SLOTS,
             direct_capacity: round_up(direct, LINE),
         }
+    }
+
+    /// Bytes of a slot for each peer, where they hold different ones.
+    pub(in super::super) fn part(&self) -> usize {
+        /// Parts begin with cache lines, and hold whole elements.
+        const ALIGNMENT: usize = 64;
+        self.capacity / (self.ranks - 1) / ALIGNMENT * ALIGNMENT
+    }
+
+    /// Bytes of a slot.
+    pub(in super::super) fn capacity(&self) -> usize {
+        self.capacity
     }
 
     /// Two words: the bell of one of this rank's threads, and whom it waits for.
@@ -70,16 +84,16 @@ impl Layout {
 
     /// A word: how many slots of `peer`'s outbox for collectives this rank is done with.
     pub(super) fn passed(&self, peer: usize) -> usize {
-        LINE * (1 + 2 * self.world_size + peer)
+        LINE * (1 + 2 * self.ranks + peer)
     }
 
     /// A word: the same for the messages of `peer` to this rank.
     pub(super) fn direct_passed(&self, peer: usize) -> usize {
-        LINE * (1 + 3 * self.world_size + peer)
+        LINE * (1 + 3 * self.ranks + peer)
     }
 
     pub(super) fn ring(&self) -> Ring {
-        let offset = round_up(LINE * (1 + 4 * self.world_size), PAGE);
+        let offset = round_up(LINE * (1 + 4 * self.ranks), PAGE);
         Ring { offset, slots: self.slots, capacity: self.capacity }
     }
 
@@ -96,7 +110,7 @@ impl Layout {
 
     /// Bytes of a segment. Absurd sizes are the system's to refuse.
     pub(super) fn size(&self) -> usize {
-        self.direct(self.world_size - 1).offset
+        self.direct(self.ranks - 1).offset
     }
 }
 

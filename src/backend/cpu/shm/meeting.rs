@@ -1,123 +1,136 @@
-//! How ranks find out that they can share memory, and do.
+//! How ranks find out with whom they can share memory, and do.
 //!
-//! Every rank makes a segment and tells the others, over TCP, where it is; every rank tries to map those of the others,
-//! and tells which ones it could. It is done when everybody sees everybody's. Nothing is configured and no name is
-//! compared: who can map the memory of that random name shares it.
+//! Every rank makes a file for its memory and tells the others, over TCP, where it is; every rank tries to map those of
+//! the others, and tells which ones it could. Who maps whom then is known to all, and so are the hosts. Nothing is
+//! configured and no host is named: who can map the memory of that random name shares it.
 use super::card::{Card, Offer, name};
+use super::hosts::Hosts;
 use super::layout::Layout;
 use super::room::Room;
 use super::segment::Segment;
 use super::transport::{Inflow, Outflow, Stall, Transport};
 use rustix::fd::AsRawFd;
 use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
+use std::hash::{BuildHasher, DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Instant;
 
 /// What came of it.
-pub(in super::super) enum Meeting {
-    Room(Room),
-    /// Ranks on several hosts, or told to use TCP, or this host refuses: what there is to say.
-    Apart {
-        peers: Vec<usize>,
-        reason: String,
-        same_host: bool,
-    },
+pub(in super::super) struct Meeting {
+    pub(in super::super) hosts: Hosts,
+    /// `None` on a rank that is alone on its host.
+    pub(in super::super) room: Option<Room>,
+    /// Of all rooms of the group; `None` where no two ranks could share memory.
+    pub(in super::super) layout: Option<Layout>,
+    /// Ranks under the same kernel that are not on the same host all the same.
+    pub(in super::super) apart: Vec<usize>,
+    /// Why ranks are not on the same host, as far as this one knows.
+    pub(in super::super) complaints: Vec<String>,
 }
 
-/// Meets the other ranks. `layout` is `None` on a rank that wants TCP.
-pub(in super::super) fn meet(
-    transport: &Transport,
-    rank: usize,
-    world_size: usize,
-    layout: Option<Layout>,
-    deadline: Instant,
-) -> Result<Meeting, Stall> {
-    let token = random_token();
-    let mut complaints: Vec<(usize, String)> = Vec::new();
-    let created = layout.and_then(|layout| match Segment::create(&name(token), layout.size()) {
-        Ok((segment, fd)) => Some((layout, Arc::new(segment), fd)),
-        Err(error) => {
-            complaints.push((rank, format!("{} bytes of shared memory: {error}", layout.size())));
-            None
-        }
-    });
-    let offer = created.as_ref().map(|(layout, _, fd)| Offer {
-        pid: std::process::id(),
-        fd: fd.as_raw_fd() as u32,
-        token,
-        layout: *layout,
-    });
-    let own = Card { boot: boot_id(), offer };
-    let cards = gather(transport, rank, world_size, &own.encode(), deadline)?;
-    let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::decode(card)).collect();
+/// Who meets, and how.
+pub(in super::super) struct Guest<'a> {
+    pub(in super::super) transport: &'a Transport,
+    pub(in super::super) rank: usize,
+    pub(in super::super) world_size: usize,
+    /// Whether this rank shares memory, or wants TCP.
+    pub(in super::super) shares: bool,
+    /// What a slot holds for each peer.
+    pub(in super::super) part: usize,
+    /// What to take for the identity of the running kernel.
+    pub(in super::super) label: Option<&'a str>,
+    pub(in super::super) deadline: Instant,
+}
 
-    let mut segments = Vec::new();
-    if let Some((layout, segment, _)) = &created {
-        for (peer, card) in cards.iter().enumerate() {
-            if peer == rank {
-                segments.push(segment.clone());
-                continue;
+impl Guest<'_> {
+    /// Meets the other ranks.
+    pub(in super::super) fn meet(&self) -> Result<Meeting, Stall> {
+        let Self { rank, world_size, .. } = *self;
+        let mut complaints = Vec::new();
+        let token = random_token();
+        let file = match self.shares.then(|| Segment::announce(&name(token))).transpose() {
+            Ok(file) => file,
+            Err(error) => {
+                complaints.push(format!("a file for shared memory: {error}"));
+                None
             }
-            match open(card.as_ref(), layout) {
-                Ok(segment) => segments.push(Arc::new(segment)),
-                Err(reason) => complaints.push((peer, reason)),
+        };
+        let offer = file.as_ref().map(|fd| Offer { pid: std::process::id(), fd: fd.as_raw_fd() as u32, token });
+        let own = Card { kernel: self.label.map_or_else(boot_id, hash), offer };
+        let cards = self.gather(&own.encode())?;
+        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::decode(card)).collect();
+
+        // Segments have the same layout on all hosts, so that all ranks cut data up alike.
+        let largest = cards.iter().map(|card| candidates(&cards, card.as_ref())).max().unwrap_or(0);
+        let layout = (largest > 1).then(|| Layout::new(largest, self.part));
+        let segment = match (layout, file.as_ref()) {
+            (Some(layout), Some(fd)) if candidates(&cards, Some(&own)) > 1 => {
+                let reserved = Segment::reserve(fd, layout.size());
+                let complain = |error| complaints.push(format!("{} bytes of shared memory: {error}", layout.size()));
+                reserved.map_err(complain).ok().map(Arc::new)
             }
-        }
-    }
-    // A rank that maps nothing (it was told to use TCP) sees nothing.
-    let sees_all = [u8::from(segments.len() == world_size)];
-    let all_see_all = gather(transport, rank, world_size, &sees_all, deadline)?;
-    let blind: Vec<usize> = (0..world_size).filter(|peer| all_see_all[*peer] != [1]).collect();
-    let same_host = cards.iter().flatten().all(|card| card.boot == own.boot);
-    match created {
-        Some((layout, ..)) if blind.is_empty() => {
-            log::debug!("rank {rank}: {world_size} ranks share memory");
-            Ok(Meeting::Room(Room::new(rank, layout, &segments)))
-        }
-        _ => {
-            let (peers, reason) = match complaints.is_empty() {
-                true => (blind, "they cannot map the memory of all ranks".to_string()),
-                false => {
-                    let (peers, reasons): (Vec<usize>, Vec<String>) = complaints.into_iter().unzip();
-                    (peers, reasons.join("; "))
+            _ => None,
+        };
+        let reserved = self.gather(&[u8::from(segment.is_some())])?;
+
+        let mut segments: Vec<Option<Arc<Segment>>> = vec![None; world_size];
+        if let (Some(layout), Some(segment)) = (layout, segment) {
+            for (peer, card) in cards.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+                let Some(card) = card.as_ref().filter(|card| card.kernel == own.kernel) else { continue };
+                let opened = match &card.offer {
+                    _ if reserved[peer] != [1] => Err("it has none".to_string()),
+                    Some(offer) => open(offer, &layout),
+                    None => Err("it offers none".to_string()),
+                };
+                match opened {
+                    Ok(segment) => segments[peer] = Some(Arc::new(segment)),
+                    Err(reason) => complaints.push(format!("that of rank {peer}: {reason}")),
                 }
-            };
-            Ok(Meeting::Apart { peers, reason, same_host })
+            }
+            segments[rank] = Some(segment);
         }
+        let maps: Vec<u8> = segments.iter().map(|segment| u8::from(segment.is_some())).collect();
+        let maps = self.gather(&maps)?;
+
+        let hosts = Hosts::new(rank, world_size, |a, b| maps[a][b] == 1);
+        let same_kernel = |peer: &usize| cards[*peer].as_ref().is_some_and(|card| card.kernel == own.kernel);
+        let apart = (0..world_size).filter(|peer| hosts.member(*peer).is_none()).filter(same_kernel).collect();
+        let shared: Vec<Arc<Segment>> = hosts.members().iter().filter_map(|peer| segments[*peer].clone()).collect();
+        let room = match layout {
+            Some(layout) if shared.len() > 1 => Some(Room::new(hosts.index(), layout, &shared)),
+            _ => None,
+        };
+        Ok(Meeting { hosts, room, layout, apart, complaints })
+    }
+
+    /// Every rank's `own`, which has the same length on all ranks.
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Stall> {
+        let Self { transport, rank, world_size, deadline, .. } = *self;
+        let mut all = vec![own.to_vec(); world_size];
+        let peers = || (0..world_size).filter(|peer| *peer != rank);
+        let mut sends: Vec<Outflow> = peers().map(|peer| Outflow::new(peer, None)).collect();
+        sends.iter_mut().for_each(|flow| flow.push(own));
+        let mut recvs = Vec::with_capacity(world_size);
+        for (peer, part) in all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
+            let mut flow = Inflow::new(peer, None);
+            flow.push(part);
+            recvs.push(flow);
+        }
+        transport.exchange(&mut sends, &mut recvs, deadline)?;
+        drop(recvs);
+        Ok(all)
     }
 }
 
-fn open(card: Option<&Card>, layout: &Layout) -> Result<Segment, String> {
-    let offer = card.and_then(|card| card.offer.as_ref()).ok_or("it offers none")?;
-    if offer.layout != *layout {
-        return Err(format!("its memory is laid out as {:?}, not as {layout:?}", offer.layout));
-    }
+/// How many ranks offer memory under the kernel of `card`, which is one of them: nobody else can share theirs.
+fn candidates(cards: &[Option<Card>], card: Option<&Card>) -> usize {
+    let Some(card) = card.filter(|card| card.offer.is_some()) else { return 0 };
+    cards.iter().flatten().filter(|other| other.kernel == card.kernel && other.offer.is_some()).count()
+}
+
+fn open(offer: &Offer, layout: &Layout) -> Result<Segment, String> {
     let fd = i32::try_from(offer.fd).map_err(|error| error.to_string())?;
     Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
-}
-
-/// Every rank's `own`, which has the same length on all ranks.
-fn gather(
-    transport: &Transport,
-    rank: usize,
-    world_size: usize,
-    own: &[u8],
-    deadline: Instant,
-) -> Result<Vec<Vec<u8>>, Stall> {
-    let mut all = vec![own.to_vec(); world_size];
-    let peers = || (0..world_size).filter(|peer| *peer != rank);
-    let mut sends: Vec<Outflow> = peers().map(|peer| Outflow::new(peer, None)).collect();
-    sends.iter_mut().for_each(|flow| flow.push(own));
-    let mut recvs = Vec::with_capacity(world_size);
-    for (peer, part) in all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
-        let mut flow = Inflow::new(peer, None);
-        flow.push(part);
-        recvs.push(flow);
-    }
-    transport.exchange(&mut sends, &mut recvs, deadline)?;
-    drop(recvs);
-    Ok(all)
 }
 
 fn random_token() -> u128 {
@@ -125,8 +138,15 @@ fn random_token() -> u128 {
     half() << 64 | half()
 }
 
-/// Zeros where the system does not tell.
+/// Of the running kernel; zeros where the system does not tell.
 fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes()
+}
+
+/// The same for the same label.
+fn hash(label: &str) -> [u8; 16] {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(label.as_bytes());
+    u128::from(hasher.finish()).to_be_bytes()
 }

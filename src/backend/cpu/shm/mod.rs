@@ -15,8 +15,8 @@ mod stream;
 
 pub(super) use kernels::{Source, reduce};
 pub(super) use layout::Layout;
-pub(super) use meeting::{Meeting, meet};
+pub(super) use meeting::{Guest, Meeting};
 pub(super) use room::{Post, Room, pieces};
 
 // What it shares with the rest of the engine.
-use super::{call, kernels as block_kernels, lock, transport};
+use super::{call, hosts, kernels as block_kernels, lock, transport};

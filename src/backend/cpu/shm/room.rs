@@ -13,9 +13,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// All streams of one rank.
+/// All streams of one rank of a host. Ranks have the numbers that they have there.
 pub(in super::super) struct Room {
     rank: usize,
+    world_size: usize,
     layout: Layout,
     /// The group has failed: nobody waits any more.
     closed: AtomicBool,
@@ -35,9 +36,9 @@ struct Streams {
 }
 
 impl Room {
-    /// Over the segments of all ranks, in rank order, which are as `layout` says.
+    /// Over the segments of all ranks of the host, in rank order, which are as `layout` says.
     pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
-        let own = segments[rank].clone();
+        let (own, world_size) = (segments[rank].clone(), segments.len());
         let bell = |rank: usize, sleeper: Sleeper| Bell::new(&segments[rank], &layout, sleeper);
         let reader = |peer: usize, passed: usize, sleeper: Sleeper| Reader {
             rank: peer,
@@ -61,32 +62,32 @@ impl Room {
             bell: bell(rank, Sleeper::Collectives),
             outbox: outbox(
                 layout.ring(),
-                (0..layout.world_size)
+                (0..world_size)
                     .filter(|peer| *peer != rank)
                     .map(|peer| reader(peer, layout.passed(rank), Sleeper::Collectives))
                     .collect(),
             ),
-            inboxes: by_peer(rank, layout, |peer| {
+            inboxes: by_peer(rank, world_size, |peer| {
                 inbox(peer, layout.ring(), layout.passed(peer), Sleeper::Collectives)
             }),
         };
-        let sends = by_peer(rank, layout, |peer| {
+        let sends = by_peer(rank, world_size, |peer| {
             let reader = reader(peer, layout.direct_passed(rank), Sleeper::RecvFrom(rank));
             let outbox = outbox(layout.direct_ring(rank, peer), vec![reader]);
             Mutex::new((bell(rank, Sleeper::SendTo(peer)), outbox))
         });
-        let recvs = by_peer(rank, layout, |peer| {
+        let recvs = by_peer(rank, world_size, |peer| {
             let (ring, passed) = (layout.direct_ring(peer, rank), layout.direct_passed(peer));
             Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
         });
         let collectives = Mutex::new(collectives);
-        Self { rank, layout, closed: AtomicBool::new(false), collectives, sends, recvs, own }
+        Self { rank, world_size, layout, closed: AtomicBool::new(false), collectives, sends, recvs, own }
     }
 
     /// Ends every wait of this rank, now and later.
     pub(in super::super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        let direct = (0..self.layout.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
+        let direct = (0..self.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
         for sleeper in direct.chain([Sleeper::Collectives]) {
             Bell::new(&self.own, &self.layout, sleeper).ring();
         }
@@ -136,8 +137,8 @@ impl Room {
     }
 }
 
-fn by_peer<T>(rank: usize, layout: Layout, make: impl Fn(usize) -> T) -> Vec<Option<T>> {
-    (0..layout.world_size).map(|peer| (peer != rank).then(|| make(peer))).collect()
+fn by_peer<T>(rank: usize, world_size: usize, make: impl Fn(usize) -> T) -> Vec<Option<T>> {
+    (0..world_size).map(|peer| (peer != rank).then(|| make(peer))).collect()
 }
 
 fn stream<T>(streams: &[Option<T>], peer: usize) -> Result<&T, Stall> {
@@ -165,12 +166,17 @@ impl Post<'_> {
     }
 
     pub(in super::super) fn world_size(&self) -> usize {
-        self.room.layout.world_size
+        self.room.world_size
     }
 
     pub(in super::super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank();
         (0..self.world_size()).filter(move |peer| *peer != rank)
+    }
+
+    /// Bytes of a slot for each peer, where they hold different ones.
+    pub(in super::super) fn part(&self) -> usize {
+        self.room.layout.part()
     }
 
     /// Bytes of a slot.

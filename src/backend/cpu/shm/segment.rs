@@ -22,15 +22,27 @@ unsafe impl Sync for Segment {}
 const LARGEST: usize = 256 << 20;
 
 impl Segment {
-    /// Makes `size` bytes of zeros, all of them reserved: that there is not enough memory comes out here, and not as a
-    /// signal later. Peers find the file under `/proc`, by its name.
-    pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
+    /// Makes a file without any memory yet. Peers find it under `/proc`, by its name.
+    pub(super) fn announce(name: &str) -> Result<OwnedFd> {
+        file::create(name)
+    }
+
+    /// Gives the file that was announced `size` bytes of zeros, all of them reserved: that there is not enough memory
+    /// comes out here, and not as a signal later.
+    pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<Self> {
         // The system would reserve page after page, until it has to end a process for want of memory.
         if size > LARGEST {
             return Err(Error::other(format!("that is more than the {LARGEST} that a rank may take")));
         }
-        let fd = file::create(name, size)?;
-        Ok((Self::map(&fd, size)?, fd))
+        file::reserve(fd, size)?;
+        Self::map(fd, size)
+    }
+
+    /// Both.
+    #[cfg(test)]
+    pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
+        let fd = Self::announce(name)?;
+        Ok((Self::reserve(&fd, size)?, fd))
     }
 
     /// Maps the segment that process `pid` made as `fd`, if it is there, and is what it should be.
@@ -87,17 +99,19 @@ mod file {
     /// What its size can no longer do: nobody can take the memory away under a peer, which would die of it.
     const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-    pub(super) fn create(name: &str, size: usize) -> Result<OwnedFd> {
+    pub(super) fn create(name: &str) -> Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Systems may insist on memory that cannot be executed; those before Linux 6.3 do not know the flag.
-        let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-            Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags)?,
-            result => result?,
-        };
-        rustix::fs::ftruncate(&fd, size as u64)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
-        Ok(fd)
+        match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => Ok(rustix::fs::memfd_create(name, flags)?),
+            result => Ok(result?),
+        }
+    }
+
+    pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<()> {
+        rustix::fs::ftruncate(fd, size as u64)?;
+        rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
+        Ok(rustix::fs::fcntl_add_seals(fd, SEALS)?)
     }
 
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<OwnedFd> {
@@ -123,11 +137,15 @@ mod file {
     use super::OwnedFd;
     use std::io::{Error, ErrorKind, Result};
 
-    pub(super) fn create(_: &str, _: usize) -> Result<OwnedFd> {
+    pub(super) fn create(_: &str) -> Result<OwnedFd> {
         Err(Error::new(ErrorKind::Unsupported, "this system has no memory files"))
     }
 
+    pub(super) fn reserve(_: &OwnedFd, _: usize) -> Result<()> {
+        create("").map(drop)
+    }
+
     pub(super) fn open(_: u32, _: i32, _: &str, _: usize) -> Result<OwnedFd> {
-        create("", 0)
+        create("")
     }
 }

@@ -1,0 +1,243 @@
+use super::super::super::failure::Failure;
+use super::super::super::hosts::Hosts;
+use super::super::super::kernels::Reduction;
+use super::super::super::session::{Recvs, Session};
+use super::super::super::shm::{Source, reduce};
+use super::super::shared::{Parts, publish_parts};
+use super::super::{Scratch, chunk, segment, split};
+use super::{Bridge, between};
+use std::ops::Range;
+
+impl Bridge<'_, '_> {
+    /// `data` becomes the reduction of all ranks' data.
+    pub(super) fn all_reduce(
+        &mut self,
+        scratch: &mut Scratch,
+        data: &mut [u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        if data.len().saturating_mul(self.hosts.count() - 1) <= self.tuning.small {
+            self.all_reduce_at_once(scratch, data, reduction)
+        } else {
+            self.all_reduce_in_chunks(scratch, data, reduction)
+        }
+    }
+
+    /// Every rank reduces its host's data, and gets that of every other host from one of its ranks.
+    fn all_reduce_at_once(
+        &mut self,
+        scratch: &mut Scratch,
+        data: &mut [u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        let (hosts, whole) = (self.hosts, 0..data.len());
+        let mut slots = scratch.slots(hosts.count(), data.len());
+        self.inside(|post| post.publish(|slot, _| slot.write(data)))?;
+        self.reduce_inside(reduction, data, |_| whole.clone(), slots[hosts.own()])?;
+        let mut sends = Vec::new();
+        let mut recvs = Recvs::new();
+        for (host, slot) in slots.iter_mut().enumerate() {
+            let ranks = &hosts.all()[host];
+            if host == hosts.own() {
+                let others = hosts.others().flat_map(|(_, ranks)| hosts.served(ranks));
+                let ours: &[u8] = slot;
+                sends.extend(others.map(|rank| (rank, ours)));
+            } else {
+                recvs.push((Hosts::counterpart(ranks, hosts.index()), &mut **slot));
+            }
+        }
+        self.session.exchange(&sends, recvs)?;
+        let sources: Vec<Source> = slots.iter().map(|slot| Source::Private(slot)).collect();
+        reduce(between(reduction), &sources, data, None);
+        Ok(())
+    }
+
+    /// The ranks with the same number on all hosts form a rail, as many as the smallest host has ranks; the data is
+    /// divided into a chunk for each rail. Segment by segment, the rank on the rail reduces its host's data, the rail
+    /// reduces that of the hosts, and the result goes to the other ranks of the host. Shared memory and network are at
+    /// work at the same time: while a segment is on its way between hosts, the next one is reduced inside.
+    fn all_reduce_in_chunks(
+        &mut self,
+        scratch: &mut Scratch,
+        data: &mut [u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        let (own, size) = (self.hosts.index(), reduction.element.size());
+        let rails = self.hosts.all().iter().map(Vec::len).min().unwrap_or(1);
+        let chunks: Vec<_> = (0..rails).map(|rail| chunk(data.len() / size, size, rail, rails)).collect();
+        let length = self.length(size);
+        // The first chunk is the longest.
+        let steps = chunks[0].len().div_ceil(length).max(1);
+        // Ranks beyond the rails have none.
+        let piece = |rank: usize, step: usize| chunks.get(rank).map_or(0..0, |chunk| segment(chunk, length, step));
+        let mut rail = chunks.get(own).map(|chunk| Rail::new(self.hosts, scratch, reduction, chunk.clone(), length));
+        // By how many steps results come after the reduction inside.
+        let delay = Rail::delay(self.hosts);
+        let parts = self.post.as_ref().map(Parts::new);
+        let offer = |bridge: &mut Self, data: &[u8], step: usize| {
+            let Some(parts) = parts else { return Ok(()) };
+            bridge.inside(|post| publish_parts(post, parts, |peer| &data[piece(peer, step)]))
+        };
+        offer(self, data, 0)?;
+        for step in 0..=steps + delay {
+            if step + 1 < steps {
+                offer(self, data, step + 1)?;
+            }
+            let mine = piece(own, step);
+            match &mut rail {
+                Some(rail) if step < steps => {
+                    let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, mine.len()));
+                    self.reduce_inside(reduction, &data[mine.clone()], part, rail.partial(step, mine.len()))?;
+                }
+                None if step < steps => self.inside(|post| {
+                    post.receive_all()?;
+                    post.release_all();
+                    Ok(())
+                })?,
+                _ => {}
+            }
+            if let Some(rail) = &mut rail
+                && step < steps + delay
+            {
+                rail.exchange(self.session, data, step)?;
+                if let Some(done) = step.checked_sub(delay) {
+                    self.inside(|post| post.publish(|slot, _| slot.write(&data[piece(own, done)])))?;
+                }
+            }
+            if let Some(done) = step.checked_sub(delay + 1) {
+                self.inside(|post| {
+                    let mut peers = post.peers().filter(|peer| *peer < rails);
+                    peers.try_for_each(|peer| post.take(peer, |slot| slot.read(&mut data[piece(peer, done)])))
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The ranks with the same number on all hosts, which reduce a chunk that each of them has reduced inside its host. They
+/// do so segment by segment, and each segment in two waves: host `h` collects share `h` of it from all and reduces that,
+/// and then sends the result to all. Two hosts send each other the whole segment and both reduce it, which moves as much,
+/// in one wave.
+struct Rail<'a> {
+    hosts: &'a Hosts,
+    reduction: Reduction,
+    chunk: Range<usize>,
+    length: usize,
+    /// Of the segments of even and of odd numbers: reduced inside this host, and what comes from every host.
+    partial: [&'a mut [u8]; 2],
+    theirs: [Vec<&'a mut [u8]>; 2],
+}
+
+impl<'a> Rail<'a> {
+    fn new(
+        hosts: &'a Hosts,
+        scratch: &'a mut Scratch,
+        reduction: Reduction,
+        chunk: Range<usize>,
+        length: usize,
+    ) -> Self {
+        let length = length.min(chunk.len());
+        let align = |bytes: usize| bytes.next_multiple_of(8);
+        // The first share is the longest.
+        let share = align(share(hosts, reduction, length, 0).len());
+        let whole = align(length);
+        let memory = scratch.slots(1, 2 * (whole + hosts.count() * share)).remove(0);
+        let (partial, theirs) = memory.split_at_mut(2 * whole);
+        let (even, odd) = partial.split_at_mut(whole);
+        let (theirs_even, theirs_odd) = theirs.split_at_mut(hosts.count() * share);
+        let slots = |memory: &'a mut [u8]| {
+            let mut slots: Vec<&mut [u8]> = memory.chunks_mut(share.max(1)).collect();
+            slots.resize_with(hosts.count(), || &mut []);
+            slots
+        };
+        let theirs = [slots(theirs_even), slots(theirs_odd)];
+        Self { hosts, reduction, chunk, length, partial: [even, odd], theirs }
+    }
+
+    /// How many steps after its reduction inside the hosts a segment is complete.
+    fn delay(hosts: &Hosts) -> usize {
+        if is_direct(hosts) { 1 } else { 3 }
+    }
+
+    /// Where the reduction inside this host of the segment of `step` goes.
+    fn partial(&mut self, step: usize, length: usize) -> &mut [u8] {
+        &mut self.partial[step % 2][..length]
+    }
+
+    /// By host: what it reduces of the segment of `step`, within the segment; empty where there is no such step.
+    fn shares(&self, step: Option<usize>) -> Vec<Range<usize>> {
+        let length = step.map_or(0, |step| self.segment(step).len());
+        (0..self.hosts.count()).map(|host| share(self.hosts, self.reduction, length, host)).collect()
+    }
+
+    fn segment(&self, step: usize) -> Range<usize> {
+        segment(&self.chunk, self.length.max(1), step)
+    }
+
+    /// The same within the tensor.
+    fn places(&self, step: Option<usize>) -> Vec<Range<usize>> {
+        let start = step.map_or(0, |step| self.segment(step).start);
+        self.shares(step).into_iter().map(|share| start + share.start..start + share.end).collect()
+    }
+
+    /// The exchange of step `step`: it waits for the first wave of the segment before and for the second wave of the one
+    /// two before that, and sends those of this step ahead. Then the share of this host in the segment before is reduced.
+    fn exchange(&mut self, session: &mut Session, data: &mut [u8], step: usize) -> Result<(), Failure> {
+        let (hosts, own) = (self.hosts, self.hosts.own());
+        let peer = |host: usize| hosts.all()[host][hosts.index()];
+        let others = || (0..hosts.count()).filter(move |host| *host != own);
+        let before = step.checked_sub(1);
+        // Of both waves: what is due now, and what goes ahead.
+        let first = [self.shares(before), self.shares(Some(step))];
+        let second = [step.checked_sub(3), step.checked_sub(2)].map(|step| step.map(|step| self.places(Some(step))));
+        let mut sends = [Vec::new(), Vec::new()];
+        let mut recvs = [Recvs::new(), Recvs::new()];
+        // Segments that follow each other are of different parity.
+        let [even, odd] = &mut self.theirs;
+        let theirs = if step.is_multiple_of(2) { [odd, even] } else { [even, odd] };
+        for (when, theirs) in theirs.into_iter().enumerate() {
+            let partial = &self.partial[(step + 1 + when) % 2];
+            sends[when].extend(others().map(|host| (peer(host), &partial[first[when][host].clone()])));
+            let slots = theirs.iter_mut().enumerate().filter(|(host, _)| *host != own);
+            recvs[when].extend(slots.map(|(host, slot)| (peer(host), &mut slot[..first[when][own].len()])));
+        }
+        if !is_direct(hosts) {
+            // From the tensor and into it.
+            let mut places = split(data, second.iter().flatten().flatten().cloned()).into_iter();
+            for (when, _) in second.iter().enumerate().filter(|(_, places)| places.is_some()) {
+                for (host, place) in places.by_ref().take(hosts.count()).enumerate() {
+                    if host == own {
+                        let reduced: &[u8] = place;
+                        sends[when].extend(others().map(|host| (peer(host), reduced)));
+                    } else {
+                        recvs[when].push((peer(host), place));
+                    }
+                }
+            }
+        }
+        let [recvs_now, recvs_ahead] = recvs;
+        session.exchange_ahead((&sends[0], recvs_now), (&sends[1], recvs_ahead))?;
+        let Some(before) = before else { return Ok(()) };
+        let ours = first[0][own].clone();
+        let slots = self.theirs[before % 2].iter().enumerate();
+        let sources = slots.map(|(host, slot)| match host == own {
+            true => Source::Private(&self.partial[before % 2][ours.clone()]),
+            false => Source::Private(&slot[..ours.len()]),
+        });
+        let place = self.places(Some(before)).swap_remove(own);
+        reduce(between(self.reduction), &sources.collect::<Vec<_>>(), &mut data[place], None);
+        Ok(())
+    }
+}
+
+/// Both of two hosts reduce everything.
+fn is_direct(hosts: &Hosts) -> bool {
+    hosts.count() == 2
+}
+
+/// What `host` reduces of a segment of `length` bytes.
+fn share(hosts: &Hosts, reduction: Reduction, length: usize, host: usize) -> Range<usize> {
+    let size = reduction.element.size();
+    if is_direct(hosts) { 0..length } else { chunk(length / size, size, host, hosts.count()) }
+}

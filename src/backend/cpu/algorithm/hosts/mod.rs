@@ -1,0 +1,157 @@
+//! The collectives of groups that bridge hosts: shared memory inside of a host, TCP between hosts.
+//!
+//! Reductions take a host's ranks in order, and then the hosts in the order of their lowest ranks, whatever the
+//! collective and its size. What crosses from one host to another is of the tensors' type: f16 and bf16 are rounded
+//! there.
+mod all_reduce;
+mod gather;
+mod reduce;
+mod root;
+
+use super::super::call::Call;
+use super::super::failure::Failure;
+use super::super::hosts::Hosts;
+use super::super::kernels::Reduction;
+use super::super::session::{Recvs, Session};
+use super::super::shm::{Post, Source, reduce};
+use super::super::storage::{with_mut, with_mut_and_ref, with_ref};
+use super::super::transport::Stall;
+use super::shared;
+use super::{Scratch, Tuning, whole_elements};
+use crate::backend::{Collective, ReduceOp};
+use std::ops::Range;
+
+/// One collective of a group that spans hosts.
+pub(in super::super) struct Bridge<'s, 'a> {
+    session: &'s mut Session<'a>,
+    hosts: &'a Hosts,
+    /// The streams of this host; `None` on a rank that is alone there.
+    post: Option<Post<'a>>,
+    tuning: Tuning,
+}
+
+/// Carries out a collective; `Send` and `Recv` are none.
+pub(in super::super) fn execute(
+    bridge: &mut Bridge,
+    scratch: &mut Scratch,
+    call: Call,
+    collective: &Collective,
+) -> candle_core::Result<Result<(), Failure>> {
+    let Some(element) = call.element else { return Ok(bridge.barrier()) };
+    let is_root = call.root == Some(bridge.session.rank());
+    let ranks = bridge.session.world_size();
+    let reduction = |op: &_| Reduction { element, op: *op, ranks };
+    match collective {
+        Collective::AllReduce { tensor, op } => {
+            with_mut(tensor, |data| bridge.all_reduce(scratch, data, reduction(op)))
+        }
+        Collective::Broadcast { tensor, .. } if is_root => {
+            with_ref(tensor, |data| bridge.broadcast_from_here(data, element))
+        }
+        Collective::Broadcast { tensor, root } => {
+            with_mut(tensor, |data| bridge.broadcast_to_here(*root, data, element))
+        }
+        Collective::Reduce { tensor, op, .. } if is_root => {
+            with_mut(tensor, |data| bridge.reduce_to_here(scratch, data, reduction(op)))
+        }
+        Collective::Reduce { tensor, op, root } => {
+            with_ref(tensor, |data| bridge.reduce_to(*root, scratch, data, reduction(op)))
+        }
+        Collective::AllGather { output, input } => {
+            with_mut_and_ref(output, input, |output, input| bridge.all_gather(output, input, element))
+        }
+        Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
+            bridge.reduce_scatter(scratch, output, input, reduction(op))
+        }),
+        Collective::AllToAll { output, input } => {
+            with_mut_and_ref(output, input, |output, input| bridge.all_to_all(output, input))
+        }
+        Collective::Gather { output: Some(output), input, .. } => {
+            with_mut_and_ref(output, input, |output, input| bridge.gather_to_here(output, input))
+        }
+        Collective::Gather { output: None, input, root } => with_ref(input, |input| bridge.gather_to(*root, input)),
+        Collective::Scatter { output, input: Some(input), .. } => {
+            with_mut_and_ref(output, input, |output, input| bridge.scatter_from_here(output, input))
+        }
+        Collective::Scatter { output, input: None, root } => {
+            with_mut(output, |output| bridge.scatter_from(*root, output))
+        }
+        Collective::Barrier => Ok(bridge.barrier()),
+        Collective::Send { .. } | Collective::Recv { .. } => {
+            let stall = Stall::System("messages do not travel with the collectives".into());
+            Ok(Err(bridge.session.failure(stall)))
+        }
+    }
+}
+
+impl<'s, 'a> Bridge<'s, 'a> {
+    pub(in super::super) fn new(session: &'s mut Session<'a>, post: Option<Post<'a>>, tuning: Tuning) -> Self {
+        let hosts = session.hosts();
+        Self { session, hosts, post, tuning }
+    }
+
+    /// Does `work` in the shared memory of this host; nothing on a rank that is alone there.
+    fn inside(&mut self, work: impl FnOnce(&mut Post) -> Result<(), Stall>) -> Result<(), Failure> {
+        let Some(post) = &mut self.post else { return Ok(()) };
+        work(post).map_err(|stall| self.session.failure_inside(stall))
+    }
+
+    /// `out` becomes this host's part of the reduction of `own` and of the parts of the slots that its other ranks have
+    /// published, or will.
+    fn reduce_inside(
+        &mut self,
+        reduction: Reduction,
+        own: &[u8],
+        part: impl Fn(usize) -> Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), Failure> {
+        if self.post.is_none() {
+            reduce(reduction, &[Source::Private(own)], out, None);
+        }
+        self.inside(|post| {
+            post.receive_all()?;
+            reduce(reduction, &post.arrived().sources(Source::Private(own), part), out, None);
+            post.release_all();
+            Ok(())
+        })
+    }
+
+    /// Bytes that travel at a time, the same on all hosts.
+    fn length(&self, element_size: usize) -> usize {
+        whole_elements(self.tuning.segment, element_size)
+    }
+
+    /// By the numbers of this host's ranks: that rank, and the ranks of other hosts whose data it gets for all here, or
+    /// sends for all here.
+    fn charges(&self) -> Vec<Vec<usize>> {
+        let members = self.hosts.members();
+        let mut charges: Vec<Vec<usize>> = members.iter().map(|member| vec![*member]).collect();
+        for (_, ranks) in self.hosts.others() {
+            for (index, rank) in ranks.iter().enumerate() {
+                charges[index % members.len()].push(*rank);
+            }
+        }
+        charges
+    }
+
+    /// Returns once all ranks have come: those of this host, and then one of every other host that knows the same of
+    /// its own.
+    fn barrier(&mut self) -> Result<(), Failure> {
+        self.inside(shared::barrier)?;
+        let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());
+        for (_, ranks) in self.hosts.others() {
+            sends.extend(self.hosts.served(ranks).map(|rank| (rank, [].as_slice())));
+            recvs.push((Hosts::counterpart(ranks, index), &mut []));
+        }
+        self.session.exchange(&sends, recvs)
+    }
+}
+
+/// The reduction of all hosts' parts, each the result of the given reduction inside its host. An average is one of
+/// parts that are divided by the number of all ranks already, so that f16 does not overflow on its way.
+fn between(reduction: Reduction) -> Reduction {
+    match reduction.op {
+        ReduceOp::Avg => Reduction { op: ReduceOp::Sum, ..reduction },
+        _ => reduction,
+    }
+}

@@ -1,0 +1,102 @@
+use super::super::super::failure::Failure;
+use super::super::super::hosts::Hosts;
+use super::super::super::kernels::Reduction;
+use super::super::super::session::Recvs;
+use super::super::super::shm::{Source, pieces, reduce};
+use super::super::Scratch;
+use super::super::shared::{Parts, publish_parts, publish_to};
+use super::{Bridge, between};
+
+impl Bridge<'_, '_> {
+    /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others
+    /// [`reduce_to`](Self::reduce_to) it. One rank of every other host sends that of its host.
+    pub(super) fn reduce_to_here(
+        &mut self,
+        scratch: &mut Scratch,
+        data: &mut [u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        let (hosts, length) = (self.hosts, self.length(reduction.element.size()));
+        let mut slots = scratch.slots(hosts.count(), length.min(data.len()));
+        for piece in pieces(data.len(), length) {
+            let ours = &mut slots[hosts.own()][..piece.len()];
+            self.reduce_inside(reduction, &data[piece.clone()], |_| 0..piece.len(), ours)?;
+            let theirs = slots.iter_mut().zip(hosts.all()).enumerate().filter(|(host, _)| *host != hosts.own());
+            let theirs =
+                theirs.map(|(_, (slot, ranks))| (Hosts::counterpart(ranks, hosts.index()), &mut slot[..piece.len()]));
+            self.session.exchange(&[], theirs.collect())?;
+            let sources: Vec<Source> = slots.iter().map(|slot| Source::Private(&slot[..piece.len()])).collect();
+            reduce(between(reduction), &sources, &mut data[piece], None);
+        }
+        Ok(())
+    }
+
+    /// `data` is reduced into that of rank `root`.
+    pub(super) fn reduce_to(
+        &mut self,
+        root: usize,
+        scratch: &mut Scratch,
+        data: &[u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        let length = self.length(reduction.element.size());
+        let gateway = self.gateway(root);
+        if gateway != self.hosts.index() {
+            return self.inside(|post| publish_to(post, gateway, data, length));
+        }
+        let slot = scratch.slots(1, length.min(data.len())).remove(0);
+        for piece in pieces(data.len(), length) {
+            let ours = &mut slot[..piece.len()];
+            self.reduce_inside(reduction, &data[piece.clone()], |_| 0..piece.len(), ours)?;
+            self.session.exchange(&[(root, ours)], vec![])?;
+        }
+        Ok(())
+    }
+
+    /// `output` becomes this rank's part of the reduction of all ranks' inputs. The parts for the ranks of other hosts
+    /// are reduced inside this one before they go there.
+    pub(super) fn reduce_scatter(
+        &mut self,
+        scratch: &mut Scratch,
+        output: &mut [u8],
+        input: &[u8],
+        reduction: Reduction,
+    ) -> Result<(), Failure> {
+        let (hosts, each) = (self.hosts, output.len());
+        let length = self.length(reduction.element.size());
+        let charges = self.charges();
+        let ours = &charges[hosts.index()];
+        let rounds = charges.iter().map(Vec::len).max().unwrap_or(0);
+        let parts = self.post.as_ref().map(Parts::new);
+        let mut slots = scratch.slots(ours.len() + hosts.count(), length.min(each));
+        let (reduced, theirs) = slots.split_at_mut(ours.len());
+        for piece in pieces(each, length) {
+            let part_for = |rank: usize| &input[rank * each..][piece.clone()];
+            for round in 0..rounds {
+                let charge = |index: usize| charges[index].get(round).map_or([].as_slice(), |rank| part_for(*rank));
+                if let Some(parts) = parts {
+                    self.inside(|post| publish_parts(post, parts, charge))?;
+                }
+                // A rank without a charge in this round gives back the slots that it does not need.
+                let (own, mut none) = (charge(hosts.index()), [].as_mut_slice());
+                let out = reduced.get_mut(round).map_or(&mut none, |slot| slot);
+                let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, own.len()));
+                self.reduce_inside(reduction, own, part, &mut out[..own.len()])?;
+            }
+            let sends = ours.iter().zip(reduced.iter()).skip(1).map(|(rank, slot)| (*rank, &slot[..piece.len()]));
+            let sends: Vec<(usize, &[u8])> = sends.collect();
+            let mut recvs = Recvs::new();
+            for ((host, ranks), slot) in hosts.all().iter().enumerate().zip(theirs.iter_mut()) {
+                if host != hosts.own() {
+                    recvs.push((Hosts::counterpart(ranks, hosts.index()), &mut slot[..piece.len()]));
+                }
+            }
+            self.session.exchange(&sends, recvs)?;
+            let of_host = |(host, slot)| if host == hosts.own() { &*reduced[0] } else { slot };
+            let of_hosts = theirs.iter().map(|slot| &**slot).enumerate().map(of_host);
+            let sources: Vec<Source> = of_hosts.map(|slot| Source::Private(&slot[..piece.len()])).collect();
+            reduce(between(reduction), &sources, &mut output[piece], None);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! Data of one rank for all, or of all for one.
+use super::super::super::call::Element;
+use super::super::super::failure::Failure;
+use super::super::super::hosts::Hosts;
+use super::super::super::shm::pieces;
+use super::super::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
+use super::super::{broadcast_from_here, broadcast_to_here, split};
+use super::Bridge;
+
+impl Bridge<'_, '_> {
+    /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
+    pub(super) fn gateway(&self, root: usize) -> usize {
+        self.hosts.find(root).1 % self.hosts.members().len()
+    }
+
+    /// The gateways of all hosts but that of `root`.
+    fn gateways(&self, root: usize) -> Vec<usize> {
+        let (home, index) = self.hosts.find(root);
+        let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
+        others.map(|(_, ranks)| Hosts::counterpart(ranks, index)).collect()
+    }
+
+    /// Bytes that are sent over the network before they are passed on through shared memory, where that goes on while
+    /// the next are sent.
+    fn block(&self, element: Element) -> usize {
+        8 * self.length(element.size())
+    }
+
+    /// This rank is the root: its `data` goes to all others.
+    pub(super) fn broadcast_from_here(&mut self, data: &[u8], element: Element) -> Result<(), Failure> {
+        let gateways = self.gateways(self.session.rank());
+        for block in pieces(data.len(), self.block(element)) {
+            let data = &data[block];
+            self.inside(|post| publish(post, data))?;
+            broadcast_from_here(self.session, self.tuning, &gateways, data, element)?;
+        }
+        Ok(())
+    }
+
+    /// `data` becomes that of `root`, another rank: it comes over the network to a gateway, which passes it on.
+    pub(super) fn broadcast_to_here(&mut self, root: usize, data: &mut [u8], element: Element) -> Result<(), Failure> {
+        let (gateway, gateways) = (self.gateway(root), self.gateways(root));
+        for block in pieces(data.len(), self.block(element)) {
+            let data = &mut data[block];
+            if gateway != self.hosts.index() {
+                self.inside(|post| copy_from(post, gateway, data))?;
+                continue;
+            }
+            broadcast_to_here(self.session, self.tuning, (root, &gateways), data, element)?;
+            self.inside(|post| publish(post, data))?;
+        }
+        Ok(())
+    }
+
+    /// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others
+    /// [`gather_to`](Self::gather_to) it.
+    pub(super) fn gather_to_here(&mut self, output: &mut [u8], input: &[u8]) -> Result<(), Failure> {
+        let (rank, each, members) = (self.session.rank(), input.len(), self.hosts.members());
+        output[rank * each..][..each].copy_from_slice(input);
+        self.inside(|post| {
+            for piece in pieces(each, post.capacity()) {
+                let place = |peer: usize| members[peer] * each + piece.start..members[peer] * each + piece.end;
+                post.peers().try_for_each(|peer| post.take(peer, |slot| slot.read(&mut output[place(peer)])))?;
+            }
+            Ok(())
+        })?;
+        let strangers = self.strangers();
+        let places = strangers.iter().map(|rank| rank * each..(rank + 1) * each);
+        let recvs = strangers.iter().copied().zip(split(output, places)).collect();
+        self.session.exchange(&[], recvs)
+    }
+
+    /// `input` goes to `root`, another rank.
+    pub(super) fn gather_to(&mut self, root: usize, input: &[u8]) -> Result<(), Failure> {
+        match self.hosts.member(root) {
+            Some(root) => self.inside(|post| publish_to(post, root, input, post.capacity())),
+            None => self.session.exchange(&[(root, input)], vec![]),
+        }
+    }
+
+    /// This rank is the root: every rank's part of `input` goes there.
+    pub(super) fn scatter_from_here(&mut self, output: &mut [u8], input: &[u8]) -> Result<(), Failure> {
+        let (each, members) = (output.len(), self.hosts.members());
+        output.copy_from_slice(&input[self.session.rank() * each..][..each]);
+        self.inside(|post| {
+            let parts = Parts::new(post);
+            pieces(each, parts.length)
+                .try_for_each(|piece| publish_parts(post, parts, |peer| &input[members[peer] * each..][piece.clone()]))
+        })?;
+        let strangers = self.strangers();
+        let sends = strangers.iter().map(|rank| (*rank, &input[rank * each..(rank + 1) * each]));
+        self.session.exchange(&sends.collect::<Vec<_>>(), vec![])
+    }
+
+    /// `output` becomes this rank's part of what `root`, another rank, holds.
+    pub(super) fn scatter_from(&mut self, root: usize, output: &mut [u8]) -> Result<(), Failure> {
+        match self.hosts.member(root) {
+            Some(root) => self.inside(|post| scatter_to_here(post, root, output)),
+            None => self.session.exchange(&[], vec![(root, output)]),
+        }
+    }
+
+    /// The ranks of other hosts.
+    pub(super) fn strangers(&self) -> Vec<usize> {
+        self.session.peers().filter(|peer| self.hosts.member(*peer).is_none()).collect()
+    }
+}
