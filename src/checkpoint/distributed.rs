@@ -9,7 +9,7 @@ use std::path::Path;
 /// every rank that sees the same file system may read it.
 ///
 /// # Errors
-/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`] with its text. Writing must not take longer
+/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`](crate::Error::PeerFailed) with its text. Writing must not take longer
 /// than the group's time-out.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     group.agree(if group.rank() == 0 { save(varmap, path) } else { Ok(()) })
@@ -20,7 +20,7 @@ pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<
 ///
 /// # Errors
 /// On every rank, and none has changed anything, if the file of one does not fit: that rank gets its own error, the others
-/// [`Error::PeerFailed`].
+/// [`Error::PeerFailed`](crate::Error::PeerFailed).
 pub fn load_distributed(
     group: &ProcessGroup,
     varmap: &VarMap,
