@@ -57,6 +57,7 @@ pub mod data;
 pub mod ddp;
 mod element;
 pub mod error;
+mod kernels;
 #[cfg(feature = "launcher")]
 pub mod launch;
 pub mod nn;
