@@ -92,9 +92,8 @@ mod tests {
             for source in SOURCES {
                 let found = entries(&ptx(source, target).unwrap());
                 let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.source() == source);
-                let expected: BTreeSet<String> = kernels
-                    .flat_map(|kernel| DTYPES.map(|(dtype, _)| kernel.name(dtype).unwrap()))
-                    .collect();
+                let expected: BTreeSet<String> =
+                    kernels.flat_map(|kernel| DTYPES.map(|(dtype, _)| kernel.name(dtype).unwrap())).collect();
                 assert_eq!(found, expected, "{} for compute_{target}", source.name());
             }
         }

@@ -73,11 +73,7 @@ pub(super) fn prepare<M: Machine>(
     lamb_sums(machine, dtype, &table, &words).map(Some)
 }
 
-pub(super) fn read_sums<M: Machine>(
-    machine: &M,
-    sums: Option<&M::Numbers>,
-    entries: usize,
-) -> Result<Vec<[f64; 2]>> {
+pub(super) fn read_sums<M: Machine>(machine: &M, sums: Option<&M::Numbers>, entries: usize) -> Result<Vec<[f64; 2]>> {
     let Some(sums) = sums else { return Ok(vec![[0.; 2]; entries]) };
     Ok(machine.read(sums, 2 * entries)?.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect())
 }

@@ -91,14 +91,7 @@ impl Kernel for ParamsSgd {
     /// `SgdScalars` of `sgd.cu`.
     fn scalars(&self, moment: Moment) -> Scalars {
         let nesterov = f64::from(u8::from(self.nesterov));
-        scalars([
-            self.lr,
-            self.weight_decay,
-            moment.gradient_scale,
-            self.momentum,
-            self.share(moment),
-            nesterov,
-        ])
+        scalars([self.lr, self.weight_decay, moment.gradient_scale, self.momentum, self.share(moment), nesterov])
     }
 }
 
