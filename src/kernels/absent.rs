@@ -1,7 +1,7 @@
 //! The kernels' interface in a build without CUDA, where no tensor is on a GPU.
-use super::operands::{Extent, Operands, Rule};
+use super::operands::{Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{CudaStorage, DType, Device, Tensor};
 
 fn absent() -> Error {
     Error::Unavailable {
@@ -40,4 +40,21 @@ pub(crate) fn rescale_measured(_: &[&Tensor], _: f64) -> Result<Extent> {
 
 pub(crate) fn clamp(_: &[&Tensor], _: f64) -> Result<()> {
     Err(absent())
+}
+
+#[derive(Debug)]
+pub(crate) enum NormStatistics {}
+
+pub(crate) fn norm_forward(_: NormOperands, _: f64, _: bool) -> Result<(CudaStorage, NormStatistics)> {
+    Err(absent())
+}
+
+pub(crate) fn norm_backward(
+    _: &Tensor,
+    _: &Tensor,
+    _: &Tensor,
+    statistics: &NormStatistics,
+    _: bool,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    match *statistics {}
 }

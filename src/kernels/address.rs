@@ -9,11 +9,36 @@ use std::cell::Cell;
 /// The address of a contiguous tensor that a kernel will read.
 pub(super) fn input(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("the tensor is not on a GPU") };
+    match &*storage {
+        Storage::Cuda(storage) => read_address(storage, layout),
+        _ => bail!("the tensor is not on a GPU"),
+    }
+}
+
+/// The address of contiguous elements that a kernel will read.
+pub(super) fn read_address(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
     fn part<T: CudaDType>(storage: &CudaStorage, (start, end): (usize, usize)) -> Result<u64> {
         let stream = storage.device().cuda_stream();
         match storage.as_cuda_slice::<T>()?.try_slice(start..end) {
             Some(view) => Ok(view.device_ptr(&stream).0),
+            None => bail!("the layout reaches beyond the storage"),
+        }
+    }
+    match storage.dtype() {
+        DType::F32 => part::<f32>(storage, offsets(layout)?),
+        DType::F64 => part::<f64>(storage, offsets(layout)?),
+        DType::F16 => part::<f16>(storage, offsets(layout)?),
+        DType::BF16 => part::<bf16>(storage, offsets(layout)?),
+        dtype => bail!("there is no kernel for {dtype:?}"),
+    }
+}
+
+/// The address of contiguous elements that a kernel will change.
+pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Result<u64> {
+    fn part<T: CudaDType>(storage: &mut CudaStorage, (start, end): (usize, usize)) -> Result<u64> {
+        let stream = storage.device().cuda_stream();
+        match storage.as_cuda_slice_mut::<T>()?.try_slice_mut(start..end) {
+            Some(mut view) => Ok(view.device_ptr_mut(&stream).0),
             None => bail!("the layout reaches beyond the storage"),
         }
     }
@@ -56,20 +81,7 @@ impl InplaceOp1 for Locate {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        fn part<T: CudaDType>(storage: &mut CudaStorage, (start, end): (usize, usize)) -> Result<u64> {
-            let stream = storage.device().cuda_stream();
-            match storage.as_cuda_slice_mut::<T>()?.try_slice_mut(start..end) {
-                Some(mut view) => Ok(view.device_ptr_mut(&stream).0),
-                None => bail!("the layout reaches beyond the storage"),
-            }
-        }
-        self.0.set(match storage.dtype() {
-            DType::F32 => part::<f32>(storage, offsets(layout)?),
-            DType::F64 => part::<f64>(storage, offsets(layout)?),
-            DType::F16 => part::<f16>(storage, offsets(layout)?),
-            DType::BF16 => part::<bf16>(storage, offsets(layout)?),
-            dtype => bail!("there is no kernel for {dtype:?}"),
-        }?);
+        self.0.set(write_address(storage, layout)?);
         Ok(())
     }
 }

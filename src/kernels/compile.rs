@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const SOURCES: [Source; 4] = [Source::Adam, Source::Sgd, Source::Lamb, Source::Gradient];
+    const SOURCES: [Source; 5] = [Source::Adam, Source::Sgd, Source::Lamb, Source::Gradient, Source::Norm];
 
     /// The names of the kernels in it.
     fn entries(ptx: &str) -> BTreeSet<String> {

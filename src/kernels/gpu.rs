@@ -5,7 +5,7 @@ use super::source::Kernel;
 use super::table::THREADS;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, DType};
-use cudarc::driver::{CudaFunction, CudaSlice, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
 
 /// A GPU. Nothing here waits for it but [`read`](Machine::read).
 pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
@@ -55,6 +55,10 @@ impl Machine for Gpu<'_> {
         Ok(self.0.clone_dtoh(&numbers.slice(..count))?)
     }
 
+    fn address(&self, numbers: &CudaSlice<f64>) -> u64 {
+        numbers.device_ptr(&self.0.cuda_stream()).0
+    }
+
     fn launch(
         &self,
         (kernel, dtype): (Kernel, DType),
@@ -72,9 +76,10 @@ impl Machine for Gpu<'_> {
         };
         let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: the arguments are those of all kernels in the `.cu` files (`KERNELS` in part.cu): table, number of
-        // parts, sums or null. A kernel touches only what the table's entries name, up to their number of elements:
-        // `operands` made these out of contiguous tensors of `dtype` on this device, whose borrows end after this call;
-        // memory that is freed later is freed behind the kernel, on the same stream. `program` has made room for sums.
+        // parts, sums or null. A kernel touches only what the table's entries name, up to their number of elements (rows
+        // of them in norm.cu): these were made in this room, out of contiguous tensors of `dtype` on this device, whose
+        // borrows end after this call; memory that is freed later is freed behind the kernel, on the same stream. The
+        // programs have made room for sums.
         unsafe { arguments.launch(config) }
             .map_err(|error| failure(kernel.source(), &format!("launching {kernel:?}"), error))?;
         Ok(())

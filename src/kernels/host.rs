@@ -20,6 +20,7 @@ const SOURCE: &str = concat!(
     include_str!("sgd.cu"),
     include_str!("lamb.cu"),
     include_str!("gradient.cu"),
+    include_str!("norm.cu"),
     include_str!("host.cpp"),
 );
 
@@ -101,6 +102,10 @@ impl Machine for Host {
 
     fn read(&self, numbers: &Vec<f64>, count: usize) -> Result<Vec<f64>> {
         Ok(numbers[..count].to_vec())
+    }
+
+    fn address(&self, numbers: &Vec<f64>) -> u64 {
+        numbers.as_ptr() as u64
     }
 
     fn launch(

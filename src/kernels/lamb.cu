@@ -56,8 +56,14 @@ template <typename T> __device__ inline void lamb_update(const Part *parts, unsi
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
     const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
-    const double *pair = sums + 2 * (&part - parts);
-    const Real rate = by.lr * (pair[0] != 0 && pair[1] != 0 ? sqrt(pair[0] / pair[1]) : 1);
+    // By one thread: many GPUs are slow in f64.
+    __shared__ double trusted_rate;
+    if (threadIdx.x == 0) {
+        const double *pair = sums + 2 * (&part - parts);
+        trusted_rate = by.lr * (pair[0] != 0 && pair[1] != 0 ? sqrt(pair[0] / pair[1]) : 1);
+    }
+    __syncthreads();
+    const Real rate = trusted_rate;
     const Direction<Real> direction(by);
     T *parameter = static_cast<T *>(part.parameter);
     const Real *mean = static_cast<const Real *>(part.states[0]);

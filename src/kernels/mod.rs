@@ -1,7 +1,7 @@
-//! Kernels for CUDA: what optimizers, clipping and loss scaling do to tensors on GPUs. The `README.md` beside this file
+//! Kernels for CUDA: what optimizers, clipping, loss scaling and norms do to tensors on GPUs. The `README.md` beside this file
 //! tells how they are built, launched and tested.
 //!
-//! What they do on the CPU is in [`optim`](crate::optim) and [`amp`](crate::amp), with the same arithmetic.
+//! What they do on the CPU is in [`optim`](crate::optim), [`amp`](crate::amp) and [`nn`](crate::nn), with the same arithmetic.
 // This room launches kernels. Every block says why it is sound.
 #![allow(unsafe_code)]
 
@@ -16,6 +16,12 @@ mod compile;
 mod gpu;
 #[cfg(test)]
 mod host;
+#[cfg(any(feature = "nccl", test))]
+mod norm;
+#[cfg(feature = "nccl")]
+mod norm_tensors;
+#[cfg(test)]
+mod norm_tests;
 mod operands;
 #[cfg(any(feature = "nccl", test))]
 mod program;
@@ -31,6 +37,8 @@ mod tests;
 
 #[cfg(not(feature = "nccl"))]
 pub(crate) use absent::*;
-pub(crate) use operands::{Operands, Rule, Scalars, scalars};
+#[cfg(feature = "nccl")]
+pub(crate) use norm_tensors::*;
+pub(crate) use operands::{NormOperands, Operands, Rule, Scalars, scalars};
 #[cfg(feature = "nccl")]
 pub(crate) use tensors::*;

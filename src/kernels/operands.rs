@@ -1,5 +1,5 @@
 //! What kernels are asked to work on.
-use candle_core::Tensor;
+use candle_core::{CudaStorage, Layout, Tensor};
 
 /// The numbers that an optimizer's kernel needs for one parameter; what they mean, its `.cu` file says.
 pub(crate) type Scalars = [f64; 12];
@@ -31,6 +31,15 @@ pub(crate) struct Operands<'a> {
     pub(crate) gradient: &'a Tensor,
     pub(crate) states: &'a [Tensor],
     pub(crate) scalars: Scalars,
+}
+
+/// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and, of the dtype of arithmetic, its weight
+/// and bias.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+pub(crate) struct NormOperands<'a> {
+    pub(crate) x: (&'a CudaStorage, &'a Layout),
+    pub(crate) weight: (&'a CudaStorage, &'a Layout),
+    pub(crate) bias: Option<(&'a CudaStorage, &'a Layout)>,
 }
 
 /// How large the elements of some tensors are.

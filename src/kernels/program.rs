@@ -22,6 +22,9 @@ pub(super) trait Machine {
     /// The first `count`, when all that was launched before is done.
     fn read(&self, numbers: &Self::Numbers, count: usize) -> Result<Vec<f64>>;
 
+    /// Where kernels find `numbers`, for as long as these are there.
+    fn address(&self, numbers: &Self::Numbers) -> u64;
+
     /// `parts`: how many `table` has.
     fn launch(
         &self,

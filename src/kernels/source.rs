@@ -12,6 +12,7 @@ pub(super) enum Source {
     Sgd,
     Lamb,
     Gradient,
+    Norm,
 }
 
 /// A file, with what other files it needs before it. The lines keep their numbers in the compiler's messages.
@@ -28,6 +29,7 @@ impl Source {
             Self::Sgd => "sgd.cu",
             Self::Lamb => "lamb.cu",
             Self::Gradient => "gradient.cu",
+            Self::Norm => "norm.cu",
         }
     }
 
@@ -37,6 +39,7 @@ impl Source {
             Self::Sgd => source!("element.cu", "part.cu", "sgd.cu"),
             Self::Lamb => source!("element.cu", "part.cu", "reduce.cu", "lamb.cu"),
             Self::Gradient => source!("element.cu", "part.cu", "reduce.cu", "gradient.cu"),
+            Self::Norm => source!("element.cu", "part.cu", "reduce.cu", "norm.cu"),
         }
     }
 }
@@ -53,11 +56,15 @@ pub(super) enum Kernel {
     Total,
     Rescale,
     Clamp,
+    NormForward,
+    NormBackward,
+    NormColumns,
+    NormTotals,
 }
 
 impl Kernel {
     #[cfg(test)]
-    pub(super) const ALL: [Self; 9] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::Adam,
         Self::Sgd,
         Self::LambMoments,
@@ -67,6 +74,10 @@ impl Kernel {
         Self::Total,
         Self::Rescale,
         Self::Clamp,
+        Self::NormForward,
+        Self::NormBackward,
+        Self::NormColumns,
+        Self::NormTotals,
     ];
 
     pub(super) fn source(self) -> Source {
@@ -75,6 +86,7 @@ impl Kernel {
             Self::Sgd => Source::Sgd,
             Self::LambMoments | Self::LambSums | Self::LambUpdate => Source::Lamb,
             Self::Measure | Self::Total | Self::Rescale | Self::Clamp => Source::Gradient,
+            Self::NormForward | Self::NormBackward | Self::NormColumns | Self::NormTotals => Source::Norm,
         }
     }
 
@@ -91,6 +103,10 @@ impl Kernel {
             Self::Measure => "measure",
             Self::Rescale => "rescale",
             Self::Clamp => "clamp",
+            Self::NormForward => "norm_forward",
+            Self::NormBackward => "norm_backward",
+            Self::NormColumns => "norm_columns",
+            Self::NormTotals => "norm_totals",
         };
         let (_, suffix) = DTYPES.into_iter().find(|(known, _)| *known == dtype)?;
         Some(format!("{base}_{suffix}"))

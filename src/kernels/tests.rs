@@ -15,7 +15,7 @@ const SIZES: [usize; 9] = [1, 255, 0, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 3 *
 const STEPS: u64 = 6;
 
 /// Reproducible values in -1..1.
-fn values(count: usize, seed: u64) -> Vec<f64> {
+pub(super) fn values(count: usize, seed: u64) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -27,7 +27,7 @@ fn values(count: usize, seed: u64) -> Vec<f64> {
 }
 
 /// Tensors one behind the other in one piece of memory, with a few elements in between that nobody may touch.
-struct Memory<E> {
+pub(super) struct Memory<E> {
     elements: Vec<E>,
     offsets: Vec<usize>,
 }
@@ -35,7 +35,7 @@ struct Memory<E> {
 impl<E: WithDType> Memory<E> {
     const GUARD: f64 = 77.;
 
-    fn new(tensors: impl Iterator<Item = Vec<f64>>) -> Self {
+    pub(super) fn new(tensors: impl Iterator<Item = Vec<f64>>) -> Self {
         let (mut elements, mut offsets) = (Vec::new(), Vec::new());
         for tensor in tensors {
             // So that they begin anywhere.
@@ -51,12 +51,12 @@ impl<E: WithDType> Memory<E> {
         Self::new(sizes.iter().map(|size| vec![0.; *size]))
     }
 
-    fn address(&mut self, number: usize) -> u64 {
+    pub(super) fn address(&mut self, number: usize) -> u64 {
         self.elements.as_mut_ptr().wrapping_add(self.offsets[number]) as u64
     }
 
     #[track_caller]
-    fn get(&self, number: usize, size: usize) -> Vec<f64> {
+    pub(super) fn get(&self, number: usize, size: usize) -> Vec<f64> {
         let from = self.offsets[number];
         let surroundings = [&self.elements[from - 3..from], &self.elements[from + size..][..1]].concat();
         assert!(surroundings.iter().all(|guard| guard.to_f64() == Self::GUARD), "written beyond tensor {number}");

@@ -15,6 +15,7 @@ mod fences;
 mod launch;
 #[path = "../collectives/matrix.rs"]
 mod matrix;
+mod norms;
 mod optim;
 #[path = "../collectives/order.rs"]
 #[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
@@ -247,6 +248,13 @@ fn an_optimizer_takes_variables_of_several_devices() {
 fn gradients_are_clipped_as_on_the_cpu() {
     if gpus("gradients_are_clipped_as_on_the_cpu").is_some() {
         optim::clips_alike(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn norms_are_those_of_the_cpu() {
+    if gpus("norms_are_those_of_the_cpu").is_some() {
+        norms::norms_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
