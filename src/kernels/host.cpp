@@ -26,7 +26,7 @@ extern "C" __global__ void host_launch(Entry kernel, unsigned blocks, unsigned t
             fresh.context.uc_link = &turns;
             makecontext(&fresh.context, fibre, 0);
         }
-        bool up = true;
+        bool up = block % 2; // a missing barrier hides from one of the two orders
         for (unsigned left = threads; left > 0; up = !up) {
             left = 0;
             for (unsigned turn = 0; turn < threads; turn++) {
