@@ -56,6 +56,7 @@
 //! one). A layer that should stay in f32 is built with `vb.to_dtype(DType::F32)` (its variable is then its own master)
 //! and given f32 inputs. `loss_scale="dynamic"` is [`GradScaler`]; a constant one is `growth_interval: usize::MAX`.
 use crate::element::{Element, dispatch, slice_mut};
+use crate::kernels;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backend::BackendStorage;
@@ -396,7 +397,9 @@ impl FromStr for GradScalerState {
 /// Multiplies this rank's gradients, and says whether any is infinite or NaN.
 fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<bool> {
     let mut overflow = false;
-    // Of devices where looking means waiting, the sum over all gradients of zeros, or NaN.
+    // On GPUs all are looked at together, with one wait for the result.
+    let mut on_gpu = Vec::new();
+    // Where there is no kernel, the sum over all gradients of zeros, or NaN.
     let mut zeros: Option<Tensor> = None;
     let mut none = true;
     for (name, var) in parameters {
@@ -411,6 +414,12 @@ fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> R
             let scaling = Unscale { factor, overflow: Cell::new(false) };
             grad.inplace_op1(&scaling)?;
             overflow |= scaling.overflow.get();
+        } else if kernels::take(grad.device(), grad.dtype()) {
+            let contiguous = grad.detach().contiguous()?;
+            if !grad.is_contiguous() {
+                grads.insert(var, contiguous.clone());
+            }
+            on_gpu.push(contiguous);
         } else {
             let grad = grad.detach().affine(factor, 0.0)?;
             let zero = grad.sub(&grad)?.sum_all()?.to_dtype(DType::F32)?;
@@ -425,6 +434,10 @@ fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> R
         let reason =
             "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its `unscale` first";
         return Err(Error::invalid("grads", reason));
+    }
+    if !on_gpu.is_empty() {
+        let extent = kernels::rescale_measured(&on_gpu.iter().collect::<Vec<_>>(), factor)?;
+        overflow |= !extent.largest.is_finite();
     }
     if let Some(zeros) = zeros {
         overflow |= zeros.to_scalar::<f32>()? != 0.0;

@@ -341,6 +341,17 @@ pub enum Error {
         reason: String,
     },
 
+    /// A CUDA kernel that could not be compiled, loaded or launched.
+    #[error("CUDA kernels of {file}: {operation} failed: {reason}")]
+    Kernel {
+        /// The source.
+        file: &'static str,
+        /// What was being done.
+        operation: String,
+        /// Why: the compiler's messages, or the driver's.
+        reason: String,
+    },
+
     /// The launcher could not start the program.
     #[error("cannot start {program}: {source}. {hint}")]
     Program {

@@ -1,10 +1,12 @@
 //! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows forward
-//! and one backward on the CPU, candle's operations on other devices. f16 and bf16 are calculated with in f32.
+//! and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are calculated with in
+//! f32.
 use super::channels::accumulator;
 use crate::Error;
 use crate::element::{Accumulator, Element, dispatch, slice, with_slice};
+use crate::kernels::{self, NormOperands, NormStatistics};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
@@ -27,7 +29,7 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
     let wide = |t: &Tensor| t.to_dtype(acc)?.contiguous();
     let weight = wide(weight)?;
     let bias = bias.map(wide).transpose()?;
-    if !x.device().is_cpu() {
+    if !x.device().is_cpu() && !kernels::take(x.device(), x.dtype()) {
         return composite(x, &weight, bias.as_ref(), eps, centred);
     }
     let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
@@ -51,8 +53,14 @@ fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centr
 struct RowNorm {
     eps: f64,
     centred: bool,
-    /// Mean and 1 / deviation of each row, which the forward pass leaves for the backward pass.
-    statistics: OnceLock<Vec<[f64; 2]>>,
+    /// What the forward pass leaves for the backward pass.
+    statistics: OnceLock<Statistics>,
+}
+
+/// Mean and 1 / deviation of each row.
+enum Statistics {
+    OnCpu(Vec<[f64; 2]>),
+    OnGpu(NormStatistics),
 }
 
 /// What `backward` returns: the gradients of x, weight and bias.
@@ -82,16 +90,29 @@ impl RowNorm {
                     *statistics = [mean.to_f64(), scale.to_f64()];
                 }
             });
-            let _ = self.statistics.set(statistics);
+            let _ = self.statistics.set(Statistics::OnCpu(statistics));
             Ok(T::to_cpu_storage_owned(y))
         })?;
         Ok((storage, x.1.shape().clone()))
     }
 
+    fn forward_on_gpu(&self, operands: NormOperands) -> Result<(CudaStorage, Shape)> {
+        let shape = operands.x.1.shape().clone();
+        let (y, statistics) = kernels::norm_forward(operands, self.eps, self.centred)?;
+        let _ = self.statistics.set(Statistics::OnGpu(statistics));
+        Ok((y, shape))
+    }
+
     fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<Gradients> {
         let size = weight.dims1()?;
-        let Some(statistics) = self.statistics.get() else { candle_core::bail!("the norm's forward pass did not run") };
         let dy = dy.contiguous()?;
+        let statistics = match self.statistics.get() {
+            Some(Statistics::OnCpu(statistics)) => statistics,
+            Some(Statistics::OnGpu(statistics)) => {
+                return Ok(kernels::norm_backward(x, weight, &dy, statistics, self.centred)?);
+            }
+            None => candle_core::bail!("the norm's forward pass did not run"),
+        };
         dispatch!(x.dtype(), "a norm", T => {
             type Acc = <T as Element>::Acc;
             let weight = weight.to_vec1::<Acc>()?;
@@ -248,6 +269,10 @@ impl CustomOp2 for RowNorm {
         self.forward((x, xl), (w, wl), None)
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: None })
+    }
+
     fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (dx, d_weight, _) = self.backward(x, w, dy)?;
         Ok((Some(dx), Some(d_weight)))
@@ -269,6 +294,18 @@ impl CustomOp3 for RowNorm {
         bl: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.forward((x, xl), (w, wl), Some((b, bl)))
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        xl: &Layout,
+        w: &CudaStorage,
+        wl: &Layout,
+        b: &CudaStorage,
+        bl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: Some((b, bl)) })
     }
 
     fn bwd(

@@ -2,6 +2,7 @@
 use super::element::{Element, Real};
 use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
 use crate::Result;
+use crate::kernels::{Rule, Scalars, scalars};
 use candle_nn::ParamsAdamW;
 
 /// The options of [`Adam`](super::Adam), with the meaning and the defaults of PyTorch's `torch.optim.Adam` (`amsgrad`
@@ -60,6 +61,15 @@ fn update<E: Element>(
     }
 }
 
+/// `AdamScalars` of `adam.cu`.
+fn cuda(ParamsAdam { lr, beta1, beta2, eps, .. }: ParamsAdam, decay: Decay, moment: Moment) -> Scalars {
+    let step_size = lr / bias_correction(beta1, moment.step);
+    let root = 1. / bias_correction(beta2, moment.step).sqrt();
+    let keep = 1. - lr * decay.decoupled;
+    let (rate1, rate2) = (1. - beta1, 1. - beta2);
+    scalars([beta1, rate1, beta2, rate2, step_size, root, eps, moment.gradient_scale, decay.coupled, keep])
+}
+
 fn check(lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64) -> Result<()> {
     not_negative("lr", lr)?;
     fraction("beta1", beta1)?;
@@ -92,6 +102,12 @@ impl Kernel for ParamsAdam {
         let decay = Decay { coupled: self.weight_decay, decoupled: 0. };
         update(self.clone(), decay, moment, slices);
     }
+
+    const RULE: Rule = Rule::Adam;
+
+    fn scalars(&self, moment: Moment) -> Scalars {
+        cuda(self.clone(), Decay { coupled: self.weight_decay, decoupled: 0. }, moment)
+    }
 }
 
 impl Kernel for ParamsAdamW {
@@ -118,5 +134,13 @@ impl Kernel for ParamsAdamW {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
         let decay = Decay { coupled: 0., decoupled: weight_decay };
         update(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment, slices);
+    }
+
+    const RULE: Rule = Rule::Adam;
+
+    fn scalars(&self, moment: Moment) -> Scalars {
+        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
+        let decay = Decay { coupled: 0., decoupled: weight_decay };
+        cuda(ParamsAdam { lr, beta1, beta2, eps, weight_decay: 0. }, decay, moment)
     }
 }

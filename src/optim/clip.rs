@@ -1,6 +1,7 @@
 //! Gradients that are too large.
 use super::element::{largest, sum_of_squares};
 use super::storage::{self, dispatch};
+use crate::kernels;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -93,8 +94,17 @@ fn change(
     otherwise: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     change: Change,
 ) -> Result<()> {
+    let mut on_gpu = Vec::new();
     for var in vars {
         let Some(gradient) = grads.get(var) else { continue };
+        if kernels::take(gradient.device(), gradient.dtype()) {
+            let contiguous = gradient.detach().contiguous()?;
+            if !gradient.is_contiguous() {
+                grads.insert(var, contiguous.clone());
+            }
+            on_gpu.push(contiguous);
+            continue;
+        }
         let in_place = gradient.device().is_cpu() && gradient.is_contiguous();
         let done = in_place
             && dispatch!(gradient.dtype(), E => { change_in_place::<E>(gradient, change)?; true }, else => false);
@@ -103,7 +113,14 @@ fn change(
             grads.insert(var, changed);
         }
     }
-    Ok(())
+    if on_gpu.is_empty() {
+        return Ok(());
+    }
+    let on_gpu: Vec<&Tensor> = on_gpu.iter().collect();
+    match change {
+        Change::Scale(scale) => kernels::rescale(&on_gpu, scale),
+        Change::Clamp(limit) => kernels::clamp(&on_gpu, limit),
+    }
 }
 
 fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change) -> Result<()> {
@@ -147,16 +164,27 @@ pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: N
 /// The sum of squares, or the largest absolute value, of all elements; NaN if there is one.
 pub(super) fn total<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
     let mut total = 0f64;
-    for gradient in gradients {
-        if gradient.elem_count() == 0 {
-            continue;
-        }
-        let part = part(gradient, norm_type)?;
+    let mut add = |part: f64| {
         total = match norm_type {
             NormType::L2 => total + part,
             NormType::Inf if part.is_nan() || total.is_nan() => f64::NAN,
             NormType::Inf => total.max(part),
         };
+    };
+    let mut on_gpu = Vec::new();
+    for gradient in gradients.filter(|gradient| gradient.elem_count() > 0) {
+        if kernels::take(gradient.device(), gradient.dtype()) {
+            on_gpu.push(gradient.contiguous()?);
+        } else {
+            add(part(gradient, norm_type)?);
+        }
+    }
+    if !on_gpu.is_empty() {
+        let extent = kernels::measure(&on_gpu.iter().collect::<Vec<_>>())?;
+        add(match norm_type {
+            NormType::L2 => extent.squares,
+            NormType::Inf => extent.largest,
+        });
     }
     Ok(total)
 }

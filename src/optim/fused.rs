@@ -3,8 +3,9 @@ use super::clip;
 use super::element::{DTYPES, state_dtype};
 use super::rule::{Moment, UpdateRule};
 use super::state::{self, Loader, StateDict};
-use super::storage::Part;
+use super::storage::{self, Part};
 use crate::error::describe;
+use crate::kernels;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -26,6 +27,9 @@ pub struct ParameterGroup<R> {
 /// Parameters may be f32, f64, f16 or bf16. Those of 16 bits are updated in f32 arithmetic and have f32 states. Variables
 /// of integers are left alone. A parameter without a gradient is left alone in that step, and so are its states, as in
 /// PyTorch.
+///
+/// On a GPU all parameters of a dtype are updated together, by as many launches of a kernel as one parameter would take:
+/// one, and three for LAMB, which also waits for the norm of the gradients once if `max_grad_norm` is set.
 ///
 /// [`new`](Optimizer::new) takes variables without names, as candle's optimizers do; made with
 /// [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups), the optimizer can be saved.
@@ -88,7 +92,7 @@ pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DTy
         let reason = format!("{} has no kernel for {dtype:?} (supported: {supported})", R::NAME);
         return Err(Error::parameter(name, reason));
     };
-    if !var.device().is_cpu() {
+    if !var.device().is_cpu() && !kernels::take(var.device(), var.dtype()) {
         let reason = format!("{} has no kernel for {:?}", R::NAME, var.device().location());
         return Err(Error::parameter(name, reason));
     }
@@ -216,18 +220,22 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         } else {
             None
         };
-        for (Group { options, slots }, gradients) in self.groups.iter_mut().zip(gradients) {
+        let mut parts = Vec::new();
+        for (Group { options, slots }, gradients) in self.groups.iter().zip(&gradients) {
             let gradient_scale = match (norm, options.max_grad_norm()) {
                 (Some(norm), Some(max)) if norm > max => max / norm,
                 _ => 1.,
             };
-            for (slot, gradient) in slots.iter_mut().zip(gradients) {
-                let Some(gradient) = gradient else { continue };
+            for (slot, gradient) in slots.iter().zip(gradients) {
+                let Some(gradient) = gradient.clone() else { continue };
                 let moment = Moment { step: slot.steps + 1, gradient_scale };
-                let part = Part { parameter: &slot.flat, gradient: &gradient, states: &slot.states };
-                part.update_whole(options, moment)?;
-                slot.steps += 1;
+                parts.push(Part { rule: options, moment, parameter: &slot.flat, gradient, states: &slot.states });
             }
+        }
+        storage::update_whole(&parts)?;
+        let slots = self.groups.iter_mut().flat_map(|group| &mut group.slots);
+        for (slot, gradient) in slots.zip(gradients.iter().flatten()) {
+            slot.steps += u64::from(gradient.is_some());
         }
         Ok(())
     }

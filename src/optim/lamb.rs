@@ -2,6 +2,7 @@
 use super::adam::MOMENTS;
 use super::element::{Element, Real, sum_of_squares};
 use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
+use crate::kernels::{Rule, Scalars, scalars};
 use crate::{Error, Result};
 
 /// The options of [`Lamb`](super::Lamb), with the meaning and the defaults of Apex's `FusedLAMB`.
@@ -95,12 +96,10 @@ impl Kernel for ParamsLamb {
     fn prepare<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) -> Sums {
         let [m, v] = slices.states else { return Sums::default() };
         let real = <E::Real as Real>::from_f64;
-        let rate1 = if self.grad_averaging { 1. - self.beta1 } else { 1. };
-        let rates = MomentRates::with_rate1(self.beta1, self.beta2, rate1);
-        let scale = real(moment.gradient_scale);
-        let coupled = real(if self.adam_w_mode { 0. } else { self.weight_decay });
+        let rates = MomentRates::with_rate1(self.beta1, self.beta2, self.rate1());
+        let (scale, coupled) = (real(moment.gradient_scale), real(self.decays().0));
         let direction = Direction::new(self, moment);
-        let adapt = self.use_nvlamb || self.weight_decay != 0.;
+        let adapt = self.adapts();
         let [mut norm, mut update_norm] = Sums::default();
         // In blocks that stay in the cache.
         let mut updates = [E::Real::default(); BLOCK];
@@ -132,6 +131,34 @@ impl Kernel for ParamsLamb {
             *parameter = E::store(value - direction.of(value, *m, *v) * rate);
         }
     }
+
+    const RULE: Rule = Rule::Lamb;
+
+    /// `LambScalars` of `lamb.cu`.
+    fn scalars(&self, moment: Moment) -> Scalars {
+        let Self { lr, beta1, beta2, .. } = *self;
+        let Direction { inverse1, root2, eps, decay } = Direction::<f64>::new(self, moment);
+        let (scale, coupled, adapt) = (moment.gradient_scale, self.decays().0, f64::from(u8::from(self.adapts())));
+        let (rate1, rate2) = (self.rate1(), 1. - beta2);
+        scalars([beta1, rate1, beta2, rate2, scale, coupled, inverse1, root2, eps, decay, lr, adapt])
+    }
+}
+
+impl ParamsLamb {
+    /// How much of the gradient counts in its mean.
+    fn rate1(&self) -> f64 {
+        if self.grad_averaging { 1. - self.beta1 } else { 1. }
+    }
+
+    /// The weight decay on its two ways: added to the gradient, and to the update.
+    fn decays(&self) -> (f64, f64) {
+        if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) }
+    }
+
+    /// Whether there is a trust ratio.
+    fn adapts(&self) -> bool {
+        self.use_nvlamb || self.weight_decay != 0.
+    }
 }
 
 /// Where a parameter goes.
@@ -150,13 +177,12 @@ impl<R: Real> Direction<R> {
         } else {
             (1., 1.)
         };
-        let decay = if options.adam_w_mode { options.weight_decay } else { 0. };
         let real = R::from_f64;
         Self {
             inverse1: real(1. / correction1),
             root2: real(1. / correction2.sqrt()),
             eps: real(options.eps),
-            decay: real(decay),
+            decay: real(options.decays().1),
         }
     }
 

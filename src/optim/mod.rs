@@ -55,6 +55,8 @@ pub use ema::Ema;
 pub use fused::{FusedOptimizer, LearningRates, ParameterGroup};
 pub use lamb::ParamsLamb;
 pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
+#[cfg(test)]
+pub(crate) use rule::Moment;
 pub use rule::UpdateRule;
 pub use schedule::{
     Anneal, CosineAnnealingLr, LrScheduler, MultiStepLr, OneCycleLr, ParamsCosineAnnealingLr, ParamsMultiStepLr,

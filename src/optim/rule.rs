@@ -1,5 +1,6 @@
 //! What an optimizer does to one parameter: the part that differs between optimizers.
 use super::element::{Element, Real};
+use crate::kernels::{Rule, Scalars};
 use crate::{Error, Result};
 use std::fmt::Debug;
 
@@ -65,6 +66,12 @@ pub trait Kernel {
 
     /// Updates parameter and states. `sums`: over all parts of the parameter.
     fn update<E: Element>(&self, moment: Moment, sums: Sums, slices: Slices<'_, '_, E>);
+
+    /// The CUDA kernels that do the same.
+    const RULE: Rule;
+
+    /// What these need to know.
+    fn scalars(&self, moment: Moment) -> Scalars;
 }
 
 /// Refuses values that are not finite or below zero.

@@ -1,6 +1,7 @@
 //! Stochastic gradient descent.
 use super::element::{Element, Real};
 use super::rule::{Kernel, Moment, Slices, Sums, not_negative};
+use crate::kernels::{Rule, Scalars, scalars};
 use crate::{Error, Result};
 
 /// The options of [`Sgd`](super::Sgd), with the meaning and the defaults of PyTorch's `torch.optim.SGD`.
@@ -67,7 +68,7 @@ impl Kernel for ParamsSgd {
         // In the first step the direction is the gradient, whatever the dampening: it is still zero, so that the sum
         // works for that as well.
         let momentum = real(self.momentum);
-        let share = real(if moment.step == 1 { 1. } else { 1. - self.dampening });
+        let share = real(self.share(moment));
         if self.nesterov {
             for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
                 let value = parameter.load();
@@ -83,5 +84,20 @@ impl Kernel for ParamsSgd {
                 *parameter = E::store(value - *direction * lr);
             }
         }
+    }
+
+    const RULE: Rule = Rule::Sgd;
+
+    /// `SgdScalars` of `sgd.cu`.
+    fn scalars(&self, moment: Moment) -> Scalars {
+        let nesterov = f64::from(u8::from(self.nesterov));
+        scalars([self.lr, self.weight_decay, moment.gradient_scale, self.momentum, self.share(moment), nesterov])
+    }
+}
+
+impl ParamsSgd {
+    /// How much of the gradient counts in the direction.
+    fn share(&self, moment: Moment) -> f64 {
+        if moment.step == 1 { 1. } else { 1. - self.dampening }
     }
 }

@@ -15,6 +15,8 @@ mod fences;
 mod launch;
 #[path = "../collectives/matrix.rs"]
 mod matrix;
+mod norms;
+mod optim;
 #[path = "../collectives/order.rs"]
 #[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
 mod order;
@@ -87,6 +89,8 @@ fn rank_of_another_test() {
         "fences of a backward pass" => fences::backward(&group(&place, Duration::from_secs(60))).unwrap(),
         "train" => place.report(&training::train(&group(&place, Duration::from_secs(60))).unwrap()),
         "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
+        "scaler" => optim::scales(&group(&place, Duration::from_secs(60))).unwrap(),
+        "zero" => optim::shards(&group(&place, Duration::from_secs(60))).unwrap(),
         "killed" => place.report(&until_failure(&place, &group(&place, Duration::from_secs(300)))),
         "desync" => place.report(&disagree(&group(&place, Duration::from_secs(3)))),
         "wrong device" => wrong_device(&group(&place, Duration::from_secs(20))),
@@ -223,6 +227,52 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 fn unused_parameters_hang_nobody() {
     if gpus("unused_parameters_hang_nobody").is_some() {
         Ranks::start(2, "unused").finish();
+    }
+}
+
+#[test]
+fn fused_optimizers_train_as_on_the_cpu() {
+    if gpus("fused_optimizers_train_as_on_the_cpu").is_some() {
+        optim::all_train_alike(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn an_optimizer_takes_variables_of_several_devices() {
+    if gpus("an_optimizer_takes_variables_of_several_devices").is_some() {
+        optim::devices_mix(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn gradients_are_clipped_as_on_the_cpu() {
+    if gpus("gradients_are_clipped_as_on_the_cpu").is_some() {
+        optim::clips_alike(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn norms_are_those_of_the_cpu() {
+    if gpus("norms_are_those_of_the_cpu").is_some() {
+        norms::norms_alike(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn gradients_are_unscaled_and_overflows_found_on_all_ranks() {
+    if gpus("gradients_are_unscaled_and_overflows_found_on_all_ranks").is_some() {
+        for world_size in [1, 2] {
+            Ranks::start(world_size, "scaler").finish();
+        }
+    }
+}
+
+#[test]
+fn optimizers_in_shards_train_as_whole_ones() {
+    if gpus("optimizers_in_shards_train_as_whole_ones").is_some() {
+        for world_size in [1, 2] {
+            Ranks::start(world_size, "zero").finish();
+        }
     }
 }
 

@@ -5,7 +5,7 @@ mod layout;
 use super::clip::{self, NormType};
 use super::fused::{LearningRates, ParameterGroup};
 use super::rule::{Moment, Sums, UpdateRule};
-use super::storage::Part;
+use super::storage::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::Work;
 use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, Staged, Staging, agree, copy};
@@ -13,7 +13,7 @@ use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
-use layout::{OwnShard, Piece, Trained};
+use layout::{OwnShard, Trained};
 use std::sync::Arc;
 
 /// An optimizer each of whose states exists on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of ZeRO.
@@ -130,11 +130,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let sums = if R::NEEDS_SUMS { self.sums(&fresh, &scales)? } else { vec![Sums::default(); fresh.len()] };
         let mut in_flight: Option<Gathering> = None;
         for shard in &self.shards {
-            for piece in &shard.pieces {
-                if let Some((options, moment)) = self.moment(piece, &fresh, &scales) {
-                    self.part(shard, piece, |part| Ok(part.update(options, moment, sums[piece.parameter])?))?;
-                }
-            }
+            let (numbers, parts) = self.parts(shard, &fresh, &scales)?;
+            let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
+            storage::update(&parts, &sums)?;
             let gathering = Gathering::start(shard, &self.parameters, &self.staging, &self.process_group)?;
             if let Some(previous) = in_flight.replace(gathering) {
                 previous.finish(&self.parameters, &self.staging)?;
@@ -149,17 +147,24 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         self.reducer.forget_fresh()
     }
 
-    /// The options and the moment of an update of `piece`, if there is to be one.
-    fn moment(&self, piece: &Piece, fresh: &[bool], scales: &[f64]) -> Option<(&R, Moment)> {
-        let parameter = &self.parameters[piece.parameter];
-        let group = parameter.group.filter(|_| fresh[piece.parameter])?;
-        Some((&self.options[group], Moment { step: parameter.steps + 1, gradient_scale: scales[group] }))
-    }
-
-    /// Gives `work` what belongs to `piece`.
-    fn part<T>(&self, shard: &OwnShard, piece: &Piece, work: impl FnOnce(Part) -> Result<T>) -> Result<T> {
-        let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
-        work(Part { parameter: &piece.values, gradient: &gradient, states: &piece.states })
+    /// The updates of a shard, and the numbers of the parameters that they are of.
+    fn parts<'a>(
+        &'a self,
+        shard: &'a OwnShard,
+        fresh: &[bool],
+        scales: &[f64],
+    ) -> Result<(Vec<usize>, Vec<Part<'a, R>>)> {
+        let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+        for piece in &shard.pieces {
+            let parameter = &self.parameters[piece.parameter];
+            let Some(group) = parameter.group.filter(|_| fresh[piece.parameter]) else { continue };
+            let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[group] };
+            let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
+            let (rule, parameter, states) = (&self.options[group], &piece.values, &piece.states);
+            numbers.push(piece.parameter);
+            parts.push(Part { rule, moment, parameter, gradient, states });
+        }
+        Ok((numbers, parts))
     }
 
     /// What gradients are multiplied by, for each group.
@@ -177,12 +182,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     fn sums(&self, fresh: &[bool], scales: &[f64]) -> Result<Vec<Sums>> {
         let mut sums = vec![Sums::default(); fresh.len()];
         for shard in &self.shards {
-            for piece in &shard.pieces {
-                if let Some((options, moment)) = self.moment(piece, fresh, scales) {
-                    let [a, b] = self.part(shard, piece, |part| Ok(part.prepare(options, moment)?))?;
-                    let sums = &mut sums[piece.parameter];
-                    (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
-                }
+            let (numbers, parts) = self.parts(shard, fresh, scales)?;
+            for (number, [a, b]) in numbers.into_iter().zip(storage::prepare(&parts)?) {
+                let sums = &mut sums[number];
+                (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
             }
         }
         let all = self.all_reduce(sums.concat(), ReduceOp::Sum)?;

@@ -1,0 +1,60 @@
+//! The kernels' interface in a build without CUDA, where no tensor is on a GPU.
+use super::operands::{Extent, NormOperands, Operands, Rule};
+use crate::{Error, Result};
+use candle_core::{CudaStorage, DType, Device, Tensor};
+
+fn absent() -> Error {
+    Error::Unavailable {
+        what: "a kernel for CUDA".to_string(),
+        hint: "candle-ddp was built without the feature `nccl`: build with `--features nccl`".to_string(),
+    }
+}
+
+pub(crate) fn take(_: &Device, _: DType) -> bool {
+    false
+}
+
+pub(crate) fn update_whole(_: Rule, _: &[Operands]) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn prepare(_: Rule, _: &[Operands]) -> Result<Vec<[f64; 2]>> {
+    Err(absent())
+}
+
+pub(crate) fn update(_: Rule, _: &[Operands], _: &[[f64; 2]]) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn measure(_: &[&Tensor]) -> Result<Extent> {
+    Err(absent())
+}
+
+pub(crate) fn rescale(_: &[&Tensor], _: f64) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn rescale_measured(_: &[&Tensor], _: f64) -> Result<Extent> {
+    Err(absent())
+}
+
+pub(crate) fn clamp(_: &[&Tensor], _: f64) -> Result<()> {
+    Err(absent())
+}
+
+#[derive(Debug)]
+pub(crate) enum NormStatistics {}
+
+pub(crate) fn norm_forward(_: NormOperands, _: f64, _: bool) -> Result<(CudaStorage, NormStatistics)> {
+    Err(absent())
+}
+
+pub(crate) fn norm_backward(
+    _: &Tensor,
+    _: &Tensor,
+    _: &Tensor,
+    statistics: &NormStatistics,
+    _: bool,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    match *statistics {}
+}

@@ -1,0 +1,69 @@
+// What tensors consist of, and what is computed with. Conversions of 16-bit numbers are written out, so that neither a
+// header of the CUDA toolkit nor a certain generation of GPUs is needed.
+
+struct F16 { unsigned short bits; };
+struct BF16 { unsigned short bits; };
+
+// To f32, which holds every value of the other two exactly; from f32 to the nearest value, of two to the even one.
+
+__device__ inline float to_f32(F16 value) {
+    unsigned sign = (value.bits & 0x8000u) << 16;
+    unsigned rest = (value.bits & 0x7fffu) << 13;
+    // Infinities and NaNs keep their largest exponent; of all others the exponent's bias is put right by a
+    // multiplication, which takes care of subnormal numbers as well.
+    if (rest >= 0x7c00u << 13) return __uint_as_float(sign | 0x7f800000u | rest);
+    return __uint_as_float(sign | __float_as_uint(__uint_as_float(rest) * 5.192296858534828e33f)); // 2^112
+}
+
+__device__ inline F16 to_f16(float value) {
+    unsigned bits = __float_as_uint(value);
+    unsigned sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu, half;
+    if (rest > 0x7f800000u) {
+        half = 0x7e00u; // NaN
+    } else if (rest >= 0x477ff000u) {
+        half = 0x7c00u; // from 65520 on: infinity
+    } else if (rest < 0x38800000u) {
+        // Subnormal: beside 0.5, f32 has the same spacing as f16 there, so that the addition rounds.
+        half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u;
+    } else {
+        half = (rest + 0xfffu + ((rest >> 13) & 1u) - (112u << 23)) >> 13;
+    }
+    F16 result = {(unsigned short)(sign | half)};
+    return result;
+}
+
+__device__ inline float to_f32(BF16 value) { return __uint_as_float((unsigned)value.bits << 16); }
+
+__device__ inline BF16 to_bf16(float value) {
+    unsigned bits = __float_as_uint(value);
+    bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    BF16 result = {(unsigned short)((nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    return result;
+}
+
+// Arithmetic is done in `Real`.
+template <typename T> struct Element;
+
+template <> struct Element<float> {
+    typedef float Real;
+    static __device__ float load(float value) { return value; }
+    static __device__ float store(float value) { return value; }
+};
+
+template <> struct Element<double> {
+    typedef double Real;
+    static __device__ double load(double value) { return value; }
+    static __device__ double store(double value) { return value; }
+};
+
+template <> struct Element<F16> {
+    typedef float Real;
+    static __device__ float load(F16 value) { return to_f32(value); }
+    static __device__ F16 store(float value) { return to_f16(value); }
+};
+
+template <> struct Element<BF16> {
+    typedef float Real;
+    static __device__ float load(BF16 value) { return to_f32(value); }
+    static __device__ BF16 store(float value) { return to_bf16(value); }
+};

@@ -1,0 +1,76 @@
+// LAMB, in three kernels: the moments, the sums of squares of each part, the update by the trust ratio that they give.
+// `sums` has a pair (parameter, update) for each part, and behind these one for each chunk.
+
+struct LambScalars {
+    double beta1, rate1, beta2, rate2; // moment = moment × beta + gradient × rate
+    double scale, coupled;             // gradient × scale + parameter × coupled
+    double inverse1, root2, eps, decay; // update: mean × inverse1 / (sqrt(squares) × root2 + eps) + parameter × decay
+    double lr;
+    double adapt; // whether there is a trust ratio, 0 or 1
+};
+
+// Where a parameter goes.
+template <typename Real> struct Direction {
+    Real inverse1, root2, eps, decay;
+    __device__ Direction(const LambScalars &by)
+        : inverse1(by.inverse1), root2(by.root2), eps(by.eps), decay(by.decay) {}
+    __device__ Real of(Real value, Real m, Real v) const {
+        return m * inverse1 / (sqrt(v) * root2 + eps) + value * decay;
+    }
+};
+
+template <typename T> __device__ inline void lamb_moments(const Part *parts, unsigned count, double *sums) {
+    typedef typename Element<T>::Real Real;
+    const Part &part = part_of_block(parts, count);
+    const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
+    const Real beta1 = by.beta1, rate1 = by.rate1, beta2 = by.beta2, rate2 = by.rate2;
+    const Real scale = by.scale, coupled = by.coupled;
+    const Direction<Real> direction(by);
+    const T *parameter = static_cast<const T *>(part.parameter), *gradients = static_cast<const T *>(part.gradient);
+    Real *mean = static_cast<Real *>(part.states[0]), *squares = static_cast<Real *>(part.states[1]);
+    Real norm = 0, update_norm = 0;
+    FOR_EACH_ELEMENT(part, i) {
+        const Real value = Element<T>::load(parameter[i]);
+        const Real gradient = Element<T>::load(gradients[i]) * scale + value * coupled;
+        const Real m = mean[i] * beta1 + gradient * rate1;
+        const Real v = squares[i] * beta2 + gradient * gradient * rate2;
+        mean[i] = m;
+        squares[i] = v;
+        const Real update = direction.of(value, m, v);
+        norm += value * value;
+        update_norm += update * update;
+    }
+    const bool adapt = by.adapt != 0;
+    reduce_block<Add, Add>(adapt ? norm : 0, adapt ? update_norm : 0, sums + 2ull * (count + blockIdx.x));
+}
+KERNELS(lamb_moments)
+
+// One block for each part.
+extern "C" __global__ void lamb_sums(const Part *parts, unsigned count, double *sums) {
+    const Part *part = parts + blockIdx.x;
+    reduce_chunks<Add, Add>(sums + 2ull * count, part[0].first_chunk, part[1].first_chunk, sums + 2ull * blockIdx.x);
+}
+
+// The update, computed once more instead of stored.
+template <typename T> __device__ inline void lamb_update(const Part *parts, unsigned count, double *sums) {
+    typedef typename Element<T>::Real Real;
+    const Part &part = part_of_block(parts, count);
+    const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
+    // By one thread: many GPUs are slow in f64.
+    __shared__ double trusted_rate;
+    if (threadIdx.x == 0) {
+        const double *pair = sums + 2 * (&part - parts);
+        trusted_rate = by.lr * (pair[0] != 0 && pair[1] != 0 ? sqrt(pair[0] / pair[1]) : 1);
+    }
+    __syncthreads();
+    const Real rate = trusted_rate;
+    const Direction<Real> direction(by);
+    T *parameter = static_cast<T *>(part.parameter);
+    const Real *mean = static_cast<const Real *>(part.states[0]);
+    const Real *squares = static_cast<const Real *>(part.states[1]);
+    FOR_EACH_ELEMENT(part, i) {
+        const Real value = Element<T>::load(parameter[i]);
+        parameter[i] = Element<T>::store(value - direction.of(value, mean[i], squares[i]) * rate);
+    }
+}
+KERNELS(lamb_update)

@@ -1,0 +1,64 @@
+//! Normalising the rows of candle's tensors.
+use super::address::{input, output, read_address, write_address};
+use super::gpu::Gpu;
+use super::norm::{Backward, Forward, Rows, backward, forward};
+use super::operands::NormOperands;
+use crate::Result;
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CudaStorage, DType, Layout, Tensor};
+use cudarc::driver::CudaSlice;
+use std::sync::{Mutex, PoisonError};
+
+/// What the forward pass leaves for the backward pass; nothing if there were no rows.
+#[derive(Debug)]
+pub(crate) struct NormStatistics(Option<Mutex<CudaSlice<f64>>>);
+
+/// (x − mean) / √(variance + eps) × weight + bias for each row; without `centred` the mean counts as zero.
+pub(crate) fn norm_forward(
+    NormOperands { x, weight, bias }: NormOperands,
+    eps: f64,
+    centred: bool,
+) -> Result<(CudaStorage, NormStatistics)> {
+    let (device, shape) = (x.0.device(), x.1.shape());
+    let rows = rows(x.0.dtype(), shape.elem_count(), weight.1.shape().elem_count(), eps, centred);
+    // SAFETY: every element is written by the kernel; where it fails, the storage is dropped unread.
+    let mut y = unsafe { device.alloc_uninit(shape, x.0.dtype()) }?;
+    if rows.rows == 0 {
+        return Ok((y, NormStatistics(None)));
+    }
+    let bias = bias.map_or(Ok(0), |(storage, layout)| read_address(storage, layout))?;
+    let y_address = write_address(&mut y, &Layout::contiguous(shape))?;
+    let (x, weight) = (read_address(x.0, x.1)?, read_address(weight.0, weight.1)?);
+    let statistics = forward(&Gpu(device), rows, Forward { x, weight, bias, y: y_address })?;
+    Ok((y, NormStatistics(Some(Mutex::new(statistics)))))
+}
+
+/// The gradients of x, weight and bias. `x` and `dy` are contiguous.
+pub(crate) fn norm_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    statistics: &NormStatistics,
+    centred: bool,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let (dx, d_weight, d_bias) = (x.zeros_like()?, weight.zeros_like()?, weight.zeros_like()?);
+    if let Some(statistics) = &statistics.0 {
+        let device = x.device().as_cuda_device()?;
+        let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
+        let addresses = Backward {
+            x: input(x)?,
+            weight: input(weight)?,
+            dy: input(dy)?,
+            dx: output(&dx)?,
+            d_weight: output(&d_weight)?,
+            d_bias: output(&d_bias)?,
+        };
+        let mut statistics = statistics.lock().unwrap_or_else(PoisonError::into_inner);
+        backward(&Gpu(device), rows, &mut statistics, addresses)?;
+    }
+    Ok((dx, d_weight, d_bias))
+}
+
+fn rows(dtype: DType, elements: usize, size: usize, eps: f64, centred: bool) -> Rows {
+    Rows { dtype, rows: elements / size.max(1), size, eps, centred }
+}

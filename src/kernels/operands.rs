@@ -1,0 +1,61 @@
+//! What kernels are asked to work on.
+use candle_core::{CudaStorage, Layout, Tensor};
+
+/// The numbers that an optimizer's kernel needs for one parameter; what they mean, its `.cu` file says.
+pub(crate) type Scalars = [f64; 12];
+
+/// Fills up what a kernel needs with zeros.
+pub(crate) fn scalars<const N: usize>(values: [f64; N]) -> Scalars {
+    const { assert!(N <= 12) };
+    let mut scalars = Scalars::default();
+    scalars[..N].copy_from_slice(&values);
+    scalars
+}
+
+/// Which kernels an optimizer has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// `adam.cu`
+    Adam,
+    /// `sgd.cu`
+    Sgd,
+    /// `lamb.cu`
+    Lamb,
+}
+
+/// One part of a parameter, contiguous, on a GPU, with all that belongs to it: a gradient of the same dtype, and at most
+/// two states. All have the same number of elements, and do not overlap.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+pub(crate) struct Operands<'a> {
+    pub(crate) parameter: &'a Tensor,
+    pub(crate) gradient: &'a Tensor,
+    pub(crate) states: &'a [Tensor],
+    pub(crate) scalars: Scalars,
+}
+
+/// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and, of the dtype of arithmetic, its weight
+/// and bias.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+pub(crate) struct NormOperands<'a> {
+    pub(crate) x: (&'a CudaStorage, &'a Layout),
+    pub(crate) weight: (&'a CudaStorage, &'a Layout),
+    pub(crate) bias: Option<(&'a CudaStorage, &'a Layout)>,
+}
+
+/// How large the elements of some tensors are.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Extent {
+    /// The sum of their squares.
+    pub(crate) squares: f64,
+    /// The largest absolute value; NaN if there is one among them.
+    pub(crate) largest: f64,
+}
+
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+impl Extent {
+    /// That of both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        let larger = if other.largest > self.largest || other.largest.is_nan() { other.largest } else { self.largest };
+        Self { squares: self.squares + other.squares, largest: larger }
+    }
+}

@@ -1,0 +1,114 @@
+//! The CUDA sources, and the kernels in them.
+use candle_core::DType;
+
+/// The dtypes that there are kernels for, and how kernels are called for them.
+pub(super) const DTYPES: [(DType, &str); 4] =
+    [(DType::F32, "f32"), (DType::F64, "f64"), (DType::F16, "f16"), (DType::BF16, "bf16")];
+
+/// What is compiled at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Source {
+    Adam,
+    Sgd,
+    Lamb,
+    Gradient,
+    Norm,
+}
+
+/// A file, with what other files it needs before it. The lines keep their numbers in the compiler's messages.
+macro_rules! source {
+    ($($file:literal),*) => {
+        concat!($("#line 1 \"", $file, "\"\n", include_str!($file)),*)
+    };
+}
+
+impl Source {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Adam => "adam.cu",
+            Self::Sgd => "sgd.cu",
+            Self::Lamb => "lamb.cu",
+            Self::Gradient => "gradient.cu",
+            Self::Norm => "norm.cu",
+        }
+    }
+
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Self::Adam => source!("element.cu", "part.cu", "adam.cu"),
+            Self::Sgd => source!("element.cu", "part.cu", "sgd.cu"),
+            Self::Lamb => source!("element.cu", "part.cu", "reduce.cu", "lamb.cu"),
+            Self::Gradient => source!("element.cu", "part.cu", "reduce.cu", "gradient.cu"),
+            Self::Norm => source!("element.cu", "part.cu", "reduce.cu", "norm.cu"),
+        }
+    }
+}
+
+/// A kernel, for all dtypes that it is there for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernel {
+    Adam,
+    Sgd,
+    LambMoments,
+    LambSums,
+    LambUpdate,
+    Measure,
+    Total,
+    Rescale,
+    Clamp,
+    NormForward,
+    NormBackward,
+    NormColumns,
+    NormTotals,
+}
+
+impl Kernel {
+    #[cfg(test)]
+    pub(super) const ALL: [Self; 13] = [
+        Self::Adam,
+        Self::Sgd,
+        Self::LambMoments,
+        Self::LambSums,
+        Self::LambUpdate,
+        Self::Measure,
+        Self::Total,
+        Self::Rescale,
+        Self::Clamp,
+        Self::NormForward,
+        Self::NormBackward,
+        Self::NormColumns,
+        Self::NormTotals,
+    ];
+
+    pub(super) fn source(self) -> Source {
+        match self {
+            Self::Adam => Source::Adam,
+            Self::Sgd => Source::Sgd,
+            Self::LambMoments | Self::LambSums | Self::LambUpdate => Source::Lamb,
+            Self::Measure | Self::Total | Self::Rescale | Self::Clamp => Source::Gradient,
+            Self::NormForward | Self::NormBackward | Self::NormColumns | Self::NormTotals => Source::Norm,
+        }
+    }
+
+    /// Its name in the source; none if it is not there for `dtype`.
+    pub(super) fn name(self, dtype: DType) -> Option<String> {
+        let base = match self {
+            Self::Adam => "adam",
+            Self::Sgd => "sgd",
+            Self::LambMoments => "lamb_moments",
+            // These work on sums.
+            Self::LambSums => return Some("lamb_sums".to_string()),
+            Self::Total => return Some("total".to_string()),
+            Self::LambUpdate => "lamb_update",
+            Self::Measure => "measure",
+            Self::Rescale => "rescale",
+            Self::Clamp => "clamp",
+            Self::NormForward => "norm_forward",
+            Self::NormBackward => "norm_backward",
+            Self::NormColumns => "norm_columns",
+            Self::NormTotals => "norm_totals",
+        };
+        let (_, suffix) = DTYPES.into_iter().find(|(known, _)| *known == dtype)?;
+        Some(format!("{base}_{suffix}"))
+    }
+}

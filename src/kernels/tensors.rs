@@ -1,0 +1,148 @@
+//! Kernels on candle's tensors: those on the same GPU and of the same dtype have their launches in common.
+use super::address::{input, output};
+use super::gpu::Gpu;
+use super::operands::{Extent, Operands, Rule};
+use super::program;
+use super::source::{DTYPES, Kernel};
+use super::table::Entry;
+use crate::{Error, Result};
+use candle_core::{CudaDevice, DType, Device, Tensor};
+use cudarc::driver::CudaSlice;
+
+/// Whether there are kernels for tensors of `dtype` on `device`.
+pub(crate) fn take(device: &Device, dtype: DType) -> bool {
+    device.is_cuda() && DTYPES.iter().any(|(known, _)| *known == dtype)
+}
+
+/// What is launched together: which of the tensors, and their entries in the table.
+struct Batch<'a> {
+    device: &'a CudaDevice,
+    dtype: DType,
+    places: Vec<usize>,
+    entries: Vec<Entry>,
+}
+
+impl<'a> Batch<'a> {
+    /// `tensors`, with the entry of each.
+    fn all(tensors: impl Iterator<Item = (&'a Tensor, Result<Entry>)>) -> Result<Vec<Self>> {
+        let mut batches: Vec<Self> = Vec::new();
+        for (place, (tensor, entry)) in tensors.enumerate() {
+            let (device, dtype, entry) = (tensor.device().as_cuda_device()?, tensor.dtype(), entry?);
+            let alike = |batch: &&mut Self| batch.device.id() == device.id() && batch.dtype == dtype;
+            match batches.iter_mut().find(alike) {
+                Some(batch) => {
+                    batch.places.push(place);
+                    batch.entries.push(entry);
+                }
+                None => batches.push(Self { device, dtype, places: vec![place], entries: vec![entry] }),
+            }
+        }
+        Ok(batches)
+    }
+
+    fn of_operands(operands: &'a [Operands<'a>]) -> Result<Vec<Self>> {
+        Self::all(operands.iter().map(|operands| (operands.parameter, entry(operands))))
+    }
+
+    fn gpu(&self) -> Gpu<'a> {
+        Gpu(self.device)
+    }
+}
+
+/// The entry of one part, whose tensors must fit each other.
+fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
+    let elements = parameter.elem_count();
+    let state_dtype = if parameter.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let fits = |tensor: &Tensor, dtype| {
+        tensor.elem_count() == elements && tensor.dtype() == dtype && tensor.device().same_device(parameter.device())
+    };
+    let states_fit = states.len() <= 2 && states.iter().all(|state| fits(state, state_dtype));
+    if !states_fit || !fits(gradient, parameter.dtype()) {
+        let reason = "parameter, gradient and states differ in device, dtype or number of elements";
+        return Err(Error::invalid("parameters", reason));
+    }
+    let mut addresses = [0; 2];
+    for (address, state) in addresses.iter_mut().zip(*states) {
+        *address = output(state)?;
+    }
+    let (parameter, gradient) = (output(parameter)?, input(gradient)?);
+    Ok(Entry { elements, parameter, gradient, states: addresses, scalars: *scalars })
+}
+
+/// Updates parameters, each of which is given as a whole, with a constant number of launches for each dtype.
+pub(crate) fn update_whole(rule: Rule, operands: &[Operands]) -> Result<()> {
+    Batch::of_operands(operands)?
+        .iter()
+        .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries))
+}
+
+/// What comes before [`update`] where that needs sums; it waits for the GPU once for each dtype.
+pub(crate) fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>> {
+    let mut sums = vec![[0.; 2]; operands.len()];
+    let batches = Batch::of_operands(operands)?;
+    let launched = batches.iter().map(|batch| program::prepare(&batch.gpu(), rule, batch.dtype, &batch.entries));
+    let launched = launched.collect::<Result<Vec<_>>>()?;
+    for (batch, numbers) in batches.iter().zip(&launched) {
+        let found = program::read_sums(&batch.gpu(), numbers.as_ref(), batch.entries.len())?;
+        for (place, found) in batch.places.iter().zip(found) {
+            sums[*place] = found;
+        }
+    }
+    Ok(sums)
+}
+
+/// Updates parts of parameters; `sums` has those over all parts of the parameter, for each.
+pub(crate) fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Result<()> {
+    Batch::of_operands(operands)?.iter().try_for_each(|batch| {
+        let sums: Vec<[f64; 2]> = batch.places.iter().map(|place| sums[*place]).collect();
+        program::update(&batch.gpu(), rule, batch.dtype, &batch.entries, &sums)
+    })
+}
+
+/// How large contiguous tensors are, with one wait for the GPU, if they are of one dtype.
+pub(crate) fn measure(tensors: &[&Tensor]) -> Result<Extent> {
+    let entry =
+        |tensor: &Tensor| Ok(Entry { elements: tensor.elem_count(), gradient: input(tensor)?, ..Default::default() });
+    measured(tensors, entry, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
+}
+
+/// Multiplies contiguous tensors in place.
+pub(crate) fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
+    change(tensors, Kernel::Rescale, factor)
+}
+
+/// Multiplies contiguous tensors in place; how large they were before, with one wait as with [`measure`].
+pub(crate) fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
+    let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
+    measured(tensors, |tensor| changed(tensor, factor), launch)
+}
+
+/// Limits the elements of contiguous tensors to the range from `-limit` to `limit`, in place.
+pub(crate) fn clamp(tensors: &[&Tensor], limit: f64) -> Result<()> {
+    change(tensors, Kernel::Clamp, limit)
+}
+
+fn measured(
+    tensors: &[&Tensor],
+    entry: impl Fn(&Tensor) -> Result<Entry>,
+    launch: impl Fn(&Batch) -> Result<Option<CudaSlice<f64>>>,
+) -> Result<Extent> {
+    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
+    // Everything is on its way before the first result is waited for.
+    let launched = batches.iter().map(launch).collect::<Result<Vec<_>>>()?;
+    batches.iter().zip(&launched).try_fold(Extent::default(), |extent, (batch, numbers)| {
+        Ok(extent.and(program::read_extent(&batch.gpu(), numbers.as_ref())?))
+    })
+}
+
+fn change(tensors: &[&Tensor], kernel: Kernel, scalar: f64) -> Result<()> {
+    Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, scalar))))?
+        .iter()
+        .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))
+}
+
+/// The entry of a tensor that is changed in place.
+fn changed(tensor: &Tensor, scalar: f64) -> Result<Entry> {
+    let scalars = super::scalars([scalar]);
+    Ok(Entry { elements: tensor.elem_count(), parameter: output(tensor)?, scalars, ..Default::default() })
+}
