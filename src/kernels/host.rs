@@ -34,14 +34,14 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Without a C++ compiler, says that `test` is skipped.
+    /// Where kernels cannot be compiled for the CPU, says that `test` is skipped.
     pub(super) fn new(test: &str) -> Option<Self> {
         static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
         match LIBRARY.get_or_init(compile) {
             Some(library) => Some(Self { library, launches: Cell::new(0) }),
             None => {
                 // Not `eprintln!`, which the test harness would swallow.
-                let line = format!("SKIPPED {test}: there is no C++ compiler `c++`\n");
+                let line = format!("SKIPPED {test}: it needs a C++ compiler, `c++`, and glibc\n");
                 let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
                 None
             }
@@ -68,8 +68,11 @@ impl Host {
     }
 }
 
-/// None if there is no compiler.
+/// None if there is no compiler, or no fibres.
 fn compile() -> Option<Library> {
+    if !cfg!(all(target_os = "linux", target_env = "gnu")) {
+        return None;
+    }
     Command::new("c++").arg("--version").output().ok()?;
     let folder = tempfile::tempdir().unwrap();
     let (source, library) = (folder.path().join("kernels.cpp"), folder.path().join("libkernels.so"));
