@@ -1,4 +1,5 @@
 //! Floating-point elements of CPU tensors, for kernels that are written once for all of them.
+use crate::float16;
 use candle_core::{CpuStorage, Layout, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
@@ -44,9 +45,11 @@ macro_rules! native {
         impl Element for $float {
             type Acc = $float;
             values_mut!($variant);
+            #[inline(always)]
             fn widen(self) -> $float {
                 self
             }
+            #[inline(always)]
             fn narrow(value: $float) -> $float {
                 value
             }
@@ -56,20 +59,25 @@ macro_rules! native {
 native!(f32: F32, f64: F64);
 
 macro_rules! through_f32 {
-    ($($float:ty: $variant:ident),*) => {$(
+    ($($float:ty: $variant:ident, $widen:path, $narrow:path);*) => {$(
         impl Element for $float {
             type Acc = f32;
             values_mut!($variant);
+            #[inline(always)]
             fn widen(self) -> f32 {
-                self.to_f32()
+                $widen(self)
             }
+            #[inline(always)]
             fn narrow(value: f32) -> $float {
-                <$float>::from_f32(value)
+                $narrow(value)
             }
         }
     )*};
 }
-through_f32!(f16: F16, bf16: BF16);
+through_f32!(
+    f16: F16, float16::f16_to_f32, float16::f32_to_f16;
+    bf16: BF16, float16::bf16_to_f32, float16::f32_to_bf16
+);
 
 /// Evaluates an expression of type `candle_core::Result` with the element type that belongs to a dtype.
 macro_rules! dispatch {

@@ -62,6 +62,7 @@ pub mod ddp;
 mod element;
 pub mod error;
 mod file;
+mod float16;
 mod kernels;
 #[cfg(feature = "launcher")]
 pub mod launch;

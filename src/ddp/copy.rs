@@ -1,6 +1,7 @@
 //! Writing into tensors that are already there: slices of buckets, replicas.
 use crate::Result;
 use crate::element::{Element, dispatch, slice, slice_mut};
+use crate::simd;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
 
@@ -90,6 +91,7 @@ struct ScaledCopy {
 
 impl ScaledCopy {
     /// One pass over both, calculated in f32, or in f64 where the destination is f64.
+    #[inline(always)]
     fn apply<T: Element, S: Element>(&self, dst: &mut [T], src: &[S]) {
         let scale = T::Acc::from_f64(self.scale);
         let value = |src: &S| T::Acc::from_f64(src.widen().to_f64());
@@ -109,7 +111,8 @@ impl InplaceOp2 for ScaledCopy {
 
     fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> CandleResult<()> {
         dispatch!(dst.dtype(), self.name(), T => dispatch!(src.dtype(), self.name(), S => {
-            self.apply::<T, S>(slice_mut(dst, dst_l)?, slice(src, src_l)?);
+            let (dst, src) = (slice_mut(dst, dst_l)?, slice(src, src_l)?);
+            simd::vectorise(|| self.apply::<T, S>(dst, src));
             Ok(())
         }))
     }

@@ -5,6 +5,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::element::{Accumulator, Element, dispatch, slice, with_slice};
 use crate::kernels::{self, NormOperands, NormStatistics};
+use crate::simd;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -84,11 +85,13 @@ impl RowNorm {
             let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
             blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
                 let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
-                for ((y, x), statistics) in rows.zip(statistics) {
-                    let (mean, scale) = row_statistics(x, self.eps, self.centred);
-                    normalise_row(y, x, weight, bias, mean, scale);
-                    *statistics = [mean.to_f64(), scale.to_f64()];
-                }
+                simd::vectorise(|| {
+                    for ((y, x), statistics) in rows.zip(statistics) {
+                        let (mean, scale) = row_statistics(x, self.eps, self.centred);
+                        normalise_row(y, x, weight, bias, mean, scale);
+                        *statistics = [mean.to_f64(), scale.to_f64()];
+                    }
+                });
             });
             let _ = self.statistics.set(Statistics::OnCpu(statistics));
             Ok(T::to_cpu_storage_owned(y))
@@ -124,11 +127,13 @@ impl RowNorm {
                     let zeros = vec![Acc::from_f64(0.0); size];
                     let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
                     let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
-                    for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
-                        let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
-                        let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));
-                        input_gradient_row(dx, x, dy, &weight, mean, scale, sums, self.centred);
-                    }
+                    simd::vectorise(|| {
+                        for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
+                            let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
+                            let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));
+                            input_gradient_row(dx, x, dy, &weight, mean, scale, sums, self.centred);
+                        }
+                    });
                     (d_weight, d_bias)
                 });
                 Ok(sums.collect())
@@ -155,6 +160,7 @@ fn block_rows(size: usize) -> usize {
 }
 
 /// A row's mean and 1 / √(variance + eps).
+#[inline(always)]
 fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Acc, T::Acc) {
     let count = T::Acc::from_f64(x.len() as f64);
     let mean = if centred { sum(x, |x| x) / count } else { T::Acc::from_f64(0.0) };
@@ -163,6 +169,7 @@ fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Acc, T::A
     (mean, one / (variance + T::Acc::from_f64(eps)).square_root())
 }
 
+#[inline(always)]
 fn sum<T: Element>(x: &[T], term: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
     let mut lanes = [T::Acc::from_f64(0.0); LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -177,10 +184,12 @@ fn sum<T: Element>(x: &[T], term: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
     fold(lanes)
 }
 
+#[inline(always)]
 fn fold<A: Accumulator>(lanes: [A; LANES]) -> A {
     lanes.into_iter().fold(A::from_f64(0.0), |sum, lane| sum + lane)
 }
 
+#[inline(always)]
 fn normalise_row<T: Element>(
     y: &mut [T],
     x: &[T],
@@ -206,6 +215,7 @@ fn normalise_row<T: Element>(
 
 /// With x̂ = (x − mean) × scale: adds dy·x̂ to the weight's gradient and dy to the bias's, and returns Σ dy·weight and
 /// Σ dy·weight·x̂.
+#[inline(always)]
 fn row_sums<T: Element>(
     x: &[T],
     dy: &[T],
@@ -241,6 +251,7 @@ fn row_sums<T: Element>(
     [fold(plain), fold(weighted)]
 }
 
+#[inline(always)]
 #[expect(clippy::too_many_arguments)] // three rows in, one out, and what is known of them
 fn input_gradient_row<T: Element>(
     dx: &mut [T],

@@ -1,4 +1,5 @@
 //! The numbers that kernels compute with, and those that parameters consist of.
+use crate::float16;
 use candle_core::{CpuStorage, DType};
 use half::{bf16, f16};
 use std::ops::{Add, Div, Mul, Neg, Sub};
@@ -113,8 +114,8 @@ macro_rules! real {
 
 real!(f32, F32);
 real!(f64, F64);
-element!(f16, F16, f32, f16::to_f32, f16::from_f32);
-element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32);
+element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16);
+element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16);
 
 /// Sums of this many terms are made in the elements' own arithmetic, and added up in f64.
 const BLOCK: usize = 2048;

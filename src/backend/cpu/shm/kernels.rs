@@ -5,6 +5,7 @@ use super::block_kernels::{self, Reduction};
 use super::call::Element;
 use super::slot::Slot;
 use crate::backend::ReduceOp;
+use crate::float16;
 use half::{bf16, f16};
 use std::ops::{Add, Mul};
 
@@ -96,50 +97,22 @@ macro_rules! wide_is_itself {
 }
 wide_is_itself!(f32, f64);
 
-/// The same as the conversions of `half`, without branches, so that it becomes vector code.
-impl Summand for bf16 {
-    type Wide = f32;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-    #[inline(always)]
-    fn narrow(wide: f32) -> Self {
-        let bits = wide.to_bits();
-        // To the nearest, and to the even one of two.
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-        // Rounding must not make an infinity of a NaN.
-        let result = if wide.is_nan() { bits | 0x40_0000 } else { rounded };
-        Self::from_bits((result >> 16) as u16)
-    }
+macro_rules! wide_is_f32 {
+    ($($float:ty: $widen:path, $narrow:path);*) => {$(
+        impl Summand for $float {
+            type Wide = f32;
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn narrow(wide: f32) -> Self {
+                $narrow(wide)
+            }
+        }
+    )*};
 }
-
-/// As with bf16.
-impl Summand for f16 {
-    type Wide = f32;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        let bits = u32::from(self.to_bits());
-        let (sign, magnitude) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
-        // The exponent is short of 112; multiplying makes up for it, also for numbers that are subnormal.
-        let finite = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
-        let result = if magnitude >= 0x7c00 << 13 { magnitude | 0xff << 23 } else { finite };
-        f32::from_bits(result | sign)
-    }
-    #[inline(always)]
-    fn narrow(wide: f32) -> Self {
-        let bits = wide.to_bits();
-        let magnitude = bits & 0x7fff_ffff;
-        // To the nearest, and to the even one of two; what is too large becomes infinite by that.
-        let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-        // Adding a half moves the last bit of a subnormal f16 to the last bit of the f32, which rounds.
-        let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
-        let large = if magnitude > 0xff << 23 { 0x7e00 | ((magnitude >> 13) & 0x3ff) } else { 0x7c00 };
-        let result = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
-        let result = if magnitude >= (127 + 16) << 23 { large } else { result };
-        Self::from_bits((result | ((bits >> 16) & 0x8000)) as u16)
-    }
-}
+wide_is_f32!(f16: float16::f16_to_f32, float16::f32_to_f16; bf16: float16::bf16_to_f32, float16::f32_to_bf16);
 
 /// Where [`sum_as`] reads and writes.
 struct Pointers<'a, T> {
@@ -258,32 +231,6 @@ unsafe fn sum_as<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
 mod tests {
     use super::super::segment::Segment;
     use super::*;
-
-    #[test]
-    fn conversions_are_those_of_half() {
-        for bits in 0..=u16::MAX {
-            let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
-            if !half.is_nan() {
-                assert_eq!(Summand::widen(half).to_bits(), half.to_f32().to_bits(), "f16 {bits:#x}");
-            }
-            assert_eq!(Summand::widen(half).is_nan(), half.is_nan());
-            // What lies at, just beside, and half-way to the next.
-            for wide in [half.to_f32(), brain.to_f32()] {
-                let near =
-                    [0, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001].map(|more| wide.to_bits().wrapping_add(more));
-                for wide in near.map(f32::from_bits) {
-                    let bits = wide.to_bits();
-                    let (ours, theirs) = (<f16 as Summand>::narrow(wide), f16::from_f32(wide));
-                    assert_eq!(ours.to_bits(), theirs.to_bits(), "{bits:#x} to f16");
-                    assert_eq!(
-                        <bf16 as Summand>::narrow(wide).to_bits(),
-                        bf16::from_f32(wide).to_bits(),
-                        "{bits:#x} to bf16"
-                    );
-                }
-            }
-        }
-    }
 
     /// Values of many magnitudes, so that the order of additions shows in the bits.
     fn bytes(seed: u64, length: usize) -> Vec<u8> {
