@@ -1,6 +1,6 @@
 //! A model on each device, and the `VarBuilder` that it is built with.
 use super::device_name;
-use crate::error::describe;
+use crate::ddp::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
@@ -212,13 +212,7 @@ impl SimpleBackend for Builder {
     ) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
         if let Some(var) = registered.handed_out.get(name) {
-            if var.shape() != &shape {
-                candle_core::bail!(
-                    "{name} was asked for as {} and as {}: a shared variable has one shape",
-                    describe(var.dtype(), var.shape()),
-                    describe(dtype, &shape)
-                )
-            }
+            check_shared(name, var, dtype, &shape)?;
             return Ok(var.as_tensor().clone());
         }
         bail_if_sealed(&registered, name)?;
@@ -235,9 +229,7 @@ impl SimpleBackend for Builder {
         bail_if_sealed(&registered, name)?;
         match self.known(name) {
             Some(var) => self.hand_out(&mut registered, name, var),
-            None => {
-                candle_core::bail!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made")
-            }
+            None => Err(not_in_varmap(name)),
         }
     }
 

@@ -3,11 +3,11 @@ use super::bucket::{self, Bucket, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
 use super::copy;
 use super::shard::ShardExchange;
+use super::usage::Usage;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{ReduceOp, Result};
-use candle_core::Tensor;
 
 /// The way of a reducer's buckets. All ranks have the same.
 #[derive(Default)]
@@ -104,8 +104,9 @@ impl Exchange {
                 let used = bucket.tail.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
                 Ok(used.to_vec1::<f32>()?[0] > 0.0)
             }
-            Self::Hook(HookExchange { used: Some(used), .. }) => Ok(used.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0),
-            Self::Hook(_) => Ok(false),
+            Self::Hook(HookExchange { usage, .. }) => {
+                usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
+            }
             Self::Shard(exchange) => exchange.anybody_used(index),
         }
     }
@@ -124,17 +125,16 @@ pub(super) fn show(trace: Option<&Trace>, work: &Work, name: std::fmt::Arguments
 pub(super) struct HookExchange {
     hook: Box<dyn RunningHook>,
     buckets: Vec<GradBucket>,
-    /// One byte for each parameter, in registration order: whether any rank used it in the last backward pass. None if
-    /// nothing is sent.
-    used: Option<Tensor>,
-    /// The bytes of `used` that were sent.
+    /// Of the last backward pass. None if nothing is sent.
+    usage: Option<Usage>,
+    /// The bytes that were sent for that.
     used_bytes: u64,
 }
 
 impl HookExchange {
     pub(super) fn new<H: CommHook>(hook: H) -> Self {
         let hook = Running { hook, in_flight: Vec::new(), gradient_bytes: 0 };
-        Self { hook: Box::new(hook), buckets: Vec::new(), used: None, used_bytes: 0 }
+        Self { hook: Box::new(hook), buckets: Vec::new(), usage: None, used_bytes: 0 }
     }
 
     fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
@@ -157,13 +157,11 @@ impl HookExchange {
             return self.hook.finish(&self.buckets, group, trace);
         }
         // The tails of all buckets at once, for the hook may have made anything of the buckets.
-        let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
-        self.used_bytes += bytes.len() as u64;
-        let used = Tensor::from_vec(bytes, used.len(), group.device())?;
-        let work = group.all_reduce_async(&used, ReduceOp::Max)?;
+        self.used_bytes += used.len() as u64;
+        let usage = Usage::send(used, group)?;
         self.hook.finish(&self.buckets, group, trace)?;
-        work.wait()?;
-        self.used = Some(used);
+        usage.wait()?;
+        self.usage = Some(usage);
         Ok(())
     }
 

@@ -10,10 +10,12 @@ mod reducer;
 mod registry;
 mod shard;
 mod sync;
+mod usage;
 mod verify;
 
 pub use options::{DdpOptions, NamePredicate};
 pub(crate) use reducer::Reducer;
+pub(crate) use registry::{check_shared, not_in_varmap};
 pub(crate) use shard::{Fresh, Shard, Staged, Staging};
 pub(crate) use verify::agree;
 

@@ -140,6 +140,23 @@ impl Parameter {
     }
 }
 
+/// A variable that was handed out as `tensor` is asked for once more (tied weights).
+pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Shape) -> candle_core::Result<()> {
+    if tensor.shape() != shape {
+        candle_core::bail!(
+            "{name} was asked for as {} and as {}: a shared variable has one shape",
+            describe(tensor.dtype(), tensor.shape()),
+            describe(dtype, shape)
+        )
+    }
+    Ok(())
+}
+
+/// A variable that is asked for without a shape has to be there.
+pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
+    candle_core::Error::msg(format!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made"))
+}
+
 impl SimpleBackend for Registry {
     fn get(
         &self,
@@ -151,13 +168,7 @@ impl SimpleBackend for Registry {
     ) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
         if let Some(tensor) = registered.handed_out.get(name) {
-            if tensor.shape() != &shape {
-                candle_core::bail!(
-                    "{name} was asked for as {} and as {}: a shared variable has one shape",
-                    describe(tensor.dtype(), tensor.shape()),
-                    describe(dtype, &shape)
-                )
-            }
+            check_shared(name, tensor, dtype, &shape)?;
             return Ok(tensor.clone());
         }
         let (stored, held) = self.dtypes(name, dtype);
@@ -174,9 +185,7 @@ impl SimpleBackend for Registry {
         let var = self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
         match var {
             Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype).1),
-            None => {
-                candle_core::bail!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made")
-            }
+            None => Err(not_in_varmap(name)),
         }
     }
 

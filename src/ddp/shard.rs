@@ -1,6 +1,7 @@
 //! ZeRO-1's way of the buckets: each rank gets the mean of its part of each, and no more.
 use super::bucket::Bucket;
 use super::copy;
+use super::usage::Usage;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
@@ -94,15 +95,15 @@ pub(super) struct ShardExchange {
     staging: Arc<Staging>,
     /// The numbers of the buckets that were sent, with their parts.
     in_flight: VecDeque<(usize, Staged, Work)>,
-    /// One byte for each parameter, in registration order: whether any rank used it in the last backward pass.
-    used: Option<Tensor>,
+    /// Of the last backward pass.
+    usage: Option<Usage>,
     fresh: Option<Fresh>,
 }
 
 impl ShardExchange {
     pub(super) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
         let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
-        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), used: None, fresh: None })
+        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), usage: None, fresh: None })
     }
 
     pub(super) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
@@ -137,21 +138,18 @@ impl ShardExchange {
     }
 
     pub(super) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
-        let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
-        let used = Tensor::from_vec(bytes, used.len(), group.device())?;
-        let last = group.all_reduce_async(&used, ReduceOp::Max)?;
+        let usage = Usage::send(used, group)?;
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
         }
-        last.wait()?;
-        self.used = Some(used);
+        usage.wait()?;
+        self.usage = Some(usage);
         Ok(())
     }
 
     /// Whether any rank used the parameter `index`.
     pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
-        let Some(used) = &self.used else { return Ok(false) };
-        Ok(used.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0)
+        self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
     }
 
     /// The shards hold the gradients of the `present` parameters.

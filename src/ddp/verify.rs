@@ -4,10 +4,6 @@ use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 
-/// First character of what a rank reports: whether it has what is to be compared.
-const GOOD: u8 = b'+';
-const FAILED: u8 = b'-';
-
 /// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none.
 /// Every rank gets the same verdict: in PyTorch only the mismatching rank raises, and the others hang.
 pub(super) fn same_model(
@@ -37,18 +33,13 @@ pub(crate) fn agree(
     report: std::result::Result<String, &Error>,
     failed: &str,
 ) -> Result<Option<(usize, String)>> {
-    let report = match report {
-        Ok(report) => format!("{}{report}", char::from(GOOD)),
-        Err(error) => format!("{}{error}", char::from(FAILED)),
-    };
-    let reports = group.all_gather_bytes(report.as_bytes())?;
-    let text = |rank: usize| String::from_utf8_lossy(&reports[rank]).into_owned();
-    if let Some(peer) = reports.iter().position(|report| report.first() == Some(&FAILED)) {
-        let reason = format!("{failed}: {}", &text(peer)[1..]);
-        return Err(Error::PeerFailed { peer, reason });
+    match group.gather_reports(report.as_deref().map_err(|error| *error))? {
+        Err((peer, reason)) => Err(Error::PeerFailed { peer, reason: format!("{failed}: {reason}") }),
+        Ok(reports) => {
+            let other = reports.iter().position(|report| *report != reports[0]);
+            Ok(other.map(|rank| (rank, first_difference(rank, &reports[rank], &reports[0]))))
+        }
     }
-    let other = reports.iter().position(|report| *report != reports[0]);
-    Ok(other.map(|rank| (rank, first_difference(rank, &text(rank), &text(0)))))
 }
 
 /// One line per fact on which ranks must agree.
@@ -79,10 +70,7 @@ fn first_difference(rank: usize, theirs: &str, rank_0: &str) -> String {
     loop {
         match (theirs.next(), rank_0.next()) {
             (Some(a), Some(b)) if a == b => {}
-            (Some(a), Some(b)) => {
-                let plain = |line: &str| line.trim_start_matches(char::from(GOOD)).to_string();
-                return format!("{} on rank {rank}, {} on rank 0", plain(a), plain(b));
-            }
+            (Some(a), Some(b)) => return format!("{a} on rank {rank}, {b} on rank 0"),
             (Some(a), None) => return format!("{a} on rank {rank} does not exist on rank 0"),
             (None, Some(b)) => return format!("{b} on rank 0 does not exist on rank {rank}"),
             (None, None) => return "none in the text of their reports".to_string(),
@@ -96,11 +84,11 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let rank_0 = "+options: a\nparameter 0: w f32[2]\nparameter 1: b f32[2]";
+        let rank_0 = "options: a\nparameter 0: w f32[2]\nparameter 1: b f32[2]";
         let cases = [
-            ("+options: b\nparameter 0: w f32[3]", "options: b on rank 3, options: a on rank 0"),
-            ("+options: a\nparameter 0: w f32[3]", "parameter 0: w f32[3] on rank 3, parameter 0: w f32[2] on rank 0"),
-            ("+options: a\nparameter 0: w f32[2]", "parameter 1: b f32[2] on rank 0 does not exist on rank 3"),
+            ("options: b\nparameter 0: w f32[3]", "options: b on rank 3, options: a on rank 0"),
+            ("options: a\nparameter 0: w f32[3]", "parameter 0: w f32[3] on rank 3, parameter 0: w f32[2] on rank 0"),
+            ("options: a\nparameter 0: w f32[2]", "parameter 1: b f32[2] on rank 0 does not exist on rank 3"),
         ];
         for (theirs, expected) in cases {
             assert_eq!(first_difference(3, theirs, rank_0), expected);

@@ -1,7 +1,7 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
 use super::clip;
 use super::element::{DTYPES, state_dtype};
-use super::rule::{Moment, UpdateRule};
+use super::rule::{Moment, UpdateRule, limit};
 use super::state::{self, Loader, StateDict};
 use super::storage::{self, Part};
 use crate::error::describe;
@@ -216,16 +216,13 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             .map(|group| group.slots.iter().map(|slot| slot.gradient(grads)).collect())
             .collect::<Result<_>>()?;
         let norm = if self.options().any(|options| options.max_grad_norm().is_some()) {
-            Some(clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?)
+            clip::norm(gradients.iter().flatten().flatten(), clip::NormType::L2)?
         } else {
-            None
+            0.
         };
         let mut parts = Vec::new();
         for (Group { options, slots }, gradients) in self.groups.iter().zip(&gradients) {
-            let gradient_scale = match (norm, options.max_grad_norm()) {
-                (Some(norm), Some(max)) if norm > max => max / norm,
-                _ => 1.,
-            };
+            let gradient_scale = limit(options, norm);
             for (slot, gradient) in slots.iter().zip(gradients) {
                 let Some(gradient) = gradient.clone() else { continue };
                 let moment = Moment { step: slot.steps + 1, gradient_scale };

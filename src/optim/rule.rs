@@ -31,6 +31,14 @@ pub struct Slices<'a, 'b, E: Element> {
     pub states: &'a mut [&'b mut [E::Real]],
 }
 
+/// What scales gradients whose norm is `norm` down to the limit of `rule`, if it has one.
+pub(super) fn limit<R: UpdateRule>(rule: &R, norm: f64) -> f64 {
+    match rule.max_grad_norm() {
+        Some(max) if norm > max => max / norm,
+        _ => 1.,
+    }
+}
+
 /// Two sums over a parameter.
 pub(super) type Sums = [f64; 2];
 

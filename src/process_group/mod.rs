@@ -227,18 +227,33 @@ impl ProcessGroup {
     /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::PeerFailed`]. Every rank
     /// calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
-        let report = match &result {
-            Ok(_) => "+".to_string(),
+        let reports = self.gather_reports(result.as_ref().map(|_| ""));
+        let value = result?;
+        match reports? {
+            Ok(_) => Ok(value),
+            Err((peer, reason)) => Err(Error::PeerFailed { peer, reason }),
+        }
+    }
+
+    /// Every rank's report, in rank order; or the first rank that has an error instead, and its text. Every rank calls it.
+    pub(crate) fn gather_reports(
+        &self,
+        report: std::result::Result<&str, &Error>,
+    ) -> Result<std::result::Result<Vec<String>, (usize, String)>> {
+        const GOOD: char = '+';
+        let report = match report {
+            Ok(report) => format!("{GOOD}{report}"),
             Err(error) => format!("-{error}"),
         };
-        let reports = self.all_gather_bytes(report.as_bytes());
-        let value = result?;
-        for (peer, report) in reports?.into_iter().enumerate() {
-            if let Some((b'-', reason)) = report.split_first() {
-                return Err(Error::PeerFailed { peer, reason: String::from_utf8_lossy(reason).into_owned() });
+        let mut reports = Vec::new();
+        for (rank, report) in self.all_gather_bytes(report.as_bytes())?.into_iter().enumerate() {
+            let report = String::from_utf8_lossy(&report);
+            match report.strip_prefix(GOOD) {
+                Some(report) => reports.push(report.to_string()),
+                None => return Ok(Err((rank, report.get(1..).unwrap_or_default().to_string()))),
             }
         }
-        Ok(value)
+        Ok(Ok(reports))
     }
 
     /// Every rank's bytes, in rank order; they may differ in length.

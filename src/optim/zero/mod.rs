@@ -4,7 +4,7 @@ mod layout;
 
 use super::clip::{self, NormType};
 use super::fused::{LearningRates, ParameterGroup};
-use super::rule::{Moment, Sums, UpdateRule};
+use super::rule::{Moment, Sums, UpdateRule, limit};
 use super::storage::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::Work;
@@ -171,11 +171,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     fn gradient_scales(&self, fresh: &Fresh) -> Result<Vec<f64>> {
         let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
         let norm = if limited { self.norm(fresh, NormType::L2)? } else { 0. };
-        let scale = |options: &R| match options.max_grad_norm() {
-            Some(max) if norm > max => fresh.scale * (max / norm),
-            _ => fresh.scale,
-        };
-        Ok(self.options.iter().map(scale).collect())
+        Ok(self.options.iter().map(|options| fresh.scale * limit(options, norm)).collect())
     }
 
     /// For each parameter, the sums that its update needs, over the parts of all ranks.

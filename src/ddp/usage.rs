@@ -1,0 +1,30 @@
+//! Which parameters any rank used, where the tails of the buckets cannot tell.
+use crate::backend::Work;
+use crate::process_group::ProcessGroup;
+use crate::{ReduceOp, Result};
+use candle_core::Tensor;
+
+/// One byte for each parameter, in registration order, and their way to all ranks.
+pub(super) struct Usage {
+    bytes: Tensor,
+    work: Work,
+}
+
+impl Usage {
+    /// Sends off which parameters this rank used; every rank calls it.
+    pub(super) fn send(used: &[bool], group: &ProcessGroup) -> Result<Self> {
+        let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
+        let bytes = Tensor::from_vec(bytes, used.len(), group.device())?;
+        let work = group.all_reduce_async(&bytes, ReduceOp::Max)?;
+        Ok(Self { bytes, work })
+    }
+
+    pub(super) fn wait(&self) -> Result<()> {
+        self.work.wait()
+    }
+
+    /// Whether any rank used the parameter `index`; to be asked after [`wait`](Self::wait).
+    pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
+        Ok(self.bytes.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0)
+    }
+}
