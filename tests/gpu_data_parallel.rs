@@ -42,14 +42,15 @@ fn fill_small(varmap: &VarMap) {
 
 /// Lists of devices to train on, or none.
 fn lists(test: &str) -> Vec<Vec<Device>> {
-    let gpus: Vec<Device> = (0..8).map_while(|ordinal| Device::new_cuda(ordinal).ok()).collect();
+    let gpus: Vec<Device> = (0..8).map_while(|ordinal| Device::new_cuda_with_stream(ordinal).ok()).collect();
     let Some(first) = gpus.first() else {
         assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: there is no GPU");
         let line = format!("SKIPPED {test}: there is no GPU\n");
         let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
         return Vec::new();
     };
-    let mut lists = vec![vec![first.clone()], vec![first.clone(), Device::Cpu], vec![Device::Cpu, first.clone()]];
+    let usual = Device::new_cuda(0).unwrap();
+    let mut lists = vec![vec![usual.clone()], vec![usual, Device::Cpu], vec![Device::Cpu, first.clone()]];
     if gpus.len() > 1 {
         lists.push(gpus);
     }
@@ -109,6 +110,11 @@ fn what_is_on_another_device_is_refused_with_advice() {
         }
         let twice = [devices[0].clone(), Device::new_cuda(0).unwrap()];
         assert!(DataParallel::new(&twice, &devices[0], &VarMap::new(), build).is_err());
+        if let (Some(_), Ok(second)) = (devices[1..].iter().find(|device| device.is_cuda()), Device::new_cuda(1)) {
+            let error = DataParallel::new(&[devices[0].clone(), second], &devices[0], &VarMap::new(), build).err();
+            let error = error.map(|error| error.to_string()).unwrap_or_default();
+            assert!(error.contains("cuda:1") && error.contains("new_cuda_with_stream"), "{error}");
+        }
     }
 }
 

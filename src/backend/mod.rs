@@ -40,6 +40,11 @@ pub trait Communicator: Send + Sync {
         self.start(collective)?.wait()
     }
 
+    /// Makes [`Work::span`] known for the collectives that are started from now on, where that costs something: on GPUs.
+    fn measure_spans(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
 

@@ -37,8 +37,8 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
 /// Runs `work` for each of the inputs, on a thread for each place.
 ///
 /// # Streams
-/// Each thread has a CUDA stream of its own on every device (candle uses the per-thread default stream), and streams do
-/// not wait for each other. What this thread has enqueued, inputs and the optimizer's last step among it, must be done
+/// Each thread has a CUDA stream of its own on a device that was made by `Device::new_cuda`, and streams do not wait for
+/// each other. What this thread has enqueued, inputs and the optimizer's last step among it, must be done
 /// before other threads read it; and their results, and the memory they have used, must be done with before this thread
 /// goes on, also where one has failed. So both sides are waited for.
 pub(super) fn on_each<I: Send, O: Send>(

@@ -65,7 +65,7 @@ impl fmt::Debug for DataParallelOptions {
 /// use candle_nn::{Optimizer, SGD, VarMap, linear, loss};
 ///
 /// # fn main() -> candle_ddp::Result<()> {
-/// let devices = [Device::Cpu, Device::Cpu]; // or Device::new_cuda(0)?, Device::new_cuda(1)?
+/// let devices = [Device::Cpu, Device::Cpu]; // or Device::new_cuda_with_stream(0)? and (1)?
 /// let varmap = VarMap::new();
 /// let dp = DataParallel::new(&devices, &devices[0], &varmap, |vb| linear(4, 2, vb))?;
 /// let mut optimizer = SGD::new(dp.parameters(), 0.1)?;
@@ -97,8 +97,8 @@ impl<M> DataParallel<M> {
     /// first of them. Outputs are gathered on `output_device`; PyTorch's default is the first device.
     ///
     /// # Errors
-    /// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty
-    /// or has a GPU twice, and what `build` returns.
+    /// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty,
+    /// has a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
     pub fn new<E>(
         devices: &[Device],
         output_device: &Device,

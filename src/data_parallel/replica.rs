@@ -1,6 +1,8 @@
 //! A model on each device, and the `VarBuilder` that it is built with.
 use super::device_name;
+use super::scatter_gather::transfer_whole;
 use crate::ddp::{check_shared, not_in_varmap};
+use crate::kernels;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
@@ -44,11 +46,13 @@ impl<M> Replica<M> {
     ///
     /// [`parallel_apply`]: super::parallel_apply
     pub(super) fn refresh(&self) -> Result<()> {
-        for Variable { name, var, local } in &self.place.variables {
-            if var.id() != local.id() {
-                let refreshed = var.as_detached_tensor().to_device(&self.place.device).and_then(|new| local.set(&new));
-                refreshed.map_err(|error| Error::parameter(name, format!("its replica cannot be updated: {error}")))?;
-            }
+        let Place { device, variables } = &*self.place;
+        let copies: Vec<_> = variables.iter().filter(|variable| variable.var.id() != variable.local.id()).collect();
+        let moves: Vec<_> = copies.iter().map(|variable| (variable.var.as_detached_tensor(), device)).collect();
+        for (new, Variable { name, local, .. }) in transfer_whole(&moves)?.iter().zip(copies) {
+            local
+                .set(new)
+                .map_err(|error| Error::parameter(name, format!("its replica cannot be updated: {error}")))?;
         }
         Ok(())
     }
@@ -63,8 +67,8 @@ impl<M> Replica<M> {
 /// first device; those that are not there are made, of dtype `dtype`. Every replica asks for the same ones.
 ///
 /// # Errors
-/// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty or
-/// has a GPU twice, and what `build` returns.
+/// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty, has
+/// a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
 pub fn replicate<M, E>(
     devices: &[Device],
     varmap: &VarMap,
@@ -78,6 +82,7 @@ where
         return Err(Error::invalid("devices", "there is none"));
     };
     check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
+    check_streams(devices)?;
     let mut replicas: Vec<Replica<M>> = Vec::with_capacity(devices.len());
     for (index, device) in devices.iter().enumerate() {
         let builder = Builder {
@@ -111,6 +116,22 @@ fn check_distinct(devices: &[DeviceLocation]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// One thread cannot work on the default streams of several GPUs: see the README beside this file.
+fn check_streams(devices: &[Device]) -> Result<()> {
+    let several = devices.iter().filter(|device| device.is_cuda()).count() > 1;
+    match devices.iter().find(|device| several && !kernels::has_own_stream(device)) {
+        None => Ok(()),
+        Some(device) => {
+            let reason = format!(
+                "{} works on its threads' default streams, which lets memory of one GPU be freed on the stream of another: \
+                 make all GPUs of a DataParallel with Device::new_cuda_with_stream(ordinal)",
+                device_name(device.location())
+            );
+            Err(Error::invalid("devices", reason))
+        }
+    }
 }
 
 /// A replica that lacks a variable, or has one more, computes something else.
@@ -183,7 +204,8 @@ impl Builder {
         let local = if self.is_first {
             var.clone()
         } else {
-            Var::from_tensor(&var.as_detached_tensor().to_device(&self.device)?)?
+            let moved = transfer_whole(&[(var.as_detached_tensor(), &self.device)])?;
+            Var::from_tensor(&moved[0])?
         };
         registered.variables.push(Variable { name: name.to_string(), var, local: local.clone() });
         registered.handed_out.insert(name.to_string(), local.clone());

@@ -55,23 +55,34 @@ pub fn gather(tensors: &[Tensor], output_device: &Device) -> Result<Tensor> {
     Ok(Tensor::cat(&transfer(&moves)?, 0)?)
 }
 
-/// Moves each tensor to its device; one that is there stays as it is. When this returns the sources may be freed.
-///
-/// On GPUs a copy from one to another is put on this thread's stream of the destination, which neither waits for the
-/// source's stream nor is waited for when the source is freed. So both are waited for here.
+/// Moves each tensor to its device; one that is there stays as it is.
 pub(super) fn transfer(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
-    let leaves = |(tensor, device): &&(Tensor, &Device)| !tensor.device().same_device(device);
     // candle would copy all of the storage that a view shows a part of.
-    let compact = |all: &(Tensor, &Device)| if leaves(&all) { all.0.force_contiguous() } else { Ok(all.0.clone()) };
-    let sources = moves.iter().map(compact).collect::<candle_core::Result<Vec<_>>>()?;
-    for (tensor, _) in moves.iter().filter(leaves) {
-        tensor.device().synchronize()?;
+    let mut whole = moves.to_vec();
+    for (tensor, device) in &mut whole {
+        if !tensor.device().same_device(device) {
+            *tensor = tensor.force_contiguous()?;
+        }
     }
-    let moved = sources.iter().zip(moves).map(|(source, (_, device))| source.to_device(device));
-    let moved = moved.collect::<candle_core::Result<Vec<_>>>()?;
-    for (_, device) in moves.iter().filter(leaves) {
-        device.synchronize()?;
-    }
+    transfer_whole(&whole)
+}
+
+/// The same with tensors that show all of their storage. When this returns the sources may be freed.
+///
+/// A copy from one GPU to another is put on the destination's stream, which is not waited for when the source is freed. So
+/// both devices are waited for, before and after.
+pub(super) fn transfer_whole(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
+    let synchronize = || -> Result<()> {
+        for (tensor, device) in moves.iter().filter(|(tensor, device)| !tensor.device().same_device(device)) {
+            tensor.device().synchronize()?;
+            device.synchronize()?;
+        }
+        Ok(())
+    };
+    synchronize()?;
+    let moved =
+        moves.iter().map(|(tensor, device)| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
+    synchronize()?;
     Ok(moved)
 }
 

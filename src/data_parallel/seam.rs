@@ -193,15 +193,16 @@ impl Pass {
         for (number, input) in inputs.iter().enumerate() {
             if self.leaves[number].is_some() {
                 let pass = Arc::clone(self);
-                let inlet = Token(move |input: &Tensor| {
+                let inlet = Token::new(anchor.device(), move |input: &Tensor| {
                     let parts = with_backward(|backward| backward.inputs.remove(&(pass.id(), number)))?;
                     Ok(Some(gather(&parts.unwrap_or_default(), input.device())?))
                 });
+                // A copy between a GPU and the CPU only: nobody waits for one between GPUs.
                 sum = (sum + input.apply_op1(inlet)?.to_device(anchor.device())?)?;
             }
         }
         let pass = Arc::clone(self);
-        let replicas = Token(move |sum: &Tensor| {
+        let replicas = Token::new(anchor.device(), move |sum: &Tensor| {
             pass.backward()?;
             if sum.is_variable() { Ok(None) } else { Ok(Some(sum.zeros_like()?)) }
         });
@@ -241,7 +242,8 @@ impl Pass {
             let output = &self.outputs[index][number];
             if wants_gradient(output) {
                 let gradient = gradient.reshape(output.shape())?;
-                let seed = output.apply_op1(Token(move |_: &Tensor| Ok(Some(gradient.clone()))))?;
+                let seed =
+                    output.apply_op1(Token::new(output.device(), move |_: &Tensor| Ok(Some(gradient.clone()))))?;
                 total = Some(total.map_or_else(|| Ok(seed.clone()), |total| &total + &seed)?);
             }
         }
@@ -301,7 +303,17 @@ impl Pass {
 }
 
 /// A scalar zero made of a tensor, whose backward pass is a function: it gets the tensor and returns its gradient.
-struct Token<F>(F);
+struct Token<F> {
+    /// Where it is wanted: made of a tensor on one GPU, it may be on another.
+    device: Device,
+    backward: F,
+}
+
+impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> Token<F> {
+    fn new(device: &Device, backward: F) -> Self {
+        Self { device: device.clone(), backward }
+    }
+}
 
 impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
     fn name(&self) -> &'static str {
@@ -313,11 +325,15 @@ impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        Ok((storage.device().zeros_impl(&Shape::from(()), DType::F32)?, Shape::from(())))
+        let device = match &self.device {
+            Device::Cuda(device) => device,
+            _ => storage.device(),
+        };
+        Ok((device.zeros_impl(&Shape::from(()), DType::F32)?, Shape::from(())))
     }
 
     fn bwd(&self, arg: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        (self.0)(arg).map_err(keep)
+        (self.backward)(arg).map_err(keep)
     }
 }
 

@@ -112,9 +112,10 @@ impl Exchange {
     }
 }
 
-/// Writes a collective that is over into the trace.
+/// Writes a collective that was waited for into the trace. On a GPU it may have its end before it.
 pub(super) fn show(trace: Option<&Trace>, work: &Work, name: std::fmt::Arguments) {
     if let Some(trace) = trace
+        && work.synchronize().is_ok()
         && let Some((start, end)) = work.span()
     {
         trace.span(Row::Communication, name, start, end);

@@ -141,6 +141,7 @@ impl<M> DistributedDataParallel<M> {
             check_parameters(group, &parameters)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::create(folder, group.rank())?);
+                group.measure_spans()?;
             }
             Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
         });
@@ -181,6 +182,8 @@ impl<M> DistributedDataParallel<M> {
         let Some(trace) = self.reducer.trace() else { return f() };
         let start = Instant::now();
         let result = f();
+        // The host is ahead of a GPU. What is wrong with the GPU comes out of the next operation.
+        let _ = self.group.device().synchronize();
         // The name goes into JSON as it is.
         let name: String = name.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
         trace.span(Row::Training, name, start, Instant::now());

@@ -14,6 +14,13 @@ pub(crate) fn take(device: &Device, dtype: DType) -> bool {
     device.is_cuda() && DTYPES.iter().any(|(known, _)| *known == dtype)
 }
 
+/// Whether a GPU has a stream of its own, rather than the default ones of the threads that use it.
+pub(crate) fn has_own_stream(device: &Device) -> bool {
+    /// `CU_STREAM_PER_THREAD`; below it are the other two default streams.
+    const PER_THREAD: usize = 2;
+    device.as_cuda_device().is_ok_and(|device| device.cuda_stream().cu_stream() as usize > PER_THREAD)
+}
+
 /// What is launched together: which of the tensors, and their entries in the table.
 struct Batch<'a> {
     device: &'a CudaDevice,

@@ -175,6 +175,15 @@ impl ProcessGroup {
         self.0.communicator.run(collective)
     }
 
+    /// Makes [`Work::span`] known for the collectives that are started from now on, also where that costs something: on
+    /// GPUs two events for each.
+    ///
+    /// # Errors
+    /// Of the GPU.
+    pub fn measure_spans(&self) -> Result<()> {
+        self.0.communicator.measure_spans()
+    }
+
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     /// For an error after which this rank cannot make the calls that the others wait for.
     pub fn abort(&self, reason: &str) {

@@ -2,17 +2,23 @@
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// 64 MiB: long enough on its way that a reader who does not wait comes too early.
 const COUNT: usize = 16 << 20;
 const ROUNDS: usize = 3;
 
-/// Gives candle's stream a tenth of a second and more to do; the host does not wait for it.
+/// Gives candle's stream a tenth of a second and more to do, however fast the GPU; the host does not wait for it.
 fn keep_busy(device: &Device) -> Result<Tensor> {
-    let matrix = (Tensor::ones((4096, 4096), DType::F32, device)? / 4096.0)?;
-    let mut product = matrix.clone();
-    for _ in 0..60 {
+    const LEAST: Duration = Duration::from_millis(150);
+    let matrix = (Tensor::ones((1024, 1024), DType::F32, device)? / 1024.0)?;
+    let mut product = matrix.matmul(&matrix)?; // the first one takes longer
+    device.synchronize()?;
+    let start = Instant::now();
+    product = product.matmul(&matrix)?;
+    device.synchronize()?;
+    let one = start.elapsed();
+    for _ in 0..LEAST.as_nanos().div_ceil(one.as_nanos().max(1)) {
         product = product.matmul(&matrix)?;
     }
     Ok(product)

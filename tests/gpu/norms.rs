@@ -25,6 +25,11 @@ pub(crate) fn norms_alike(gpu: &Device) {
                     _ => LayerNorm::rms_norm(w, 0.1),
                 };
                 let y = norm.forward(&x.narrow(0, 1, shape[0]).unwrap()).unwrap();
+                if shape[0] == 0 {
+                    // candle cannot do more with a tensor without elements on a GPU: it launches empty grids.
+                    assert_eq!(y.dims(), shape);
+                    return Vec::new();
+                }
                 let grads = (&y * dy.as_tensor()).unwrap().backward().unwrap();
                 let vars = [&x, &weight, &bias];
                 let gradients = vars.into_iter().filter_map(|var| grads.get(var)).map(floats);

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::{Shutdown, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Connections to all peers, each a byte stream in both directions.
 pub(super) struct Transport {
@@ -93,9 +93,14 @@ impl Transport {
                 receiving.push(index);
             }
         }
-        while sending.iter().any(|index| sends[*index].is_short())
-            || receiving.iter().any(|index| recvs[*index].is_short())
-        {
+        let mut pace = Pace::default();
+        loop {
+            let unsent: usize = sending.iter().map(|index| sends[*index].missing()).sum();
+            let unread: usize = receiving.iter().map(|index| recvs[*index].missing()).sum();
+            if unsent + unread == 0 {
+                return Ok(());
+            }
+            pace.rest(unsent + unread);
             let ready = self.wait(sends, &sending, recvs, &receiving, deadline)?;
             let mut ready = ready.into_iter();
             retain_blocked(&mut sending, &mut ready, |index| {
@@ -107,7 +112,6 @@ impl Transport {
                 flow.advance(self.socket(flow.peer)?)
             })?;
         }
-        Ok(())
     }
 
     /// Waits until at least one of the flows can advance; says which, the sending ones first.
@@ -132,8 +136,8 @@ impl Transport {
             let timeout = Timespec::try_from(left).ok();
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(0) if left.is_zero() => {
-                    let sends = sending.iter().map(|&index| &sends[index]).filter(|flow| flow.is_short());
-                    let recvs = receiving.iter().map(|&index| &recvs[index]).filter(|flow| flow.is_short());
+                    let sends = sending.iter().map(|&index| &sends[index]).filter(|flow| flow.missing() > 0);
+                    let recvs = receiving.iter().map(|&index| &recvs[index]).filter(|flow| flow.missing() > 0);
                     let mut peers: Vec<usize> =
                         sends.map(|flow| flow.peer).chain(recvs.map(|flow| flow.peer)).collect();
                     peers.sort_unstable();
@@ -176,6 +180,39 @@ fn retain_blocked(
     result
 }
 
+/// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that calculate. So an
+/// exchange that has turned out to be slow is left alone until most of what is missing should be there.
+#[derive(Default)]
+struct Pace {
+    /// When the exchange was seen to move, and what was missing then; none before the first wait.
+    moving: Option<Option<(Instant, usize)>>,
+}
+
+impl Pace {
+    /// Not worth a rest.
+    const LEAST: Duration = Duration::from_micros(100);
+    /// Within which the end of the group is noticed.
+    const LONGEST: Duration = Duration::from_millis(2);
+
+    /// To be called before each wait, with the number of bytes that are missing.
+    fn rest(&mut self, missing: usize) {
+        let now = Instant::now();
+        match self.moving {
+            None => self.moving = Some(None),
+            // Until here it may have been the peer that was late.
+            Some(None) => self.moving = Some(Some((now, missing))),
+            Some(Some((start, missing_then))) => {
+                let moved = missing_then.saturating_sub(missing).max(1);
+                let left = (now - start).mul_f64(missing as f64 / moved as f64);
+                let rest = left.mul_f64(0.875).min(Self::LONGEST);
+                if rest >= Self::LEAST {
+                    std::thread::sleep(rest);
+                }
+            }
+        }
+    }
+}
+
 impl<'a> Outflow<'a> {
     pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
         let total = head.map_or(0, |head| head.len());
@@ -203,8 +240,8 @@ impl<'a> Outflow<'a> {
         self.done.saturating_sub(self.needed)
     }
 
-    fn is_short(&self) -> bool {
-        self.done < self.needed
+    fn missing(&self) -> usize {
+        self.needed.saturating_sub(self.done)
     }
 
     fn advance(&mut self, socket: &TcpStream) -> Result<Progress, Stall> {
@@ -263,8 +300,8 @@ impl<'a> Inflow<'a> {
         self.done.saturating_sub(self.needed)
     }
 
-    fn is_short(&self) -> bool {
-        self.done < self.needed
+    fn missing(&self) -> usize {
+        self.needed.saturating_sub(self.done)
     }
 
     fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, Stall> {

@@ -9,7 +9,7 @@ use super::link::{Link, Links};
 use super::plan::{self, Place, Plan};
 use super::sentinel::Sentinel;
 use super::status::{NcclFailure, version};
-use super::stream::{Done, Streams};
+use super::stream::{Clock, Done, Streams};
 use super::watchdog::{self, Watched};
 use super::{cuda_failure, device, lock};
 use crate::backend::call::{Call, Channel};
@@ -24,7 +24,7 @@ use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -72,6 +72,8 @@ pub struct NcclCommunicator {
     store: Arc<dyn Store>,
     options: NcclOptions,
     token: CudaSlice<f32>,
+    /// If times are measured.
+    clock: OnceLock<Arc<Clock>>,
     watchdog: Option<JoinHandle<()>>,
     sentinel: Option<JoinHandle<()>>,
 }
@@ -167,7 +169,7 @@ impl NcclCommunicator {
 
     fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {
         let tensors = plan::tensors(collective);
-        let (group, done) = (self.group.clone(), Arc::new(Done::new()));
+        let (group, done) = (self.group.clone(), Arc::new(Done::new(self.clock.get().cloned())));
         Arc::new(Flight { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
@@ -184,7 +186,8 @@ impl NcclCommunicator {
     }
 
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Option<Box<dyn Communicator>>> {
-        // NCCL splits a communicator that has nothing to do.
+        // NCCL splits a communicator that has nothing to do, and until then nothing new may begin.
+        let mut turn = self.link.turn();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
@@ -193,7 +196,8 @@ impl NcclCommunicator {
         let bulletin = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
         let mut patience = patience(&self.group, what, "not all ranks of the group called it");
-        let split = self.link.turn().split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
+        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
+        drop(turn);
         let handle = split.map_err(|stop| stop.tell(&self.group))?;
         let (Some(handle), Some(rank), Some(bulletin)) = (handle, place, bulletin) else { return Ok(None) };
         let driver = |error| cuda_failure(error).into_error(rank);
@@ -318,6 +322,7 @@ impl Base {
             store,
             options,
             token,
+            clock: OnceLock::new(),
             watchdog: Some(watchdog),
             sentinel: Some(sentinel),
         })
@@ -360,6 +365,12 @@ impl Communicator for NcclCommunicator {
             message => self.start_message(message, call, collective)?,
         };
         Ok(Work::new(Shared(flight)))
+    }
+
+    fn measure_spans(&self) -> Result<()> {
+        let clock = self.link.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
+        let _ = self.clock.set(Arc::new(clock));
+        Ok(())
     }
 
     fn abort(&self, reason: &str) {

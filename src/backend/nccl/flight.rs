@@ -8,7 +8,7 @@ use crate::backend::call::Call;
 use candle_core::Tensor;
 use cudarc::driver::CudaEvent;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Keeps the tensors of a call in the GPU's memory until candle's stream comes after it.
 pub(super) struct Flight {
@@ -24,8 +24,8 @@ pub(super) struct Flight {
 impl Flight {
     /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread.
     fn done(&self) -> Result<&CudaEvent> {
-        self.group.wait_for(|| self.done.get().map(drop))?;
-        self.done.get().ok_or_else(|| self.failed("its fence is missing"))
+        self.group.wait_for(|| self.done.mark().map(drop))?;
+        self.done.mark().ok_or_else(|| self.failed("its fence is missing"))
     }
 
     fn failed(&self, reason: &str) -> crate::Error {
@@ -71,12 +71,16 @@ impl Completion for Flight {
     fn is_completed(&self) -> bool {
         self.done.is_over().unwrap_or(true) || self.group.failure().is_some()
     }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        self.done.span()
+    }
 }
 
 impl Drop for Flight {
     /// A tensor is freed in the order of candle's stream, which has to come after the call, also when nobody waited.
     fn drop(&mut self) {
-        if let Some(done) = self.done.get()
+        if let Some(done) = self.done.mark()
             && !matches!(self.done.is_over(), Ok(true))
             && let Err(error) = self.streams.hand_over(done)
         {
@@ -99,5 +103,9 @@ impl Completion for Shared {
 
     fn is_completed(&self) -> bool {
         self.0.is_completed()
+    }
+
+    fn span(&self) -> Option<(Instant, Instant)> {
+        self.0.span()
     }
 }

@@ -162,7 +162,11 @@ impl Handle {
         // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
         // communicator's own.
         let begun = unsafe { sys::ncclCommSplit(self.0, color, key, slot, std::ptr::null_mut()) }.result();
-        status(CALL, begun)?;
+        if let Err(failure) = status(CALL, begun) {
+            // SAFETY: it came from `Box::into_raw`, and a call that was refused does nothing.
+            drop(unsafe { Box::from_raw(slot) });
+            return Err(failure.into());
+        }
         self.settle(CALL, &mut *patience)?;
         // SAFETY: it came from `Box::into_raw`, and NCCL is done with it.
         let comm = *unsafe { Box::from_raw(slot) };

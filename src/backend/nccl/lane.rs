@@ -95,8 +95,9 @@ impl Worker {
                 })
             });
             if let Err(stop) = started {
-                // The rest of the queue fails as this one.
+                // With the group: who waits for the rest of the queue hears of it.
                 stop.tell(&self.group);
+                break;
             }
             self.group.notify();
         }

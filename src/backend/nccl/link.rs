@@ -80,6 +80,7 @@ impl Turn<'_> {
         let Some(handle) = self.handle.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(ready).map_err(cuda_failure)?;
+        self.streams.begin(done).map_err(cuda_failure)?;
         let launched = match calls(handle, self.streams.target()) {
             Ok(Status::Done) => Ok(()),
             Ok(Status::InProgress) => {
@@ -87,10 +88,13 @@ impl Turn<'_> {
             }
             Err(failure) => Err(failure.into()),
         };
+        if launched.is_err() {
+            // A thread of NCCL's may still launch a part, which would come behind the fence: nothing does after an abort.
+            drop(self.handle.take());
+        }
         // Also after an error: a part may be on the stream, and the tensors must outlive it.
-        let event = self.streams.done().map_err(cuda_failure)?;
-        let _ = done.set(event);
-        launched
+        let ended = self.streams.end(done).map_err(|error| cuda_failure(error).into());
+        launched.and(ended)
     }
 
     /// See [`Handle::split`].

@@ -2,8 +2,10 @@
 use super::calls::Target;
 use super::group::Fence;
 use candle_core::CudaDevice;
+use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// A stream of NCCL's beside candle's, on the same device.
 ///
@@ -74,11 +76,31 @@ impl Streams {
         self.nccl.wait(ready)
     }
 
+    /// Notes where the call of `done` begins, if its time is measured.
+    pub(super) fn begin(&self, done: &Done) -> Result<(), DriverError> {
+        if done.clock.is_some() {
+            let _ = done.begun.set(self.mark_nccl(true)?);
+        }
+        Ok(())
+    }
+
     /// The second fence: a mark behind everything on NCCL's stream.
-    pub(super) fn done(&self) -> Result<CudaEvent, DriverError> {
-        let done = self.context.new_event(None)?;
-        done.record(&self.nccl)?;
-        Ok(done)
+    pub(super) fn end(&self, done: &Done) -> Result<(), DriverError> {
+        let _ = done.mark.set(self.mark_nccl(done.clock.is_some())?);
+        Ok(())
+    }
+
+    fn mark_nccl(&self, timed: bool) -> Result<CudaEvent, DriverError> {
+        let mark = self.context.new_event(timed.then_some(CUevent_flags::CU_EVENT_DEFAULT))?;
+        mark.record(&self.nccl)?;
+        Ok(mark)
+    }
+
+    /// Relates the time of the GPU to that of the host, for which it waits for NCCL's stream.
+    pub(super) fn clock(&self) -> Result<Clock, DriverError> {
+        let origin = self.mark_nccl(true)?;
+        origin.synchronize()?;
+        Ok(Clock { origin, at: Instant::now() })
     }
 
     /// What this thread tells candle to do next waits for `done`; the host does not.
@@ -87,11 +109,48 @@ impl Streams {
     }
 }
 
-/// The second fence of a call; empty while the call is not on the stream yet.
-pub(super) type Done = OnceLock<CudaEvent>;
+/// A mark on the GPU, and when the host saw the GPU pass it.
+pub(super) struct Clock {
+    origin: CudaEvent,
+    at: Instant,
+}
+
+impl Clock {
+    /// When the GPU passed `mark`, which it has.
+    fn time(&self, mark: &CudaEvent) -> Option<Instant> {
+        let milliseconds = self.origin.elapsed_ms(mark).ok()?;
+        Some(self.at + Duration::try_from_secs_f32(milliseconds / 1e3).ok()?)
+    }
+}
+
+/// The second fence of a call.
+pub(super) struct Done {
+    /// Empty while the call is not on the stream yet.
+    mark: OnceLock<CudaEvent>,
+    /// If there is a clock: where the call begins.
+    begun: OnceLock<CudaEvent>,
+    clock: Option<Arc<Clock>>,
+}
+
+impl Done {
+    pub(super) fn new(clock: Option<Arc<Clock>>) -> Self {
+        Self { mark: OnceLock::new(), begun: OnceLock::new(), clock }
+    }
+
+    pub(super) fn mark(&self) -> Option<&CudaEvent> {
+        self.mark.get()
+    }
+
+    /// When the call began and ended on the GPU, if it is over and its time was measured.
+    pub(super) fn span(&self) -> Option<(Instant, Instant)> {
+        let (clock, begun, mark) = (self.clock.as_ref()?, self.begun.get()?, self.mark()?);
+        self.is_over().ok()?.then_some(())?;
+        Some((clock.time(begun)?, clock.time(mark)?))
+    }
+}
 
 impl Fence for Done {
     fn is_over(&self) -> Result<bool, String> {
-        self.get().map_or(Ok(false), |event| event.try_is_complete().map_err(super::cuda_error))
+        self.mark().map_or(Ok(false), |mark| mark.try_is_complete().map_err(super::cuda_error))
     }
 }

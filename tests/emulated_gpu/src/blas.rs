@@ -1,0 +1,377 @@
+//! The matrix products of cuBLAS.
+use crate::memory::check;
+use crate::stream::push;
+use half::{bf16, f16};
+use std::ffi::{c_int, c_longlong, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A `cublasStatus_t`.
+type Status = c_int;
+const SUCCESS: Status = 0;
+const INVALID_VALUE: Status = 7;
+const EXECUTION_FAILED: Status = 13;
+const NOT_SUPPORTED: Status = 15;
+
+/// `CUBLAS_COMPUTE_16F`, `CUBLAS_COMPUTE_64F` and their pedantic kinds: what alpha and beta are; otherwise f32.
+const COMPUTE_16F: [c_int; 2] = [64, 65];
+const COMPUTE_64F: [c_int; 2] = [70, 71];
+
+/// A `cublasHandle_t`: the handle of its stream.
+struct Handle(AtomicUsize);
+
+/// # Safety
+/// As cuBLAS's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> Status {
+    if crate::driver::context_device().is_none() {
+        return 1; // NOT_INITIALIZED
+    }
+    // SAFETY: the caller's promise.
+    unsafe { *handle = Box::into_raw(Box::new(Handle(AtomicUsize::new(0)))).cast() };
+    SUCCESS
+}
+
+/// # Safety
+/// As cuBLAS's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> Status {
+    // SAFETY: it came from `cublasCreate_v2`.
+    drop(unsafe { Box::from_raw(handle.cast::<Handle>()) });
+    SUCCESS
+}
+
+/// # Safety
+/// As cuBLAS's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> Status {
+    // SAFETY: it came from `cublasCreate_v2`.
+    unsafe { &*handle.cast::<Handle>() }.0.store(stream as usize, Ordering::Relaxed);
+    SUCCESS
+}
+
+/// A `cudaDataType` that matrices can have.
+#[derive(Clone, Copy, PartialEq)]
+enum DType {
+    F32,
+    F64,
+    F16,
+    BF16,
+}
+
+impl DType {
+    fn new(number: c_int) -> Option<Self> {
+        [(0, Self::F32), (1, Self::F64), (2, Self::F16), (14, Self::BF16)]
+            .into_iter()
+            .find_map(|(known, dtype)| (known == number).then_some(dtype))
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+
+    /// # Safety
+    /// There is such an element.
+    unsafe fn read(self, start: u64, index: usize) -> f64 {
+        let address = start as usize + index * self.bytes();
+        // SAFETY: the caller's promise; elements are aligned, as CUDA wants them.
+        unsafe {
+            match self {
+                Self::F64 => *(address as *const f64),
+                Self::F32 => (*(address as *const f32)).into(),
+                Self::F16 => (*(address as *const f16)).into(),
+                Self::BF16 => (*(address as *const bf16)).into(),
+            }
+        }
+    }
+
+    /// # Safety
+    /// There is such an element, and nobody else uses it.
+    unsafe fn write(self, start: u64, index: usize, value: f64) {
+        let address = start as usize + index * self.bytes();
+        // SAFETY: the caller's promise; elements are aligned, as CUDA wants them.
+        unsafe {
+            match self {
+                Self::F64 => *(address as *mut f64) = value,
+                Self::F32 => *(address as *mut f32) = value as f32,
+                Self::F16 => *(address as *mut f16) = f16::from_f64(value),
+                Self::BF16 => *(address as *mut bf16) = bf16::from_f64(value),
+            }
+        }
+    }
+}
+
+/// A batch of matrices in column order.
+#[derive(Clone, Copy)]
+struct Matrices {
+    address: u64,
+    dtype: DType,
+    /// As it is stored.
+    rows: usize,
+    columns: usize,
+    leading: usize,
+    /// Elements from one matrix to the next.
+    stride: usize,
+    transposed: bool,
+}
+
+impl Matrices {
+    fn check(&self, batch: usize, what: &str) {
+        if self.rows * self.columns > 0 {
+            let last = (batch - 1) * self.stride + (self.columns - 1) * self.leading + self.rows;
+            check(self.address, last * self.dtype.bytes(), what);
+        }
+    }
+
+    /// One matrix without gaps, in column order, transposed where it has to be.
+    ///
+    /// # Safety
+    /// It is allocated.
+    unsafe fn load<T: Number>(&self, number: usize) -> Vec<T> {
+        let start = number * self.stride;
+        // SAFETY: the caller's promise.
+        let element =
+            |row, column| T::from(unsafe { self.dtype.read(self.address, start + column * self.leading + row) });
+        let (rows, columns) = (self.rows, self.columns);
+        if self.transposed {
+            (0..rows).flat_map(|row| (0..columns).map(move |column| element(row, column))).collect()
+        } else {
+            (0..columns).flat_map(|column| (0..rows).map(move |row| element(row, column))).collect()
+        }
+    }
+}
+
+/// What sums are made in.
+trait Number: Copy + Default {
+    fn from(value: f64) -> Self;
+    fn to(self) -> f64;
+    fn multiply_add(sums: &mut [Self], column: &[Self], factor: Self);
+}
+
+macro_rules! number {
+    ($type:ty) => {
+        impl Number for $type {
+            fn from(value: f64) -> Self {
+                value as Self
+            }
+
+            fn to(self) -> f64 {
+                self.into()
+            }
+
+            #[inline(always)]
+            fn multiply_add(sums: &mut [Self], column: &[Self], factor: Self) {
+                for (sum, value) in sums.iter_mut().zip(column) {
+                    *sum += value * factor;
+                }
+            }
+        }
+    };
+}
+number!(f32);
+number!(f64);
+
+const PART: usize = 1024;
+
+struct Product {
+    m: usize,
+    n: usize,
+    k: usize,
+    batch: usize,
+    alpha: f64,
+    beta: f64,
+    a: Matrices,
+    b: Matrices,
+    c: Matrices,
+}
+
+impl Product {
+    /// # Safety
+    /// The matrices are allocated, and nobody else uses `c`.
+    unsafe fn calculate<T: Number>(&self) {
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the caller's promise, and the processor has it.
+            return unsafe { self.calculate_avx2::<T>() };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.calculate_as::<T>() }
+    }
+
+    /// # Safety
+    /// As [`Self::calculate`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    unsafe fn calculate_avx2<T: Number>(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.calculate_as::<T>() }
+    }
+
+    /// # Safety
+    /// As [`Self::calculate`].
+    #[inline(always)]
+    unsafe fn calculate_as<T: Number>(&self) {
+        for number in 0..self.batch {
+            // SAFETY: the caller's promise.
+            let (a, b) = unsafe { (self.a.load::<T>(number), self.b.load::<T>(number)) };
+            let mut sums = vec![T::default(); self.m];
+            for column in 0..self.n {
+                sums.fill(T::default());
+                // So many sums that they stay in the first-level cache.
+                for (part, sums) in sums.chunks_mut(PART).enumerate() {
+                    for inner in 0..self.k {
+                        let values = &a[inner * self.m + part * PART..][..sums.len()];
+                        T::multiply_add(sums, values, b[column * self.k + inner]);
+                    }
+                }
+                let start = number * self.c.stride + column * self.c.leading;
+                for (row, sum) in sums.iter().enumerate() {
+                    // SAFETY: the caller's promise. C is not read where beta is zero.
+                    unsafe {
+                        let old = if self.beta == 0. {
+                            0.
+                        } else {
+                            self.beta * self.c.dtype.read(self.c.address, start + row)
+                        };
+                        self.c.dtype.write(self.c.address, start + row, self.alpha * sum.to() + old);
+                    }
+                }
+            }
+        }
+    }
+
+    fn put_on(self, handle: *mut c_void) -> Status {
+        if self.m * self.n * self.batch == 0 {
+            return SUCCESS;
+        }
+        if [&self.a, &self.b, &self.c].iter().any(|matrices| matrices.leading < matrices.rows.max(1)) {
+            return INVALID_VALUE;
+        }
+        // SAFETY: it came from `cublasCreate_v2`.
+        let stream = unsafe { &*handle.cast::<Handle>() }.0.load(Ordering::Relaxed);
+        let pushed = push(stream as *mut c_void, move || {
+            self.a.check(self.batch, "matrix A of a product");
+            self.b.check(self.batch, "matrix B of a product");
+            self.c.check(self.batch, "matrix C of a product");
+            // SAFETY: they are allocated; that nobody else uses C is the program's promise to cuBLAS.
+            unsafe { if self.c.dtype == DType::F64 { self.calculate::<f64>() } else { self.calculate::<f32>() } }
+        });
+        if pushed == 0 { SUCCESS } else { EXECUTION_FAILED }
+    }
+}
+
+/// # Safety
+/// As cuBLAS's function of this name.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)] // cuBLAS's
+pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
+    handle: *mut c_void,
+    a_operation: c_int,
+    b_operation: c_int,
+    m: c_int,
+    n: c_int,
+    k: c_int,
+    alpha: *const c_void,
+    a: *const c_void,
+    a_type: c_int,
+    a_leading: c_int,
+    a_stride: c_longlong,
+    b: *const c_void,
+    b_type: c_int,
+    b_leading: c_int,
+    b_stride: c_longlong,
+    beta: *const c_void,
+    c: *mut c_void,
+    c_type: c_int,
+    c_leading: c_int,
+    c_stride: c_longlong,
+    batch: c_int,
+    compute_type: c_int,
+    _algorithm: c_int,
+) -> Status {
+    let [Some(a_type), Some(b_type), Some(c_type)] = [a_type, b_type, c_type].map(DType::new) else {
+        return NOT_SUPPORTED;
+    };
+    if [m, n, k, batch].iter().any(|size| *size < 0) {
+        return INVALID_VALUE;
+    }
+    let scalar = if COMPUTE_16F.contains(&compute_type) {
+        DType::F16
+    } else if COMPUTE_64F.contains(&compute_type) {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    // SAFETY: on the host, as pointers to scalars are unless cuBLAS is told otherwise.
+    let (alpha, beta) = unsafe { (scalar.read(alpha as u64, 0), scalar.read(beta as u64, 0)) };
+    let [m, n, k, batch] = [m, n, k, batch].map(|size| size as usize);
+    let operand = |address: *const c_void, dtype, rows, columns, leading: c_int, stride: c_longlong, transposed| {
+        let (rows, columns) = if transposed { (columns, rows) } else { (rows, columns) };
+        let (leading, stride) = (leading.max(0) as usize, stride.max(0) as usize);
+        Matrices { address: address as u64, dtype, rows, columns, leading, stride, transposed }
+    };
+    let a = operand(a, a_type, m, k, a_leading, a_stride, a_operation != 0);
+    let b = operand(b, b_type, k, n, b_leading, b_stride, b_operation != 0);
+    let c = operand(c, c_type, m, n, c_leading, c_stride, false);
+    Product { m, n, k, batch, alpha, beta, a, b, c }.put_on(handle)
+}
+
+/// # Safety
+/// As cuBLAS's function of this name.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)] // cuBLAS's
+pub unsafe extern "C" fn cublasDgemmStridedBatched(
+    handle: *mut c_void,
+    a_operation: c_int,
+    b_operation: c_int,
+    m: c_int,
+    n: c_int,
+    k: c_int,
+    alpha: *const f64,
+    a: *const f64,
+    a_leading: c_int,
+    a_stride: c_longlong,
+    b: *const f64,
+    b_leading: c_int,
+    b_stride: c_longlong,
+    beta: *const f64,
+    c: *mut f64,
+    c_leading: c_int,
+    c_stride: c_longlong,
+    batch: c_int,
+) -> Status {
+    const F64: c_int = 1;
+    let (a, b, c) = (a.cast(), b.cast(), c.cast());
+    let (alpha, beta) = (alpha.cast(), beta.cast());
+    // SAFETY: the caller's promise.
+    unsafe {
+        cublasGemmStridedBatchedEx(
+            handle,
+            a_operation,
+            b_operation,
+            m,
+            n,
+            k,
+            alpha,
+            a,
+            F64,
+            a_leading,
+            a_stride,
+            b,
+            F64,
+            b_leading,
+            b_stride,
+            beta,
+            c,
+            F64,
+            c_leading,
+            c_stride,
+            batch,
+            COMPUTE_64F[0],
+            0,
+        )
+    }
+}

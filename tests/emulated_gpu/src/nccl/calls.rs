@@ -1,0 +1,154 @@
+//! NCCL's functions for collectives, messages and groups. `# Safety` of all: as NCCL's own functions of these names.
+#![allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
+use super::communicator::Communicator;
+use super::ffi::{answer, invalid, visit};
+use super::handles::Handle;
+use super::job::Queued;
+use super::wire::{Call, Dtype, Kind, Op};
+use super::{Code, failure, group};
+use std::ffi::{c_int, c_void};
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGroupStart() -> c_int {
+    answer(|| {
+        group::start();
+        Ok(Code::Success)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
+    answer(group::end)
+}
+
+/// The buffers of a call.
+type Buffers = (*const c_void, *mut c_void);
+
+/// Makes a call a part of the thread's group.
+fn call(
+    name: &'static str,
+    kind: Kind,
+    (send, receive): Buffers,
+    (count, dtype): (usize, c_int),
+    op: c_int,
+    peer: c_int,
+    (comm, stream): (Handle, *mut c_void),
+) -> c_int {
+    answer(|| {
+        let visit = visit(comm, name)?;
+        group::join(visit, |communicator| {
+            communicator.check(name)?;
+            let Communicator { rank, size, .. } = **communicator;
+            let dtype = usize::try_from(dtype).ok().and_then(Dtype::from_number);
+            let dtype = dtype.ok_or_else(|| invalid(format!("{name}: an unknown type")))?;
+            let op = usize::try_from(op).ok().and_then(Op::from_number);
+            let op = op.ok_or_else(|| invalid(format!("{name}: an unknown reduction")))?;
+            let peer = usize::try_from(peer).ok().filter(|peer| *peer < size);
+            let peer = peer.ok_or_else(|| invalid(format!("{name}: there is no such rank")))?;
+            let call = Call { kind, dtype, op, peer, count };
+            if (call.given(rank, size) > 0 && send.is_null()) || (call.taken(rank, size) > 0 && receive.is_null()) {
+                return Err(invalid(format!("{name}: a buffer is null")));
+            }
+            let unknown = || failure(Code::UnhandledCudaError, format!("{name}: there is no such stream"));
+            let stream = crate::stream::find(stream).ok_or_else(unknown)?;
+            // A collective without elements is none.
+            let is_message = matches!(kind, Kind::Send | Kind::Recv);
+            let queued = Queued { call, send: send.addr(), receive: receive.addr() };
+            Ok((count > 0 || is_message).then_some((stream, queued)))
+        })
+    })
+}
+
+/// Where nothing is reduced.
+const NO_OP: c_int = 0;
+/// Where no rank is different from the others.
+const NO_ROOT: c_int = 0;
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllReduce(
+    send: *const c_void,
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    op: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclAllReduce", Kind::AllReduce, (send, receive), (count, dtype), op, NO_ROOT, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclBroadcast(
+    send: *const c_void,
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    root: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclBroadcast", Kind::Broadcast, (send, receive), (count, dtype), NO_OP, root, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduce(
+    send: *const c_void,
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    op: c_int,
+    root: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclReduce", Kind::Reduce, (send, receive), (count, dtype), op, root, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllGather(
+    send: *const c_void,
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclAllGather", Kind::AllGather, (send, receive), (count, dtype), NO_OP, NO_ROOT, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduceScatter(
+    send: *const c_void,
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    op: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclReduceScatter", Kind::ReduceScatter, (send, receive), (count, dtype), op, NO_ROOT, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclSend(
+    send: *const c_void,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclSend", Kind::Send, (send, std::ptr::null_mut()), (count, dtype), NO_OP, peer, (comm, stream))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclRecv(
+    receive: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> c_int {
+    call("ncclRecv", Kind::Recv, (std::ptr::null(), receive), (count, dtype), NO_OP, peer, (comm, stream))
+}

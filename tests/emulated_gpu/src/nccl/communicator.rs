@@ -1,0 +1,267 @@
+//! One rank of a communicator: what it is doing, and what has become of it.
+use super::place::Place;
+use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+/// A nonblocking operation is in progress for so many looks at it...
+const LOOKS: u32 = 3;
+/// ...unless nobody looks for so long.
+const UNSEEN: Duration = Duration::from_millis(50);
+
+pub(super) struct Communicator {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    pub(super) place: Place,
+    pub(super) blocking: bool,
+    /// The name of its hub.
+    pub(super) hub: String,
+    /// Who is using it, and how often: NCCL allows one thread at a time.
+    user: Mutex<Option<(ThreadId, usize)>>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// How often the operation in progress was looked at.
+    in_progress: Option<u32>,
+    /// The first error; there is nothing after it but an abort.
+    error: Option<Failure>,
+    /// `ncclCommFinalize` was called.
+    pub(super) finalizing: bool,
+    /// The hub said so.
+    pub(super) finalized: bool,
+    /// The hub may go without that being an error.
+    pub(super) orphaned: bool,
+    /// It has gone so.
+    pub(super) alone: bool,
+    /// Aborted or destroyed.
+    ended: bool,
+    /// The hub's answer to a split.
+    pub(super) child: Option<Option<(usize, usize, String)>>,
+    pub(super) control: Option<Arc<UnixStream>>,
+    pub(super) data: Option<Arc<UnixStream>>,
+    /// Jobs put on streams, and those that are over: they run in this order, whatever their streams.
+    launched: u64,
+    passed: u64,
+}
+
+impl Communicator {
+    /// With its construction in progress.
+    pub(super) fn new(hub: String, rank: usize, size: usize, place: Place, blocking: bool) -> Arc<Self> {
+        let state = State { in_progress: Some(0), ..State::default() };
+        let (user, changed) = (Mutex::new(None), Condvar::new());
+        Arc::new(Self { rank, size, place, blocking, hub, user, state: Mutex::new(state), changed })
+    }
+
+    /// Changes the state, and tells whoever waits for that.
+    pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let result = change(&mut lock(&self.state));
+        self.changed.notify_all();
+        result
+    }
+
+    /// Waits until `found` finds something, or until `deadline`. `None` also when the communicator fails or ends.
+    fn wait_until<T>(&self, deadline: Option<Instant>, found: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.ended || state.error.is_some() {
+                return None;
+            }
+            if let Some(result) = found(&state) {
+                return Some(result);
+            }
+            state = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return None,
+                Some(left) => self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// The same without a deadline; the failure if that comes first.
+    pub(super) fn wait_for<T>(&self, found: impl Fn(&State) -> Option<T>) -> Outcome<T> {
+        self.wait_until(None, found).ok_or_else(|| self.why_not())
+    }
+
+    fn why_not(&self) -> Failure {
+        let ended = || failure(Code::InternalError, "the communicator was aborted");
+        lock(&self.state).error.clone().unwrap_or_else(ended)
+    }
+
+    /// Its first error, unless it has ended. Operations and calls in progress never complete.
+    pub(super) fn fail(&self, failure: Failure) {
+        self.change(|state| {
+            if state.error.is_none() && !state.ended {
+                set_last_error(&failure.text);
+                state.error = Some(failure);
+            }
+        });
+    }
+
+    /// Whether the next operation can begin.
+    pub(super) fn check(&self, call: &str) -> Outcome<()> {
+        if lock(&self.state).finalizing {
+            die(&format!("{call} on a communicator that was finalized"));
+        }
+        self.check_ready(call)
+    }
+
+    /// Whether nothing is in progress, and nothing has broken.
+    pub(super) fn check_ready(&self, call: &str) -> Outcome<()> {
+        let state = lock(&self.state);
+        if let Some(error) = &state.error {
+            return Err(error.clone());
+        }
+        if state.in_progress.is_some() {
+            let text = format!("{call}: the previous operation has not returned ncclSuccess yet");
+            return Err(failure(Code::InvalidArgument, text));
+        }
+        Ok(())
+    }
+
+    /// An operation begins, which a thread carries out and settles.
+    pub(super) fn begin(&self) {
+        lock(&self.state).in_progress = Some(0);
+    }
+
+    /// The operation in progress is over.
+    pub(super) fn settle(&self) {
+        self.change(|state| state.in_progress = None);
+    }
+
+    /// Waits until no operation is in progress.
+    pub(super) fn await_settled(&self) -> Outcome<()> {
+        self.wait_for(|state| state.in_progress.is_none().then_some(()))
+    }
+
+    pub(super) fn is_settled(&self) -> bool {
+        lock(&self.state).in_progress.is_none()
+    }
+
+    pub(super) fn is_finalizing(&self) -> bool {
+        lock(&self.state).finalizing
+    }
+
+    /// What `ncclCommGetAsyncError` says.
+    pub(super) fn look(&self) -> Code {
+        self.change(|state| {
+            if let Some(error) = &state.error {
+                return error.code;
+            }
+            match &mut state.in_progress {
+                Some(looks) => {
+                    *looks += 1;
+                    Code::InProgress
+                }
+                None => Code::Success,
+            }
+        })
+    }
+
+    /// For the thread of an operation: waits until a caller who does not block has seen it in progress.
+    pub(super) fn be_seen(&self) {
+        if !self.blocking {
+            self.wait_until(Some(Instant::now() + UNSEEN), |state| {
+                state.in_progress.is_none_or(|looks| looks >= LOOKS).then_some(())
+            });
+        }
+    }
+
+    /// The number of a job that is put on a stream.
+    pub(super) fn launch(&self) -> u64 {
+        self.change(|state| {
+            state.launched += 1;
+            state.launched
+        })
+    }
+
+    /// For a job: waits until it is its turn; the connection for it.
+    pub(super) fn await_turn(&self, job: u64) -> Outcome<Arc<UnixStream>> {
+        self.wait_for(|state| state.data.clone().filter(|_| state.passed + 1 == job))
+    }
+
+    pub(super) fn pass(&self) {
+        self.change(|state| state.passed += 1);
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        let state = lock(&self.state);
+        state.passed == state.launched
+    }
+
+    pub(super) fn await_idle(&self) -> Outcome<()> {
+        self.wait_for(|state| (state.passed == state.launched).then_some(()))
+    }
+
+    /// What a kernel does when its peers do not answer: it hangs until the communicator is aborted.
+    pub(super) fn hang(&self) {
+        let mut state = lock(&self.state);
+        while !state.ended {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sleeps, unless the communicator ends meanwhile.
+    pub(super) fn linger(&self, duration: Duration) {
+        if !duration.is_zero() {
+            self.wait_until::<()>(Some(Instant::now() + duration), |_| None);
+        }
+    }
+
+    /// Ends it, well or not: jobs that are not over end now.
+    pub(super) fn end(&self) {
+        let connections = self.change(|state| {
+            state.ended = true;
+            [state.control.take(), state.data.take()]
+        });
+        for connection in connections.into_iter().flatten() {
+            // Also wakes whoever reads from it. It may be closed from the other side.
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Does `last`, unless it has ended: an end waits for it.
+    pub(super) fn unless_ended(&self, last: impl FnOnce(&mut State)) -> Outcome<()> {
+        self.change(|state| {
+            if state.ended {
+                return Err(failure(Code::InternalError, "the communicator was aborted"));
+            }
+            last(state);
+            Ok(())
+        })
+    }
+}
+
+/// The use of a communicator by a thread, in which no other thread may use it.
+pub(super) struct Visit(pub(super) Arc<Communicator>);
+
+impl Visit {
+    pub(super) fn new(communicator: Arc<Communicator>, call: &str) -> Self {
+        let mut user = lock(&communicator.user);
+        let thread = std::thread::current().id();
+        match &mut *user {
+            Some((other, _)) if *other != thread => {
+                die(&format!("{call} on a communicator that another thread is using at the same time"))
+            }
+            Some((_, visits)) => *visits += 1,
+            none => *none = Some((thread, 1)),
+        }
+        drop(user);
+        Self(communicator)
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let mut user = lock(&self.0.user);
+        match &mut *user {
+            Some((_, visits)) if *visits > 1 => *visits -= 1,
+            other => *other = None,
+        }
+    }
+}

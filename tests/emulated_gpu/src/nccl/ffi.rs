@@ -1,0 +1,246 @@
+//! NCCL's functions for communicators. `# Safety` of all: as NCCL's own functions of these names.
+#![allow(clippy::missing_safety_doc)]
+use super::communicator::{Communicator, Visit};
+use super::connection::{self, Slot};
+use super::handles::{self, Handle};
+use super::place::Place;
+use super::{Code, Outcome, failure, group, set_last_error};
+use std::ffi::{c_char, c_int, c_uint};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// `ncclUniqueId`: the name of a hub, filled up with zeros.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct UniqueId {
+    internal: [u8; 128],
+}
+
+/// The beginning of `ncclConfig_t`: what is used of it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Config {
+    pub(super) size: usize,
+    pub(super) magic: c_uint,
+    pub(super) version: c_uint,
+    pub(super) blocking: c_int,
+}
+
+const MAGIC: c_uint = 0xcafe_beef;
+const UNDEFINED: c_int = c_int::MIN;
+const NO_COLOR: c_int = -1;
+
+/// Runs the body of a function: its code, with the text of an error kept for `ncclGetLastError`.
+pub(super) fn answer(body: impl FnOnce() -> Outcome<Code>) -> c_int {
+    let outcome = catch_unwind(AssertUnwindSafe(body));
+    let outcome = outcome.unwrap_or_else(|_| Err(failure(Code::InternalError, "a function panicked")));
+    outcome.unwrap_or_else(|error| {
+        set_last_error(&error.text);
+        error.code
+    }) as c_int
+}
+
+/// The communicator of a handle, as the calling thread's.
+pub(super) fn visit(handle: Handle, call: &str) -> Outcome<Visit> {
+    Ok(Visit::new(handles::find(handle, call)?, call))
+}
+
+pub(super) fn invalid(text: impl Into<String>) -> super::Failure {
+    failure(Code::InvalidArgument, text)
+}
+
+/// Whether a configuration asks for blocking calls; `otherwise` where it leaves that open.
+///
+/// # Safety
+/// It must be null or point to a configuration.
+unsafe fn blocking(config: *const Config, otherwise: bool) -> Outcome<bool> {
+    if config.is_null() {
+        return Ok(otherwise);
+    }
+    // SAFETY: the caller's promise. Nothing is read of a struct that is shorter.
+    let (size, magic) = unsafe { ((*config).size, (*config).magic) };
+    if magic != MAGIC || size < size_of::<Config>() {
+        return Err(invalid("the ncclConfig_t was not initialized"));
+    }
+    // SAFETY: as above.
+    match unsafe { (*config).blocking } {
+        UNDEFINED => Ok(otherwise),
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(invalid(format!("the ncclConfig_t has blocking = {other}"))),
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetLastError(_comm: Handle) -> *const c_char {
+    super::last_error()
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
+    answer(|| {
+        if id.is_null() {
+            return Err(invalid("ncclGetUniqueId: null"));
+        }
+        let name = connection::new_hub()?;
+        let mut internal = [0; 128];
+        internal[..name.len()].copy_from_slice(name.as_bytes());
+        // SAFETY: the caller has given a place for an id.
+        unsafe { id.write(UniqueId { internal }) };
+        Ok(Code::Success)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, nranks: c_int, id: UniqueId, rank: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { ncclCommInitRankConfig(comm, nranks, id, rank, std::ptr::null_mut()) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    comm: *mut Handle,
+    nranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+    config: *mut Config,
+) -> c_int {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let blocking = unsafe { blocking(config, true) }?;
+        let (size, rank) = match (usize::try_from(nranks), usize::try_from(rank)) {
+            (Ok(size), Ok(rank)) if rank < size && !comm.is_null() => (size, rank),
+            _ => return Err(invalid(format!("ncclCommInitRankConfig: there is no rank {rank} of {nranks}"))),
+        };
+        let end = id.internal.iter().position(|byte| *byte == 0).unwrap_or(id.internal.len());
+        let name = std::str::from_utf8(&id.internal[..end]).ok().filter(|name| !name.is_empty());
+        let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is no id"))?.to_string();
+        let communicator = Communicator::new(hub, rank, size, Place::here(), blocking);
+        let handle = handles::add(communicator.clone());
+        // SAFETY: the caller has given a place for a communicator.
+        unsafe { comm.write(handle) };
+        let visit = Visit::new(communicator.clone(), "ncclCommInitRankConfig");
+        group::join(visit, |communicator| {
+            connection::start(communicator.clone());
+            Ok(None)
+        })
+        .map_err(|error| {
+            // SAFETY: as above.
+            unsafe { comm.write(std::ptr::null_mut()) };
+            connection::give_up(&communicator, handle, error)
+        })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommSplit(
+    comm: Handle,
+    color: c_int,
+    key: c_int,
+    newcomm: *mut Handle,
+    config: *mut Config,
+) -> c_int {
+    answer(|| {
+        let visit = visit(comm, "ncclCommSplit")?;
+        visit.0.check("ncclCommSplit")?;
+        if newcomm.is_null() || (color < 0 && color != NO_COLOR) {
+            return Err(invalid(format!("ncclCommSplit: color {color}, or null")));
+        }
+        // SAFETY: the caller's promise.
+        let blocking = unsafe { blocking(config, visit.0.blocking) }?;
+        // SAFETY: the caller has given a place for a communicator.
+        unsafe { newcomm.write(std::ptr::null_mut()) };
+        group::join(visit, |communicator| {
+            connection::split(communicator, color, key, blocking, Slot(newcomm)).map(|()| None)
+        })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, error: *mut c_int) -> c_int {
+    answer(|| {
+        let visit = visit(comm, "ncclCommGetAsyncError")?;
+        if error.is_null() {
+            return Err(invalid("ncclCommGetAsyncError: null"));
+        }
+        // SAFETY: the caller has given a place for a code.
+        unsafe { error.write(visit.0.look() as c_int) };
+        Ok(Code::Success)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommFinalize(comm: Handle) -> c_int {
+    answer(|| {
+        let visit = visit(comm, "ncclCommFinalize")?;
+        visit.0.check("ncclCommFinalize")?;
+        group::join(visit, |communicator| {
+            connection::finalize(communicator);
+            Ok(None)
+        })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommDestroy(comm: Handle) -> c_int {
+    answer(|| {
+        if comm.is_null() {
+            return Ok(Code::Success);
+        }
+        let visit = visit(comm, "ncclCommDestroy")?;
+        visit.0.check_ready("ncclCommDestroy")?;
+        if !visit.0.is_finalizing() {
+            connection::finalize(&visit.0);
+            visit.0.await_settled()?;
+        }
+        visit.0.end();
+        handles::remove(comm);
+        Ok(Code::Success)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
+    answer(|| {
+        if comm.is_null() {
+            return Ok(Code::Success);
+        }
+        visit(comm, "ncclCommAbort")?.0.end();
+        handles::remove(comm);
+        Ok(Code::Success)
+    })
+}
+
+/// Tells a fact about a communicator.
+///
+/// # Safety
+/// `place` must be null or a place for a number.
+unsafe fn tell(comm: Handle, place: *mut c_int, call: &str, fact: impl FnOnce(&Communicator) -> usize) -> c_int {
+    answer(|| {
+        let visit = visit(comm, call)?;
+        visit.0.check_ready(call)?;
+        if place.is_null() {
+            return Err(invalid(format!("{call}: null")));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { place.write(fact(&visit.0) as c_int) };
+        Ok(Code::Success)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(comm, count, "ncclCommCount", |communicator| communicator.size) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(comm, rank, "ncclCommUserRank", |communicator| communicator.rank) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(comm, device, "ncclCommCuDevice", |communicator| communicator.place.device as usize) }
+}

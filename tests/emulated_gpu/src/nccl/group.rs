@@ -1,0 +1,110 @@
+//! Groups of calls: what is called between `ncclGroupStart` and `ncclGroupEnd` starts together. A call outside is a group
+//! of its own.
+use super::communicator::{Communicator, Visit};
+use super::job::{self, Queued};
+use super::{Code, Failure, Outcome, failure};
+use crate::stream::Stream;
+use std::cell::RefCell;
+use std::sync::Arc;
+
+/// A call, and the stream that it belongs on.
+type OnStream = (Arc<Stream>, Queued);
+
+#[derive(Default)]
+struct Group {
+    depth: usize,
+    /// The communicators in use; they are the thread's until the end of the group.
+    visits: Vec<Visit>,
+    calls: Vec<(Arc<Communicator>, Arc<Stream>, Queued)>,
+    failed: Option<Failure>,
+}
+
+thread_local! {
+    static GROUP: RefCell<Group> = RefCell::default();
+}
+
+pub(super) fn start() {
+    GROUP.with_borrow_mut(|group| group.depth += 1);
+}
+
+/// Carries out `operation` on a communicator as a part of the thread's group: a call to be launched with it, or `None` for
+/// one that has begun.
+pub(super) fn join(
+    visit: Visit,
+    operation: impl FnOnce(&Arc<Communicator>) -> Outcome<Option<OnStream>>,
+) -> Outcome<Code> {
+    start();
+    let outcome = operation(&visit.0);
+    let result = GROUP.with_borrow_mut(|group| {
+        let result = match outcome {
+            Ok(call) => {
+                group.calls.extend(call.map(|(stream, queued)| (visit.0.clone(), stream, queued)));
+                Ok(())
+            }
+            Err(error) => {
+                group.failed.get_or_insert_with(|| error.clone());
+                Err(error)
+            }
+        };
+        group.visits.push(visit);
+        result
+    });
+    let ended = end();
+    result.and(ended)
+}
+
+/// Starts what was called in the group, if this is its end.
+pub(super) fn end() -> Outcome<Code> {
+    let ended = GROUP.with_borrow_mut(|group| match group.depth {
+        0 => Err(failure(Code::InvalidUsage, "ncclGroupEnd: there is no group")),
+        1 => Ok(Some(std::mem::take(group))),
+        _ => {
+            group.depth -= 1;
+            Ok(None)
+        }
+    });
+    match ended? {
+        None => Ok(Code::Success),
+        Some(Group { failed: Some(error), .. }) => Err(error),
+        Some(group) => launch(group),
+    }
+}
+
+fn launch(group: Group) -> Outcome<Code> {
+    let Group { visits, mut calls, .. } = group;
+    let mut parts: Vec<(Arc<Communicator>, Vec<OnStream>)> = Vec::new();
+    for Visit(communicator) in &visits {
+        if !parts.iter().any(|(known, _)| Arc::ptr_eq(known, communicator)) {
+            let own = calls.extract_if(.., |(known, ..)| Arc::ptr_eq(known, communicator));
+            parts.push((communicator.clone(), own.map(|(_, stream, queued)| (stream, queued)).collect()));
+        }
+    }
+    let Some(blocking) = parts.first().map(|(communicator, _)| communicator.blocking) else { return Ok(Code::Success) };
+    if parts.iter().any(|(communicator, _)| communicator.blocking != blocking) {
+        let text = "a group has blocking and nonblocking communicators";
+        return Err(failure(Code::InvalidArgument, text));
+    }
+    parts.iter().try_for_each(|(communicator, calls)| job::check(communicator, calls))?;
+    let in_progress =
+        |(communicator, calls): &(Arc<Communicator>, Vec<_>)| !calls.is_empty() || !communicator.is_settled();
+    if blocking {
+        for (communicator, calls) in parts {
+            job::launch(&communicator, calls);
+            communicator.await_settled()?;
+        }
+        return Ok(Code::Success);
+    }
+    if !parts.iter().any(in_progress) {
+        return Ok(Code::Success);
+    }
+    parts.retain(|(_, calls)| !calls.is_empty());
+    parts.iter().for_each(|(communicator, _)| communicator.begin());
+    std::thread::spawn(move || {
+        for (communicator, calls) in parts {
+            communicator.be_seen();
+            job::launch(&communicator, calls);
+            communicator.settle();
+        }
+    });
+    Ok(Code::InProgress)
+}

@@ -1,0 +1,111 @@
+//! The calls of a communicator that run together on a stream, as one kernel does.
+use super::communicator::Communicator;
+use super::place::faults;
+use super::wire::{Call, Kind, call_header, read_answer_header};
+use super::{Code, Outcome, failure};
+use crate::stream::Stream;
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+
+/// A call with the addresses of its buffers. The caller of NCCL has promised that they are good until the stream has passed
+/// the call, and that nothing else touches them meanwhile.
+#[derive(Clone, Copy)]
+pub(super) struct Queued {
+    pub(super) call: Call,
+    pub(super) send: usize,
+    pub(super) receive: usize,
+}
+
+/// The messages of a rank to itself, which need their other half in the same group.
+pub(super) fn check(communicator: &Communicator, calls: &[(Arc<Stream>, Queued)]) -> Outcome<()> {
+    let own = |kind| {
+        let calls = calls.iter().map(|(_, queued)| queued.call);
+        let to_self = calls.filter(move |call| call.kind == kind && call.peer == communicator.rank);
+        to_self.map(|call| (call.count, call.dtype)).collect::<Vec<_>>()
+    };
+    if own(Kind::Send) == own(Kind::Recv) {
+        return Ok(());
+    }
+    Err(failure(Code::InvalidUsage, "a rank sends to itself without a matching recv in the same group, or the reverse"))
+}
+
+/// Puts the calls on their streams as one job: all of their streams wait for its start, and for its end.
+pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, Queued)>) {
+    let mut streams: Vec<Arc<Stream>> = Vec::new();
+    for (stream, _) in &calls {
+        if !streams.iter().any(|known| Arc::ptr_eq(known, stream)) {
+            streams.push(stream.clone());
+        }
+    }
+    let Some((first, others)) = streams.split_first() else { return };
+    let (number, communicator) = (communicator.launch(), communicator.clone());
+    let calls: Vec<Queued> = calls.into_iter().map(|(_, queued)| queued).collect();
+    // Nothing is sent: a receiver waits until all of its senders are dropped.
+    let (arrived, arrivals) = channel::<()>();
+    let mut over = Vec::new();
+    for other in others {
+        let ((end, ended), arrived) = (channel::<()>(), arrived.clone());
+        over.push(end);
+        other.push(move || {
+            drop(arrived);
+            let _ = ended.recv();
+        });
+    }
+    drop(arrived);
+    first.push(move || {
+        let _ = arrivals.recv();
+        run(&communicator, number, &calls);
+        drop(over);
+    });
+}
+
+/// Returns when the job is over, or hangs until an abort.
+fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
+    let done = communicator.await_turn(number).map_err(|_| ()).and_then(|connection| {
+        communicator.linger(faults().delay);
+        if calls.iter().any(|_| fails()) {
+            let text = "a fault was injected by EMULATED_NCCL_FAIL_AFTER";
+            communicator.fail(failure(Code::SystemError, text));
+            return Err(());
+        }
+        exchange(communicator, &connection, calls).map_err(|_| ())
+    });
+    match done {
+        Ok(()) => communicator.pass(),
+        Err(()) => communicator.hang(),
+    }
+}
+
+/// Counts the calls of this process: whether this is the one that shall fail.
+fn fails() -> bool {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    COUNT.fetch_add(1, Ordering::Relaxed) + 1 == faults().fail_after
+}
+
+/// Gives the hub everything before it takes anything: no call of the job waits for another one.
+fn exchange(communicator: &Communicator, mut connection: &UnixStream, calls: &[Queued]) -> Result<()> {
+    let Communicator { rank, size, .. } = *communicator;
+    for (index, queued) in calls.iter().enumerate() {
+        connection.write_all(&call_header(index, &queued.call))?;
+        let bytes = queued.call.given(rank, size);
+        if bytes > 0 {
+            // SAFETY: the caller of NCCL has given a buffer of this size, which nothing writes to before the stream has
+            // passed this job.
+            connection.write_all(unsafe { std::slice::from_raw_parts(queued.send as *const u8, bytes) })?;
+        }
+    }
+    for _ in calls {
+        let (index, bytes) = read_answer_header(connection)?;
+        let strange = || Error::new(ErrorKind::InvalidData, "an answer that does not fit");
+        let queued = calls.get(index).filter(|queued| queued.call.taken(rank, size) == bytes).ok_or_else(strange)?;
+        if bytes > 0 {
+            // SAFETY: the caller of NCCL has given a buffer of this size, which nothing else uses before the stream has
+            // passed this job. No slice of a send buffer, which may be the same memory, is left.
+            connection.read_exact(unsafe { std::slice::from_raw_parts_mut(queued.receive as *mut u8, bytes) })?;
+        }
+    }
+    Ok(())
+}

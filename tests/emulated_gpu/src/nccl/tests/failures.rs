@@ -1,0 +1,156 @@
+//! What the others see when a rank goes, and calls that do not fit together.
+use super::super::Code;
+use super::support::*;
+use std::ffi::{c_int, c_void};
+use std::sync::Barrier;
+
+const REMOTE: c_int = Code::RemoteError as c_int;
+
+#[test]
+fn an_abort_is_an_error_for_the_others() {
+    // Of the rank in whose process the hub is, and of another one.
+    for (blocking, culprit) in [(true, 0), (false, 0), (true, 2), (false, 2)] {
+        ranks(3, blocking, |rank| {
+            if rank.rank == culprit {
+                rank.abort();
+                return;
+            }
+            let (code, text) = rank.await_error();
+            assert_eq!(code, REMOTE);
+            assert!(text.contains(&format!("rank {culprit} has closed")), "{text}");
+            // Nothing can be done any more.
+            assert_eq!(rank.all_reduce(&[1.0], &mut [0.0]), REMOTE);
+            rank.abort();
+        });
+    }
+}
+
+#[test]
+fn a_call_hangs_after_an_error_until_it_is_aborted() {
+    ranks(2, false, |rank| {
+        if rank.rank == 1 {
+            std::thread::sleep(WHILE);
+            rank.abort();
+            return;
+        }
+        let mut sums = [7.0];
+        rank.done(rank.all_reduce(&[1.0], &mut sums));
+        assert_eq!(rank.await_error().0, REMOTE);
+        assert!(!rank.synchronize(WHILE), "a call in vain looks as if it were over");
+        rank.abort();
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(sums, [7.0]);
+    });
+}
+
+#[test]
+fn a_rank_that_goes_before_all_are_there_is_an_error() {
+    let (id, gone) = (id(), Barrier::new(3));
+    threads(3, |rank| {
+        if rank == 2 {
+            gone.wait();
+        }
+        let (_, rank) = begin(id, rank, 3, false);
+        match rank.rank {
+            0 => {
+                std::thread::sleep(WHILE);
+                rank.abort();
+                gone.wait();
+            }
+            1 => {
+                gone.wait();
+                assert_eq!(rank.await_error().0, REMOTE);
+                rank.abort();
+            }
+            _ => {
+                // It comes when all is over.
+                assert_eq!(rank.await_error().0, REMOTE);
+                rank.abort();
+            }
+        }
+    });
+}
+
+#[test]
+fn a_construction_is_aborted_while_others_are_missing() {
+    settle_down("host", 0, false);
+    let (code, rank) = begin(id(), 0, 2, false);
+    assert_eq!(code, Code::InProgress as c_int);
+    std::thread::sleep(WHILE);
+    rank.abort();
+}
+
+type Buffers = (*const c_void, *mut c_void);
+
+/// Rank 1 does something else than rank 0, which all-reduces three floats.
+fn assert_hangs(call: impl Fn(&Rank, Buffers) -> c_int + Sync) {
+    ranks(2, false, |rank| {
+        // Room for all that is called.
+        let (send, mut receive) = ([1.0f32; 8], [5.0f32; 8]);
+        let buffers = (send.as_ptr().cast(), receive.as_mut_ptr().cast());
+        rank.done(if rank.rank == 0 { sum_of_three(rank, buffers) } else { call(rank, buffers) });
+        assert!(!rank.synchronize(WHILE), "calls that do not match have ended");
+        assert_eq!(rank.settle(), 0);
+        // Neither does what comes behind them, and matches.
+        rank.done(sum_of_three(rank, buffers));
+        assert!(!rank.synchronize(WHILE));
+        rank.abort();
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(receive, [5.0; 8]);
+    });
+}
+
+fn sum_of_three(rank: &Rank, (send, receive): Buffers) -> c_int {
+    // SAFETY: the buffers live until the stream has passed.
+    unsafe { ncclAllReduce(send, receive, 3, F32, SUM, rank.comm.get(), rank.stream) }
+}
+
+#[test]
+fn calls_that_do_not_match_hang_until_they_are_aborted() {
+    const I32: c_int = 2;
+    const MAX: c_int = 2;
+    for (count, dtype, op) in [(4, F32, SUM), (3, I32, SUM), (3, F32, MAX)] {
+        assert_hangs(|rank, (send, receive)| {
+            // SAFETY: the buffers live until the stream has passed.
+            unsafe { ncclAllReduce(send, receive, count, dtype, op, rank.comm.get(), rank.stream) }
+        });
+    }
+    assert_hangs(|rank, (send, receive)| {
+        // SAFETY: as above.
+        unsafe { ncclBroadcast(send, receive, 3, F32, 0, rank.comm.get(), rank.stream) }
+    });
+    assert_hangs(|rank, (send, _)| {
+        // SAFETY: as above.
+        unsafe { ncclSend(send, 3, F32, 0, rank.comm.get(), rank.stream) }
+    });
+}
+
+#[test]
+fn different_roots_do_not_match() {
+    ranks(2, true, |rank| {
+        let mut buffer = [5.0f32; 3];
+        let address = buffer.as_mut_ptr();
+        // SAFETY: the buffer lives until the stream has passed.
+        rank.done(unsafe {
+            let root = rank.rank as c_int;
+            ncclBroadcast(address.cast(), address.cast(), 3, F32, root, rank.comm.get(), rank.stream)
+        });
+        assert!(!rank.synchronize(WHILE));
+        rank.abort();
+        assert!(rank.synchronize(PATIENCE));
+    });
+}
+
+#[test]
+fn what_has_not_begun_ends_with_an_abort() {
+    let called = Barrier::new(2);
+    ranks(2, true, |rank| {
+        let mut sums = [5.0; 3];
+        rank.stream().push(|| std::thread::sleep(WHILE));
+        rank.done(rank.all_reduce(&[1.0; 3], &mut sums));
+        called.wait();
+        rank.abort();
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(sums, [5.0; 3]);
+    });
+}

@@ -1,0 +1,194 @@
+//! Groups, messages and streams.
+use super::super::Code;
+use super::support::*;
+use std::ffi::c_int;
+use std::time::{Duration, Instant};
+
+impl Rank {
+    fn send(&self, values: &[f32], peer: usize) -> c_int {
+        // SAFETY: the tests keep the buffers until the stream has passed.
+        unsafe { ncclSend(values.as_ptr().cast(), values.len(), F32, peer as c_int, self.comm.get(), self.stream) }
+    }
+
+    fn receive(&self, values: &mut [f32], peer: usize) -> c_int {
+        let address = values.as_mut_ptr().cast();
+        // SAFETY: as above.
+        unsafe { ncclRecv(address, values.len(), F32, peer as c_int, self.comm.get(), self.stream) }
+    }
+
+    fn together(&self, calls: impl FnOnce()) {
+        // SAFETY: nothing is needed.
+        assert_eq!(unsafe { ncclGroupStart() }, 0);
+        calls();
+        // SAFETY: as above.
+        self.done(unsafe { ncclGroupEnd() });
+    }
+}
+
+#[test]
+fn messages_in_a_group_cross() {
+    // More than connections hold by themselves, to all ranks, and this one too.
+    const COUNT: usize = 300_000;
+    in_all_worlds(|rank| {
+        let gifts: Vec<Vec<f32>> = (0..rank.size).map(|peer| vec![(10 * rank.rank + peer) as f32; COUNT]).collect();
+        let mut received = vec![vec![0.0; COUNT]; rank.size];
+        rank.together(|| {
+            gifts.iter().enumerate().for_each(|(peer, gift)| assert_eq!(rank.send(gift, peer), 0));
+            received.iter_mut().enumerate().for_each(|(peer, place)| assert_eq!(rank.receive(place, peer), 0));
+        });
+        assert!(rank.synchronize(PATIENCE));
+        for (peer, received) in received.iter().enumerate() {
+            assert_eq!(*received, vec![(10 * peer + rank.rank) as f32; COUNT]);
+        }
+    });
+}
+
+#[test]
+fn sends_outside_of_a_group_wait_for_their_receivers() {
+    ranks(2, false, |rank| {
+        let (one, mut other) = ([1.0; 10], [0.0; 10]);
+        rank.done(rank.send(&one, 1 - rank.rank));
+        rank.done(rank.receive(&mut other, 1 - rank.rank));
+        // Both send first.
+        assert!(!rank.synchronize(WHILE));
+        rank.abort();
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(other, [0.0; 10]);
+    });
+}
+
+#[test]
+fn messages_keep_their_order() {
+    ranks(2, true, |rank| {
+        let expected = [0, 1, 2, 3].map(|number| [number as f32; 3]);
+        for in_a_group in [false, true] {
+            let mut places = [[9.0; 3]; 4];
+            if rank.rank == 1 {
+                // So that all that can be under way is.
+                rank.stream().push(|| std::thread::sleep(Duration::from_millis(100)));
+            }
+            let mut calls = || {
+                for (place, values) in places.iter_mut().zip(&expected) {
+                    let code = if rank.rank == 0 { rank.send(values, 1) } else { rank.receive(place, 0) };
+                    assert_eq!(code, 0);
+                }
+            };
+            if in_a_group {
+                rank.together(calls)
+            } else {
+                calls()
+            }
+            assert!(rank.synchronize(PATIENCE));
+            assert_eq!(places, if rank.rank == 0 { [[9.0; 3]; 4] } else { expected });
+        }
+    });
+}
+
+#[test]
+fn a_message_to_oneself_needs_both_halves_in_a_group() {
+    ranks(1, true, |rank| {
+        assert_eq!(rank.send(&[1.0], 0), Code::InvalidUsage as c_int);
+        assert!(text().contains("sends to itself"), "{}", text());
+    });
+}
+
+#[test]
+fn nothing_starts_before_the_end_of_the_group() {
+    ranks(2, false, |rank| {
+        let (send, mut sums) = ([1.0; 5], [0.0; 5]);
+        rank.together(|| {
+            rank.together_again(|| assert_eq!(rank.all_reduce(&send, &mut sums), 0));
+            assert!(rank.synchronize(PATIENCE));
+            assert_eq!(sums, [0.0; 5]);
+        });
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(sums, [2.0; 5]);
+    });
+}
+
+impl Rank {
+    fn together_again(&self, calls: impl FnOnce()) {
+        // SAFETY: nothing is needed.
+        assert_eq!(unsafe { ncclGroupStart() }, 0);
+        calls();
+        // SAFETY: as above. Nothing is launched.
+        assert_eq!(unsafe { ncclGroupEnd() }, 0);
+    }
+}
+
+#[test]
+fn an_error_in_a_group_is_told_at_its_end_and_nothing_starts() {
+    ranks(1, true, |rank| {
+        let mut sums = [0.0; 3];
+        // SAFETY: the buffers live until the stream has passed.
+        unsafe {
+            assert_eq!(ncclGroupStart(), 0);
+            assert_eq!(rank.all_reduce(&[1.0; 3], &mut sums), 0);
+            assert_eq!(rank.send(&[1.0], 1), Code::InvalidArgument as c_int);
+            assert_eq!(ncclGroupEnd(), Code::InvalidArgument as c_int);
+            assert!(rank.synchronize(PATIENCE));
+            assert_eq!(sums, [0.0; 3]);
+            assert_eq!(ncclGroupEnd(), Code::InvalidUsage as c_int);
+        }
+    });
+}
+
+#[test]
+fn buffers_are_read_and_written_when_the_stream_comes_there() {
+    ranks(2, false, |rank| {
+        let mut buffer = vec![0.0f32; 1000];
+        let address = buffer.as_mut_ptr() as usize;
+        let stream = rank.stream();
+        stream.push(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            // SAFETY: the buffer lives, and is used by the stream alone.
+            unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 1000) }.fill(1.0);
+        });
+        let start = Instant::now();
+        let pointer = buffer.as_mut_ptr();
+        // SAFETY: the buffer lives until the stream has passed.
+        rank.done(unsafe {
+            ncclAllReduce(pointer.cast(), pointer.cast(), 1000, F32, SUM, rank.comm.get(), rank.stream)
+        });
+        assert!(start.elapsed() < Duration::from_millis(80), "the call has waited for the stream");
+        stream.push(move || {
+            // SAFETY: as above.
+            unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 1000) }.iter_mut().for_each(|x| *x *= 10.0);
+        });
+        assert!(rank.synchronize(PATIENCE));
+        assert_eq!(buffer, vec![20.0; 1000]);
+    });
+}
+
+#[test]
+fn calls_on_several_streams_keep_their_order() {
+    ranks(2, false, |rank| {
+        let (mut first, mut second, mut both) = ([0.0; 4], [0.0; 4], [0.0; 4]);
+        let slow = Duration::from_millis(200);
+        rank.stream().push(move || std::thread::sleep(slow));
+        let start = Instant::now();
+        rank.done(rank.all_reduce(&[1.0; 4], &mut first));
+        let other = Rank { comm: std::cell::Cell::new(rank.comm.get()), stream: new_stream(), ..*rank };
+        rank.done(other.all_reduce(&[2.0; 4], &mut second));
+        assert!(other.synchronize(PATIENCE));
+        assert!(start.elapsed() >= slow, "the second call came before the first");
+        assert_eq!((first, second), ([2.0; 4], [4.0; 4]));
+        // In a group, all of its streams wait for all of it, whichever is used first.
+        for slow_is_first in [false, true] {
+            rank.stream().push(move || std::thread::sleep(slow));
+            let start = Instant::now();
+            rank.together(|| {
+                let streams = if slow_is_first { [rank, &other] } else { [&other, rank] };
+                let buffers = [&mut second, &mut both];
+                for (stream, buffer) in streams.into_iter().zip(buffers) {
+                    assert_eq!(stream.all_reduce(&[3.0; 4], buffer), 0);
+                }
+            });
+            assert!(other.synchronize(PATIENCE));
+            assert!(start.elapsed() >= slow, "a stream did not wait for the group's others");
+            assert!(rank.synchronize(PATIENCE));
+            assert_eq!((second, both), ([6.0; 4], [6.0; 4]));
+        }
+        other.comm.set(std::ptr::null_mut());
+    });
+}

@@ -1,0 +1,277 @@
+//! Ranks for tests.
+use super::super::handles::Handle;
+use super::super::place::{PRETENDED, Place};
+use super::super::wire::Dtype;
+use super::super::{Code, last_error};
+pub(super) use super::super::{calls::*, ffi::*};
+use crate::stream::{Stream, find};
+use half::{bf16, f16};
+use std::cell::Cell;
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+/// Long enough to see that nothing happens.
+pub(super) const WHILE: Duration = Duration::from_millis(300);
+
+pub(super) const F32: c_int = 7;
+pub(super) const SUM: c_int = 0;
+
+/// A rank, with a stream. Dropping it finalizes and destroys the communicator, unless it was taken before.
+pub(super) struct Rank {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    pub(super) blocking: bool,
+    pub(super) comm: Cell<Handle>,
+    pub(super) stream: *mut c_void,
+}
+
+pub(super) fn id() -> UniqueId {
+    let mut id = std::mem::MaybeUninit::uninit();
+    // SAFETY: the id is written.
+    unsafe {
+        assert_eq!(ncclGetUniqueId(id.as_mut_ptr()), 0);
+        id.assume_init()
+    }
+}
+
+fn config(blocking: bool) -> Config {
+    Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21_800, blocking: c_int::from(blocking) }
+}
+
+/// Gives the calling thread a device and a place.
+pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the context is written.
+    unsafe {
+        crate::driver::cuDevicePrimaryCtxRetain(&raw mut context, 0);
+        crate::driver::cuCtxSetCurrent(context);
+    }
+    PRETENDED.set(Some(Place { host: host.to_string(), device, may_share }));
+}
+
+pub(super) fn new_stream() -> *mut c_void {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the stream is written.
+    assert_eq!(unsafe { crate::stream::cuStreamCreate(&raw mut stream, 0) }, 0);
+    stream
+}
+
+/// Begins to make a communicator; what the function returned.
+pub(super) fn begin(id: UniqueId, rank: usize, size: usize, blocking: bool) -> (c_int, Rank) {
+    let (mut comm, mut config) = (std::ptr::null_mut(), config(blocking));
+    // SAFETY: the communicator is written, the configuration lives.
+    let code = unsafe { ncclCommInitRankConfig(&raw mut comm, size as c_int, id, rank as c_int, &raw mut config) };
+    (code, Rank { rank, size, blocking, comm: Cell::new(comm), stream: new_stream() })
+}
+
+impl Rank {
+    pub(super) fn connect(id: UniqueId, rank: usize, size: usize, blocking: bool) -> Self {
+        let (code, rank) = begin(id, rank, size, blocking);
+        rank.done(code);
+        rank
+    }
+
+    /// A rank of a communicator that came from a split.
+    pub(super) fn child(&self, comm: Handle) -> Self {
+        let fact = |call: unsafe extern "C" fn(Handle, *mut c_int) -> c_int| {
+            let mut fact = -1;
+            // SAFETY: the fact is written.
+            assert_eq!(unsafe { call(comm, &raw mut fact) }, 0);
+            fact as usize
+        };
+        // SAFETY: as above.
+        while !self.blocking && unsafe { async_error(comm) } == Code::InProgress as c_int {}
+        Self {
+            rank: fact(ncclCommUserRank),
+            size: fact(ncclCommCount),
+            blocking: self.blocking,
+            comm: Cell::new(comm),
+            stream: new_stream(),
+        }
+    }
+
+    /// What the communicator has come to, once nothing is in progress.
+    pub(super) fn settle(&self) -> c_int {
+        let start = Instant::now();
+        loop {
+            // SAFETY: the communicator is alive.
+            let code = unsafe { async_error(self.comm.get()) };
+            if code != Code::InProgress as c_int {
+                return code;
+            }
+            assert!(start.elapsed() < PATIENCE, "an operation is in progress for ever");
+            std::thread::yield_now();
+        }
+    }
+
+    /// A call went well.
+    pub(super) fn done(&self, code: c_int) {
+        if self.blocking {
+            assert_eq!(code, 0, "{}", text());
+        } else {
+            assert_eq!(code, Code::InProgress as c_int, "{}", text());
+            assert_eq!(self.settle(), 0, "{}", text());
+        }
+    }
+
+    pub(super) fn all_reduce(&self, send: &[f32], receive: &mut [f32]) -> c_int {
+        // SAFETY: the tests keep the buffers until the stream has passed.
+        unsafe {
+            ncclAllReduce(
+                send.as_ptr().cast(),
+                receive.as_mut_ptr().cast(),
+                send.len(),
+                F32,
+                SUM,
+                self.comm.get(),
+                self.stream,
+            )
+        }
+    }
+
+    /// In place; the result.
+    pub(super) fn sum(&self, values: &[f32]) -> Vec<f32> {
+        let mut buffer = values.to_vec();
+        let send = buffer.clone();
+        self.done(self.all_reduce(&send, &mut buffer));
+        assert!(self.synchronize(PATIENCE), "{}", text());
+        buffer
+    }
+
+    pub(super) fn finalize(&self) -> c_int {
+        // SAFETY: the communicator is alive.
+        unsafe { ncclCommFinalize(self.comm.get()) }
+    }
+
+    pub(super) fn abort(&self) {
+        // SAFETY: the communicator is alive, and not used any more.
+        assert_eq!(unsafe { ncclCommAbort(self.comm.replace(std::ptr::null_mut())) }, 0);
+    }
+
+    pub(super) fn destroy(&self) {
+        // SAFETY: as above.
+        assert_eq!(unsafe { ncclCommDestroy(self.comm.replace(std::ptr::null_mut())) }, 0, "{}", text());
+    }
+
+    pub(super) fn stream(&self) -> Arc<Stream> {
+        find(self.stream).unwrap()
+    }
+
+    /// Whether the stream comes to its end in time.
+    pub(super) fn synchronize(&self, patience: Duration) -> bool {
+        let (reached, end) = channel();
+        self.stream().push(move || {
+            let _ = reached.send(());
+        });
+        end.recv_timeout(patience).is_ok()
+    }
+
+    /// The error that comes by itself.
+    pub(super) fn await_error(&self) -> (c_int, String) {
+        let start = Instant::now();
+        loop {
+            match self.settle() {
+                0 => assert!(start.elapsed() < PATIENCE, "no error came"),
+                code => return (code, text()),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if self.comm.get().is_null() {
+            return;
+        }
+        if std::thread::panicking() {
+            // Or the others would wait for ever.
+            return self.abort();
+        }
+        self.done(self.finalize());
+        self.destroy();
+    }
+}
+
+/// # Safety
+/// The communicator must be alive.
+pub(super) unsafe fn async_error(comm: Handle) -> c_int {
+    let mut code = -1;
+    // SAFETY: the caller's promise, and the code is written.
+    unsafe {
+        assert_eq!(ncclCommGetAsyncError(comm, &raw mut code), 0);
+    }
+    code
+}
+
+pub(super) fn text() -> String {
+    // SAFETY: it is text that is never freed.
+    unsafe { CStr::from_ptr(last_error()) }.to_string_lossy().into_owned()
+}
+
+/// Runs `body` on threads that are ranks, before they have communicators.
+pub(super) fn threads<T: Send>(size: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = (0..size)
+            .map(|rank| {
+                scope.spawn(move || {
+                    settle_down("host", rank as i32, false);
+                    body(rank)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Runs `body` on the ranks of a communicator, blocking or not.
+pub(super) fn ranks<T: Send>(size: usize, blocking: bool, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
+    let (id, all_are_there) = (id(), Barrier::new(size));
+    threads(size, |rank| {
+        let rank = Rank::connect(id, rank, size, blocking);
+        all_are_there.wait();
+        body(&rank)
+    })
+}
+
+/// In worlds of one to three, blocking or not.
+pub(super) fn in_all_worlds(body: impl Fn(&Rank) + Sync) {
+    for size in 1..=3 {
+        for blocking in [true, false] {
+            ranks(size, blocking, &body);
+        }
+    }
+}
+
+/// All types, by NCCL's numbers.
+pub(super) const DTYPES: std::ops::Range<c_int> = 0..10;
+
+fn dtype(number: c_int) -> Dtype {
+    Dtype::from_number(number as usize).unwrap()
+}
+
+pub(super) fn is_float(number: c_int) -> bool {
+    (6..10).contains(&number)
+}
+
+/// Numbers as buffers have them.
+pub(super) fn encode(number: c_int, values: impl Iterator<Item = f64>) -> Vec<u8> {
+    values
+        .flat_map(|value| match dtype(number) {
+            Dtype::I8 => (value as i8).to_le_bytes().to_vec(),
+            Dtype::U8 => (value as u8).to_le_bytes().to_vec(),
+            Dtype::I32 => (value as i32).to_le_bytes().to_vec(),
+            Dtype::U32 => (value as u32).to_le_bytes().to_vec(),
+            Dtype::I64 => (value as i64).to_le_bytes().to_vec(),
+            Dtype::U64 => (value as u64).to_le_bytes().to_vec(),
+            Dtype::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
+            Dtype::F32 => (value as f32).to_le_bytes().to_vec(),
+            Dtype::F64 => value.to_le_bytes().to_vec(),
+            Dtype::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
+        })
+        .collect()
+}

@@ -1,0 +1,273 @@
+//! What ranks and their hub tell each other. Each rank has two connections to it: one for data, in frames with a header and
+//! a body, and one for everything else, in lines of text.
+use super::{Code, Failure, failure};
+use std::io::{Read, Result, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+
+/// The address of a hub: a name that exists in memory alone.
+fn address(name: &str) -> Result<SocketAddr> {
+    SocketAddr::from_abstract_name(name)
+}
+
+/// A new hub's name, and where it is called by it.
+pub(super) fn listen() -> Result<(String, UnixListener)> {
+    let mut number = [0; 16];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut number)?;
+    let name = format!("emulated-nccl-{:032x}", u128::from_le_bytes(number));
+    let listener = UnixListener::bind_addr(&address(&name)?)?;
+    Ok((name, listener))
+}
+
+/// How every connection begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Greeting {
+    pub(super) for_data: bool,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+impl Greeting {
+    pub(super) fn connect(self, name: &str) -> Result<UnixStream> {
+        let mut stream = UnixStream::connect_addr(&address(name)?)?;
+        let words = [u32::from(self.for_data), self.rank as u32, self.size as u32];
+        stream.write_all(words.map(u32::to_le_bytes).as_flattened())?;
+        Ok(stream)
+    }
+
+    pub(super) fn read(stream: &mut UnixStream) -> Result<Self> {
+        let mut bytes = [[0; 4]; 3];
+        stream.read_exact(bytes.as_flattened_mut())?;
+        let [for_data, rank, size] = bytes.map(u32::from_le_bytes);
+        Ok(Self { for_data: for_data != 0, rank: rank as usize, size: size as usize })
+    }
+}
+
+/// A line of text between a rank and the hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// A rank, and where it is.
+    Join {
+        process: u32,
+        device: i32,
+        may_share: bool,
+        host: String,
+    },
+    Split {
+        color: i32,
+        key: i32,
+    },
+    Finalize,
+    /// All ranks are there.
+    Ready,
+    Failed(Failure),
+    /// The rank's place after a split: rank, size, and the name of the new hub.
+    Child(Option<(usize, usize, String)>),
+    Finalized,
+    /// The ranks in the hub's process have finalized, and it may end.
+    Orphaned,
+}
+
+impl Message {
+    pub(super) fn send(&self, mut stream: &UnixStream) -> Result<()> {
+        let text = match self {
+            Self::Join { process, device, may_share, host } => {
+                format!("join {process} {device} {} {host}", u8::from(*may_share))
+            }
+            Self::Split { color, key } => format!("split {color} {key}"),
+            Self::Finalize => "finalize".to_string(),
+            Self::Ready => "ready".to_string(),
+            Self::Failed(Failure { code, text }) => format!("failed {} {text}", *code as i32),
+            Self::Child(None) => "childless".to_string(),
+            Self::Child(Some((rank, size, name))) => format!("child {rank} {size} {name}"),
+            Self::Finalized => "finalized".to_string(),
+            Self::Orphaned => "orphaned".to_string(),
+        };
+        stream.write_all(format!("{}\n", text.replace('\n', " ")).as_bytes())
+    }
+
+    pub(super) fn parse(line: &str) -> Option<Self> {
+        let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let fields = |count| rest.splitn(count, ' ').collect::<Vec<_>>();
+        Some(match (word, &fields(4)[..]) {
+            ("join", [process, device, may_share, host]) => Self::Join {
+                process: process.parse().ok()?,
+                device: device.parse().ok()?,
+                may_share: *may_share == "1",
+                host: host.to_string(),
+            },
+            ("split", [color, key]) => Self::Split { color: color.parse().ok()?, key: key.parse().ok()? },
+            ("finalize", _) => Self::Finalize,
+            ("ready", _) => Self::Ready,
+            ("failed", _) => {
+                let (code, text) = rest.split_once(' ')?;
+                Self::Failed(failure(Code::from_number(code.parse().ok()?), text))
+            }
+            ("childless", _) => Self::Child(None),
+            ("child", [rank, size, name]) => {
+                Self::Child(Some((rank.parse().ok()?, size.parse().ok()?, name.to_string())))
+            }
+            ("finalized", _) => Self::Finalized,
+            ("orphaned", _) => Self::Orphaned,
+            _ => return None,
+        })
+    }
+}
+
+/// What a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    AllReduce,
+    Broadcast,
+    Reduce,
+    AllGather,
+    ReduceScatter,
+    Send,
+    Recv,
+}
+
+const KINDS: [Kind; 7] =
+    [Kind::AllReduce, Kind::Broadcast, Kind::Reduce, Kind::AllGather, Kind::ReduceScatter, Kind::Send, Kind::Recv];
+
+/// `ncclDataType_t`, without the 8-bit floats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dtype {
+    I8,
+    U8,
+    I32,
+    U32,
+    I64,
+    U64,
+    F16,
+    F32,
+    F64,
+    BF16,
+}
+
+const DTYPES: [Dtype; 10] = [
+    Dtype::I8,
+    Dtype::U8,
+    Dtype::I32,
+    Dtype::U32,
+    Dtype::I64,
+    Dtype::U64,
+    Dtype::F16,
+    Dtype::F32,
+    Dtype::F64,
+    Dtype::BF16,
+];
+
+impl Dtype {
+    /// By NCCL's number.
+    pub(super) fn from_number(number: usize) -> Option<Self> {
+        DTYPES.get(number).copied()
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            Self::I8 | Self::U8 => 1,
+            Self::F16 | Self::BF16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 => 8,
+        }
+    }
+}
+
+/// `ncclRedOp_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    Sum,
+    Prod,
+    Max,
+    Min,
+    Avg,
+}
+
+const OPS: [Op; 5] = [Op::Sum, Op::Prod, Op::Max, Op::Min, Op::Avg];
+
+impl Op {
+    /// By NCCL's number.
+    pub(super) fn from_number(number: usize) -> Option<Self> {
+        OPS.get(number).copied()
+    }
+}
+
+/// A call as all its ranks have to make it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Call {
+    pub(super) kind: Kind,
+    pub(super) dtype: Dtype,
+    /// `Sum` where nothing is reduced.
+    pub(super) op: Op,
+    /// The root, or the other rank of a message; 0 where there is none.
+    pub(super) peer: usize,
+    /// Elements, as NCCL counts them for this call.
+    pub(super) count: usize,
+}
+
+impl Call {
+    fn bytes(&self) -> usize {
+        self.count * self.dtype.bytes()
+    }
+
+    /// How many bytes rank `rank` gives.
+    pub(super) fn given(&self, rank: usize, size: usize) -> usize {
+        match self.kind {
+            Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::Send => self.bytes(),
+            Kind::ReduceScatter => self.bytes() * size,
+            Kind::Broadcast if rank == self.peer => self.bytes(),
+            Kind::Broadcast | Kind::Recv => 0,
+        }
+    }
+
+    /// How many bytes rank `rank` gets.
+    pub(super) fn taken(&self, rank: usize, size: usize) -> usize {
+        match self.kind {
+            Kind::AllReduce | Kind::Broadcast | Kind::ReduceScatter | Kind::Recv => self.bytes(),
+            Kind::AllGather => self.bytes() * size,
+            Kind::Reduce if rank == self.peer => self.bytes(),
+            Kind::Reduce | Kind::Send => 0,
+        }
+    }
+}
+
+/// The header of a call, with its number in its job; the body follows.
+pub(super) const CALL_HEADER: usize = 24;
+
+pub(super) fn call_header(index: usize, call: &Call) -> [u8; CALL_HEADER] {
+    let words = [u64::from(index as u32) | (call.peer as u64) << 32, call.count as u64];
+    let mut header = [0; CALL_HEADER];
+    header[..16].copy_from_slice(words.map(u64::to_le_bytes).as_flattened());
+    header[16..19].copy_from_slice(&[call.kind as u8, call.dtype as u8, call.op as u8]);
+    header
+}
+
+/// `None` if it is no call.
+pub(super) fn parse_call(header: &[u8; CALL_HEADER]) -> Option<(usize, Call)> {
+    let ([first, count, rest], _) = header.as_chunks::<8>() else { return None };
+    let (first, count) = (u64::from_le_bytes(*first), u64::from_le_bytes(*count));
+    let call = Call {
+        kind: *KINDS.get(usize::from(rest[0]))?,
+        dtype: *DTYPES.get(usize::from(rest[1]))?,
+        op: *OPS.get(usize::from(rest[2]))?,
+        peer: (first >> 32) as usize,
+        count: usize::try_from(count).ok()?,
+    };
+    Some((first as u32 as usize, call))
+}
+
+/// The header of an answer: the call's number in its job, and how many bytes follow.
+pub(super) const ANSWER_HEADER: usize = 16;
+
+pub(super) fn answer_header(index: usize, bytes: usize) -> [u8; ANSWER_HEADER] {
+    let mut header = [0; ANSWER_HEADER];
+    header.copy_from_slice([index as u64, bytes as u64].map(u64::to_le_bytes).as_flattened());
+    header
+}
+
+pub(super) fn read_answer_header(mut stream: &UnixStream) -> Result<(usize, usize)> {
+    let mut header = [[0; 8]; 2];
+    stream.read_exact(header.as_flattened_mut())?;
+    let [index, bytes] = header.map(u64::from_le_bytes);
+    Ok((index as usize, bytes as usize))
+}

@@ -1,0 +1,307 @@
+//! Streams: queues of work, each with a thread that does it in order. Events: marks in them.
+use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, fatal};
+use std::backtrace::Backtrace;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_void};
+use std::fmt::{Display, Formatter};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A queue of work and the thread that does it. Whoever pushes does not wait. What was pushed is still done when the
+/// stream is dropped.
+pub(crate) struct Stream {
+    pub(crate) device: i32,
+    jobs: Mutex<Sender<Job>>,
+}
+
+impl Stream {
+    fn new(device: i32) -> Arc<Self> {
+        let (jobs, work): (Sender<Job>, Receiver<Job>) = channel();
+        std::thread::spawn(move || work.into_iter().for_each(|job| job()));
+        let stream = Arc::new(Self { device, jobs: Mutex::new(jobs) });
+        let mut streams = streams();
+        streams.known.retain(|stream| stream.strong_count() > 0);
+        streams.known.push(Arc::downgrade(&stream));
+        stream
+    }
+
+    /// Puts `job` behind everything that was pushed before.
+    pub(crate) fn push(&self, job: impl FnOnce() + Send + 'static) {
+        let origin = Origin::new(self);
+        let job = move || {
+            origin.enter();
+            job();
+        };
+        if lock(&self.jobs).send(Box::new(job)).is_err() {
+            fatal("the thread of a stream is gone: one of its jobs panicked");
+        }
+    }
+
+    /// A mark behind everything that was pushed before.
+    fn mark(&self) -> Arc<Mark> {
+        let mark = Arc::new(Mark::default());
+        let reached = mark.clone();
+        self.push(move || reached.reach());
+        mark
+    }
+
+    /// Waits on the host until all that was pushed is done.
+    pub(crate) fn synchronize(&self) {
+        self.mark().wait();
+    }
+}
+
+/// What put something on a stream.
+#[derive(Clone, Default)]
+pub(crate) struct Origin {
+    device: i32,
+    stream: usize,
+    /// If `EMULATED_GPU_BACKTRACE` is set: where in the program.
+    place: Option<Arc<Backtrace>>,
+}
+
+impl Origin {
+    fn new(stream: &Stream) -> Self {
+        static WANTED: OnceLock<bool> = OnceLock::new();
+        let wanted = *WANTED.get_or_init(|| std::env::var_os("EMULATED_GPU_BACKTRACE").is_some());
+        let place = wanted.then(|| Arc::new(Backtrace::force_capture()));
+        Self { device: stream.device, stream: std::ptr::from_ref(stream) as usize, place }
+    }
+
+    fn enter(self) {
+        ORIGIN.set(self);
+    }
+
+    /// Of the job that the calling thread is doing.
+    pub(crate) fn current() -> Self {
+        ORIGIN.with_borrow(Self::clone)
+    }
+}
+
+impl Display for Origin {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "stream {:#x} of device {}", self.stream, self.device)?;
+        match &self.place {
+            Some(place) => write!(f, "{place}"),
+            None => write!(f, "(EMULATED_GPU_BACKTRACE=1 shows where in the program)"),
+        }
+    }
+}
+
+thread_local! {
+    static ORIGIN: RefCell<Origin> = RefCell::default();
+}
+
+/// A point in a stream.
+#[derive(Default)]
+struct Mark {
+    reached: Mutex<Option<Instant>>,
+    changed: Condvar,
+}
+
+impl Mark {
+    /// When the stream came past, if it has.
+    fn time(&self) -> Option<Instant> {
+        *lock(&self.reached)
+    }
+
+    fn reach(&self) {
+        *lock(&self.reached) = Some(Instant::now());
+        self.changed.notify_all();
+    }
+
+    fn wait(&self) {
+        let reached = lock(&self.reached);
+        let _reached = self.changed.wait_while(reached, |reached| reached.is_none());
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Default)]
+struct Streams {
+    /// By handle.
+    created: HashMap<usize, Arc<Stream>>,
+    /// By device. A stream like others here: it does not wait for them.
+    legacy: HashMap<i32, Arc<Stream>>,
+    known: Vec<Weak<Stream>>,
+}
+
+fn streams() -> MutexGuard<'static, Streams> {
+    static STREAMS: OnceLock<Mutex<Streams>> = OnceLock::new();
+    lock(STREAMS.get_or_init(Mutex::default))
+}
+
+/// The handles `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+/// The stream that CUDA's functions mean by a handle: for default streams that of the current device, and for
+/// `CU_STREAM_PER_THREAD` that of the calling thread. None if there is none.
+pub(crate) fn find(handle: *mut c_void) -> Option<Arc<Stream>> {
+    thread_local! {
+        static OWN: RefCell<HashMap<i32, Arc<Stream>>> = RefCell::default();
+    }
+    let device = context_device()?;
+    match handle as usize {
+        PER_THREAD => Some(OWN.with_borrow_mut(|own| own.entry(device).or_insert_with(|| Stream::new(device)).clone())),
+        0 | LEGACY => {
+            if let Some(stream) = streams().legacy.get(&device) {
+                return Some(stream.clone());
+            }
+            let stream = Stream::new(device);
+            Some(streams().legacy.entry(device).or_insert(stream).clone())
+        }
+        other => streams().created.get(&other).cloned(),
+    }
+}
+
+/// Waits for all streams of the current device.
+pub(crate) fn synchronize_device() {
+    let known: Vec<_> = streams().known.iter().filter_map(Weak::upgrade).collect();
+    known.iter().filter(|stream| Some(stream.device) == context_device()).for_each(|stream| stream.synchronize());
+}
+
+/// Puts `job` on a stream, which may be another device's than the current one.
+pub(crate) fn push(handle: *mut c_void, job: impl FnOnce() + Send + 'static) -> Answer {
+    let Some(stream) = find(handle) else { return INVALID_HANDLE };
+    stream.push(job);
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
+    let Some(device) = context_device() else { return INVALID_CONTEXT };
+    let stream = Stream::new(device);
+    let address = Arc::as_ptr(&stream).cast_mut().cast();
+    streams().created.insert(address as usize, stream);
+    // SAFETY: the caller's promise.
+    unsafe { *handle = address };
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> Answer {
+    if streams().created.remove(&(handle as usize)).is_some() { SUCCESS } else { INVALID_HANDLE }
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
+    let Some(stream) = find(handle) else { return INVALID_HANDLE };
+    stream.synchronize();
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamIsCapturing(handle: *mut c_void, status: *mut c_int) -> Answer {
+    if find(handle).is_none() {
+        return INVALID_HANDLE;
+    }
+    // SAFETY: the caller's promise. Nothing is ever captured.
+    unsafe { *status = 0 };
+    SUCCESS
+}
+
+/// An event: its latest mark, if it was recorded.
+struct Event {
+    device: i32,
+    mark: Mutex<Option<Arc<Mark>>>,
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
+    let Some(device) = context_device() else { return INVALID_CONTEXT };
+    let event = Box::new(Event { device, mark: Mutex::default() });
+    // SAFETY: the caller's promise.
+    unsafe { *handle = Box::into_raw(event).cast() };
+    SUCCESS
+}
+
+/// # Safety
+/// `handle` is an event.
+unsafe fn event<'a>(handle: *mut c_void) -> &'a Event {
+    // SAFETY: it came from `cuEventCreate`, and is not destroyed yet, as the caller promises.
+    unsafe { &*handle.cast::<Event>() }
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventDestroy_v2(handle: *mut c_void) -> Answer {
+    // SAFETY: the caller's promise; streams have the mark, not the event.
+    drop(unsafe { Box::from_raw(handle.cast::<Event>()) });
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void) -> Answer {
+    // SAFETY: the caller's promise.
+    let event = unsafe { event(handle) };
+    let Some(stream) = find(stream).filter(|stream| stream.device == event.device) else { return INVALID_HANDLE };
+    *lock(&event.mark) = Some(stream.mark());
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventQuery(handle: *mut c_void) -> Answer {
+    // SAFETY: the caller's promise.
+    let mark = lock(&unsafe { event(handle) }.mark).clone();
+    if mark.is_none_or(|mark| mark.time().is_some()) { SUCCESS } else { NOT_READY }
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
+    // SAFETY: the caller's promise.
+    let mark = lock(&unsafe { event(handle) }.mark).clone();
+    if let Some(mark) = mark {
+        mark.wait();
+    }
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> Answer {
+    // SAFETY: the caller's promise.
+    let marks = [start, end].map(|handle| lock(&unsafe { event(handle) }.mark).clone());
+    let [Some(start), Some(end)] = marks else { return INVALID_HANDLE };
+    let (Some(start), Some(end)) = (start.time(), end.time()) else { return NOT_READY };
+    // SAFETY: the caller's promise.
+    unsafe { *milliseconds = end.saturating_duration_since(start).as_secs_f32() * 1e3 };
+    SUCCESS
+}
+
+/// # Safety
+/// As CUDA's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, handle: *mut c_void, _flags: c_uint) -> Answer {
+    // SAFETY: the caller's promise.
+    let mark = lock(&unsafe { event(handle) }.mark).clone();
+    match mark {
+        Some(mark) => push(stream, move || mark.wait()),
+        None => SUCCESS,
+    }
+}
