@@ -107,7 +107,9 @@ class TwoHosts:
 
     def limit(self, bytes_per_second):
         """Limits the link, in either direction."""
-        burst = max(64 << 10, int(bytes_per_second / 500))
+        # Room for whole packets of TCP's, up to 64 KiB and their headers: network adapters cut these up themselves, and
+        # here it would take the processors' time.
+        burst = max(256 << 10, int(bytes_per_second / 500))
         shape = ["tbf", "rate", f"{int(bytes_per_second * 8)}bit", "burst", str(burst), "latency", "50ms"]
         for name in self.names:
             device = ["tc", "qdisc", "replace", "dev", self.interface, "root"]

@@ -181,34 +181,35 @@ fn retain_blocked(
 }
 
 /// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that calculate. So an
-/// exchange that has turned out to be slow is left alone until most of what is missing should be there.
+/// exchange that turns out to be slow is left alone until most of what is missing should be there.
 #[derive(Default)]
 struct Pace {
-    /// When the exchange was seen to move, and what was missing then; none before the first wait.
-    moving: Option<Option<(Instant, usize)>>,
+    waits: usize,
+    /// When the exchange was first seen to move, and what was missing then.
+    start: Option<(Instant, usize)>,
 }
 
 impl Pace {
-    /// Not worth a rest.
+    /// Shorter rests are not worth it.
     const LEAST: Duration = Duration::from_micros(100);
     /// Within which the end of the group is noticed.
     const LONGEST: Duration = Duration::from_millis(2);
 
     /// To be called before each wait, with the number of bytes that are missing.
     fn rest(&mut self, missing: usize) {
-        let now = Instant::now();
-        match self.moving {
-            None => self.moving = Some(None),
-            // Until here it may have been the peer that was late.
-            Some(None) => self.moving = Some(Some((now, missing))),
-            Some(Some((start, missing_then))) => {
+        self.waits += 1;
+        match self.start {
+            Some((start, missing_then)) => {
                 let moved = missing_then.saturating_sub(missing).max(1);
-                let left = (now - start).mul_f64(missing as f64 / moved as f64);
+                let left = start.elapsed().mul_f64(missing as f64 / moved as f64);
                 let rest = left.mul_f64(0.875).min(Self::LONGEST);
                 if rest >= Self::LEAST {
                     std::thread::sleep(rest);
                 }
             }
+            // The first wait may be for a peer that is late, and says nothing about the link.
+            None if self.waits > 1 => self.start = Some((Instant::now(), missing)),
+            None => {}
         }
     }
 }
