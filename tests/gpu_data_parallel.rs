@@ -10,6 +10,7 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
+use candle_ddp::data_parallel::{parallel_apply, replicate};
 use candle_ddp::{DataParallel, Error};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
 use common::{assert_close, fill, floats, tensor, var};
@@ -68,6 +69,8 @@ fn steps_are_those_of_one_cpu() {
             fill_small(&plain);
             let mut our_steps = SGD::new(dp.parameters(), 0.5).unwrap();
             let mut plain_steps = SGD::new(plain.all_vars(), 0.5).unwrap();
+            // Looked at in the end: reading a value waits for the GPU, which would hide that nobody else does.
+            let mut losses = Vec::new();
             for step in 0..5 {
                 let (x, y) = (tensor(&[65, WIDTH], 2 * step), tensor(&[65, 16], 2 * step + 1));
                 let output = dp.forward(&x).unwrap();
@@ -76,7 +79,10 @@ fn steps_are_those_of_one_cpu() {
                 our_steps.step(&dp.backward(&here).unwrap()).unwrap();
                 let there = loss::mse(&net.forward(&x).unwrap(), &y).unwrap();
                 plain_steps.backward_step(&there).unwrap();
-                assert_close(&floats(&here), &floats(&there), 1e-4, &format!("{devices:?}, step {step}"));
+                losses.push((here, there));
+            }
+            for (step, (here, there)) in losses.iter().enumerate() {
+                assert_close(&floats(here), &floats(there), 1e-4, &format!("{devices:?}, step {step}"));
             }
             for (name, ours) in ours.data().lock().unwrap().iter() {
                 assert!(ours.device().same_device(&devices[0]));
@@ -131,5 +137,22 @@ fn gradients_go_back_to_the_inputs_device() {
         let expected = sum(dp.module().forward(&on_first).unwrap()).backward().unwrap();
         assert!(grads.get(&x).unwrap().device().is_cpu());
         assert_close(&floats(grads.get(&x).unwrap()), &floats(expected.get(&x).unwrap()), 1e-4, "x");
+    }
+}
+
+/// What the calling thread has on its stream is done before other threads see it.
+#[test]
+fn inputs_that_are_not_there_yet_are_waited_for() {
+    for devices in lists("inputs_that_are_not_there_yet_are_waited_for") {
+        let ([gpu, Device::Cpu], true) = (&devices[..], devices[0].is_cuda()) else { continue };
+        let replicas = replicate(&devices, &VarMap::new(), DType::F32, build).unwrap();
+        let x = tensor(&[WIDTH, WIDTH], 1);
+        let identity = Tensor::eye(WIDTH, DType::F32, gpu).unwrap();
+        let mut late = x.to_device(gpu).unwrap();
+        for _ in 0..20 {
+            late = late.matmul(&identity).unwrap();
+        }
+        let outputs = parallel_apply(&replicas, vec![late, x.clone()], |_, input| input.affine(1.0, 0.0)).unwrap();
+        outputs.iter().for_each(|output| assert_eq!(floats(output), floats(&x)));
     }
 }

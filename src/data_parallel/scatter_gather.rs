@@ -69,20 +69,14 @@ pub(super) fn transfer(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
 
 /// The same with tensors that show all of their storage. When this returns the sources may be freed.
 ///
-/// A copy from one GPU to another is put on the destination's stream, which is not waited for when the source is freed. So
-/// both devices are waited for, before and after.
+/// A copy from one GPU to another is put on the destination's stream, behind what the source's stream has now; but whoever
+/// frees the source waits for its own stream only. So the copies are waited for.
 pub(super) fn transfer_whole(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
-    let synchronize = || -> Result<()> {
-        for (tensor, device) in moves.iter().filter(|(tensor, device)| !tensor.device().same_device(device)) {
-            tensor.device().synchronize()?;
-            device.synchronize()?;
-        }
-        Ok(())
-    };
-    synchronize()?;
     let moved =
         moves.iter().map(|(tensor, device)| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
-    synchronize()?;
+    for (_, device) in moves.iter().filter(|(tensor, device)| !tensor.device().same_device(device)) {
+        device.synchronize()?;
+    }
     Ok(moved)
 }
 

@@ -61,6 +61,10 @@ impl Place {
         self.folder.join("store")
     }
 
+    pub(crate) fn traces(&self) -> PathBuf {
+        self.folder.join("traces")
+    }
+
     /// Tells the test what this rank found.
     pub(crate) fn report(&self, text: &str) {
         std::fs::write(report_of(&self.folder, self.rank), text).unwrap();

@@ -88,6 +88,10 @@ fn rank_of_another_test() {
         "second fence" => fences::second(&group(&place, Duration::from_secs(60))).unwrap(),
         "fences of a backward pass" => fences::backward(&group(&place, Duration::from_secs(60))).unwrap(),
         "train" => place.report(&training::train(&group(&place, Duration::from_secs(60))).unwrap()),
+        "trace" => {
+            let pg = group(&place, Duration::from_secs(60));
+            training::traced(&pg, &place.traces()).unwrap();
+        }
         "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
         "scaler" => optim::scales(&group(&place, Duration::from_secs(60))).unwrap(),
         "zero" => optim::shards(&group(&place, Duration::from_secs(60))).unwrap(),
@@ -220,6 +224,13 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
     for world_size in [1, 2] {
         let reports = Ranks::start(world_size, "train").finish();
         training::assert_like_plain_candle(world_size, &reports);
+    }
+}
+
+#[test]
+fn a_trace_has_the_times_of_the_gpu() {
+    if gpus("a_trace_has_the_times_of_the_gpu").is_some() {
+        Ranks::start(2, "trace").finish();
     }
 }
 

@@ -3,6 +3,7 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use std::path::Path;
 
 struct Net(Linear, Linear);
 
@@ -53,6 +54,38 @@ pub(crate) fn assert_like_plain_candle(world_size: usize, reports: &[String]) {
     assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");
     let found: Vec<f32> = reports[0].split(' ').map(|value| value.parse().unwrap()).collect();
     assert_close(&found, &expected, 1e-4, &format!("{world_size} ranks"));
+}
+
+/// In the trace every all-reduce lies within its backward pass, by the times of the GPU.
+pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
+    const PASSES: usize = 3;
+    let trace = Some(folder.to_path_buf());
+    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, trace, ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, |vb| Net::new(vb), options)?;
+    let x = Tensor::ones((PER_RANK, 4), DType::F32, pg.device())?;
+    for _ in 0..PASSES {
+        ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+    }
+    drop(ddp);
+    let text = std::fs::read_to_string(folder.join(format!("rank{}.trace.json", pg.rank()))).unwrap();
+    let events: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+    let spans = |name: &str| -> Vec<[f64; 2]> {
+        let named =
+            events.iter().filter(|event| event["ph"] == "X" && event["name"].as_str().unwrap().starts_with(name));
+        named.map(|event| [&event["ts"], &event["dur"]].map(|number| number.as_f64().unwrap())).collect()
+    };
+    let (passes, waits, reductions) = (spans("backward"), spans("wait for buckets"), spans("all-reduce of bucket"));
+    assert_eq!((passes.len(), waits.len()), (PASSES, PASSES), "{text}");
+    assert!(reductions.len() >= 2 * PASSES && reductions.len().is_multiple_of(PASSES), "{text}");
+    // Microseconds.
+    const SLACK: f64 = 500.0;
+    for [start, duration] in reductions {
+        let within = |(pass, wait): (&[f64; 2], &[f64; 2])| {
+            duration > 0.0 && pass[0] - SLACK <= start && start + duration <= wait[0] + wait[1] + SLACK
+        };
+        assert!(passes.iter().zip(&waits).any(within), "{start} + {duration} is in no pass of {text}");
+    }
+    Ok(())
 }
 
 /// Each rank uses a layer that the other does not, and nobody a third.
