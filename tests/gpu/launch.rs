@@ -40,6 +40,20 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
     None
 }
 
+/// Whether the GPU is the one of `tests/emulated_gpu`, which can be made to fail. If not, says that `test` is skipped.
+pub(crate) fn emulated(test: &str) -> bool {
+    let emulated = std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"));
+    if !emulated {
+        let line = format!("SKIPPED {test}: only an emulated GPU fails when it is told to\n");
+        let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+    }
+    emulated
+}
+
+fn shares(world_size: usize) -> bool {
+    device_count().unwrap_or(0) < world_size
+}
+
 /// What a rank knows of itself.
 pub(crate) struct Place {
     pub(crate) job: String,
@@ -95,14 +109,28 @@ const PATIENCE: Duration = Duration::from_secs(300);
 impl Ranks {
     /// Starts them, on one GPU each if there are enough.
     pub(crate) fn start(world_size: usize, job: &str) -> Self {
-        Self::start_with(world_size, job, device_count().unwrap_or(0) < world_size)
+        Self::start_with(world_size, job, shares(world_size), |_| None)
     }
 
     pub(crate) fn start_without_sharing(world_size: usize, job: &str) -> Self {
-        Self::start_with(world_size, job, false)
+        Self::start_with(world_size, job, false, |_| None)
     }
 
-    fn start_with(world_size: usize, job: &str, shared: bool) -> Self {
+    /// Each with the environment variable that `variable` has for it.
+    pub(crate) fn start_in(
+        world_size: usize,
+        job: &str,
+        variable: impl Fn(usize) -> Option<(&'static str, &'static str)>,
+    ) -> Self {
+        Self::start_with(world_size, job, shares(world_size), variable)
+    }
+
+    fn start_with(
+        world_size: usize,
+        job: &str,
+        shared: bool,
+        variable: impl Fn(usize) -> Option<(&'static str, &'static str)>,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let start = |rank: usize| {
             let output = File::create(folder.path().join(format!("output{rank}"))).unwrap();
@@ -114,6 +142,7 @@ impl Ranks {
             if shared {
                 command.envs(SHARED).env("NCCL_HOSTID", format!("rank{rank}"));
             }
+            command.envs(variable(rank));
             command.stdout(output.try_clone().unwrap()).stderr(output).spawn().unwrap()
         };
         let children = (0..world_size).map(start).collect();

@@ -27,7 +27,7 @@ use candle_ddp::backend::Communicator;
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
-use launch::{Place, Ranks, gpus};
+use launch::{Place, Ranks, emulated, gpus};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -300,6 +300,22 @@ fn the_death_of_a_rank_ends_all_others_within_seconds() {
         assert!(report.contains("rank 1"), "{report}");
     }
     assert!(start.elapsed() < Duration::from_secs(40), "it took {:?}", start.elapsed());
+}
+
+#[test]
+fn an_asynchronous_error_of_nccl_ends_all_ranks() {
+    const TEST: &str = "an_asynchronous_error_of_nccl_ends_all_ranks";
+    if gpus(TEST).is_none() || !emulated(TEST) {
+        return;
+    }
+    let mut ranks = Ranks::start_in(3, "killed", |rank| (rank == 1).then_some(("EMULATED_NCCL_FAIL_AFTER", "5")));
+    let reports = ranks.reports(&[0, 1, 2]);
+    for report in &reports {
+        assert!(report.contains("ncclSystemError"), "{reports:#?}");
+    }
+    for other in [0, 2] {
+        assert!(reports[other].contains("rank 1"), "{reports:#?}");
+    }
 }
 
 /// All-reduces until one fails; its error.
