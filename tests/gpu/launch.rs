@@ -34,18 +34,21 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
         Err(reason) => reason,
     };
     assert!(std::env::var_os("CANDLE_DDP_REQUIRE_GPU").is_none(), "{test}: {reason}");
+    skip(test, &reason.to_string());
+    None
+}
+
+fn skip(test: &str, reason: &str) {
     // Not `eprintln!`, which the test harness would swallow.
     let line = format!("SKIPPED {test}: {reason}\n");
     let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
-    None
 }
 
 /// Whether the GPU is the one of `tests/emulated_gpu`, which can be made to fail. If not, says that `test` is skipped.
 pub(crate) fn emulated(test: &str) -> bool {
     let emulated = std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"));
     if !emulated {
-        let line = format!("SKIPPED {test}: only an emulated GPU fails when it is told to\n");
-        let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
+        skip(test, "only an emulated GPU fails when it is told to");
     }
     emulated
 }
