@@ -2,7 +2,9 @@
 //!
 //! Each rank writes one file, `rank<N>.trace.json`, in the [trace event format]: what its training thread does, and the
 //! all-reduces beside it. On GPUs these are the times of the GPU, for which each phase of a step waits for it: a step takes
-//! longer than without a trace. A bucket is shown as ready there when the host has come so far. `ddprun --merge-traces FOLDER` makes one file of all ranks'.
+//! longer than without a trace. A bucket is shown as ready there when the host has come so far.
+//!
+//! `ddprun --merge-traces FOLDER` makes one file of all ranks'.
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 use crate::{Error, Result};

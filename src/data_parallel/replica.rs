@@ -120,18 +120,21 @@ fn check_distinct(devices: &[DeviceLocation]) -> Result<()> {
 
 /// One thread cannot work on the default streams of several GPUs: see the README beside this file.
 fn check_streams(devices: &[Device]) -> Result<()> {
-    let several = devices.iter().filter(|device| device.is_cuda()).count() > 1;
-    match devices.iter().find(|device| several && !kernels::has_own_stream(device)) {
-        None => Ok(()),
-        Some(device) => {
+    let gpus: Vec<_> = devices.iter().filter(|device| device.is_cuda()).collect();
+    if gpus.len() < 2 {
+        return Ok(());
+    }
+    for gpu in gpus {
+        if !kernels::has_own_stream(gpu)? {
             let reason = format!(
                 "{} works on its threads' default streams, which lets memory of one GPU be freed on the stream of another: \
                  make all GPUs of a DataParallel with Device::new_cuda_with_stream(ordinal)",
-                device_name(device.location())
+                device_name(gpu.location())
             );
-            Err(Error::invalid("devices", reason))
+            return Err(Error::invalid("devices", reason));
         }
     }
+    Ok(())
 }
 
 /// A replica that lacks a variable, or has one more, computes something else.

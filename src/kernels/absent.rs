@@ -14,8 +14,8 @@ pub(crate) fn take(_: &Device, _: DType) -> bool {
     false
 }
 
-pub(crate) fn has_own_stream(_: &Device) -> bool {
-    false
+pub(crate) fn has_own_stream(_: &Device) -> Result<bool> {
+    Err(absent())
 }
 
 pub(crate) fn update_whole(_: Rule, _: &[Operands]) -> Result<()> {

@@ -15,10 +15,10 @@ pub(crate) fn take(device: &Device, dtype: DType) -> bool {
 }
 
 /// Whether a GPU has a stream of its own, rather than the default ones of the threads that use it.
-pub(crate) fn has_own_stream(device: &Device) -> bool {
+pub(crate) fn has_own_stream(device: &Device) -> Result<bool> {
     /// `CU_STREAM_PER_THREAD`; below it are the other two default streams.
     const PER_THREAD: usize = 2;
-    device.as_cuda_device().is_ok_and(|device| device.cuda_stream().cu_stream() as usize > PER_THREAD)
+    Ok(device.as_cuda_device()?.cuda_stream().cu_stream() as usize > PER_THREAD)
 }
 
 /// What is launched together: which of the tensors, and their entries in the table.

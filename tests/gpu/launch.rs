@@ -53,10 +53,6 @@ pub(crate) fn emulated(test: &str) -> bool {
     emulated
 }
 
-fn shares(world_size: usize) -> bool {
-    device_count().unwrap_or(0) < world_size
-}
-
 /// What a rank knows of itself.
 pub(crate) struct Place {
     pub(crate) job: String,
@@ -112,7 +108,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 impl Ranks {
     /// Starts them, on one GPU each if there are enough.
     pub(crate) fn start(world_size: usize, job: &str) -> Self {
-        Self::start_with(world_size, job, shares(world_size), |_| None)
+        Self::start_in(world_size, job, |_| None)
     }
 
     pub(crate) fn start_without_sharing(world_size: usize, job: &str) -> Self {
@@ -125,7 +121,7 @@ impl Ranks {
         job: &str,
         variable: impl Fn(usize) -> Option<(&'static str, &'static str)>,
     ) -> Self {
-        Self::start_with(world_size, job, shares(world_size), variable)
+        Self::start_with(world_size, job, device_count().unwrap_or(0) < world_size, variable)
     }
 
     fn start_with(

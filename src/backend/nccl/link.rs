@@ -88,10 +88,6 @@ impl Turn<'_> {
             }
             Err(failure) => Err(failure.into()),
         };
-        if launched.is_err() {
-            // A thread of NCCL's may still launch a part, which would come behind the fence: nothing does after an abort.
-            drop(self.handle.take());
-        }
         // Also after an error: a part may be on the stream, and the tensors must outlive it.
         let ended = self.streams.end(done).map_err(|error| cuda_failure(error).into());
         launched.and(ended)
