@@ -1,5 +1,7 @@
 //! Which gradient lies where: the plan of the buckets, and their storage.
+use super::copy;
 use crate::backend::Work;
+use crate::kernels::Assignment;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 
@@ -90,6 +92,14 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
     closed.into_iter().map(|(_, members)| members).collect()
 }
 
+/// A gradient that is not in its place yet.
+struct Arrival {
+    slot: usize,
+    gradient: Tensor,
+    factor: f64,
+    accumulate: bool,
+}
+
 /// One flat tensor with the gradients of some parameters, and behind them the tail: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
@@ -106,6 +116,7 @@ pub(super) struct Bucket {
     /// Which members' gradients have arrived in this backward pass.
     pub(super) arrived: Vec<bool>,
     pub(super) missing: usize,
+    arrivals: Vec<Arrival>,
     pub(super) work: Option<Work>,
 }
 
@@ -130,11 +141,36 @@ impl Bucket {
             parts: storage.narrow(0, 0, in_parts)?,
             arrived: vec![false; members.len()],
             missing: members.len(),
+            arrivals: Vec::new(),
             work: None,
             tensor,
             members,
             gradients,
         })
+    }
+
+    /// Takes the gradient of the member `slot`, times `factor`; it is added to what is in its place if `accumulate` says so.
+    pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, factor: f64, accumulate: bool) -> Result<()> {
+        self.arrivals.push(Arrival { slot, gradient: gradient.clone(), factor, accumulate });
+        self.arrived[slot] = true;
+        self.missing -= 1;
+        // On a CPU at once, while it is in the cache. On a GPU all of a bucket together: launches are what takes time.
+        if self.tensor.device().is_cpu() || self.missing == 0 { self.settle() } else { Ok(()) }
+    }
+
+    /// Everything that has come is in its place afterwards.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        let assignments: Vec<Assignment> = (self.arrivals.iter())
+            .map(|arrival| Assignment {
+                destination: &self.gradients[arrival.slot],
+                source: &arrival.gradient,
+                factor: arrival.factor,
+                accumulate: arrival.accumulate,
+            })
+            .collect();
+        copy::assign(&assignments)?;
+        self.arrivals.clear();
+        Ok(())
     }
 
     /// The members' gradients in the dtypes of their variables: views of the bucket where that is its dtype, otherwise
@@ -158,6 +194,7 @@ impl Bucket {
     pub(super) fn reset(&mut self) {
         self.arrived.fill(false);
         self.missing = self.members.len();
+        self.arrivals.clear();
         self.work = None;
     }
 }

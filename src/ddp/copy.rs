@@ -1,6 +1,7 @@
 //! Writing into tensors that are already there: slices of buckets, replicas.
 use crate::Result;
 use crate::element::{Element, dispatch, slice, slice_mut};
+use crate::kernels::{self, Assignment};
 use crate::simd;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
@@ -9,27 +10,44 @@ type CandleResult<T> = candle_core::Result<T>;
 
 /// Copies `source` into the contiguous `destination` of the same shape and device, in the latter's dtype.
 pub(crate) fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
-    if destination.dtype() != source.dtype() {
-        return scaled_copy(destination, source, 1.0, false);
-    }
-    Ok(destination.inplace_op2(source, &Copy)?)
+    assign(&[Assignment::plain(destination, source)])
 }
 
-/// `destination = source × scale`, or `(destination + source) × scale`; `destination` is contiguous, and both have the
-/// same shape and device, and floating-point dtypes.
-pub(super) fn scaled_copy(destination: &Tensor, source: &Tensor, scale: f64, accumulate: bool) -> Result<()> {
-    if destination.device().is_cpu() {
-        return Ok(destination.inplace_op2(&source.contiguous()?, &ScaledCopy { scale, accumulate })?);
+/// Copies the second of each pair into the first, as [`copy`].
+pub(crate) fn copy_all<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
+    assign(&pairs.map(|(destination, source)| Assignment::plain(destination, source)).collect::<Vec<_>>())
+}
+
+/// Carries out all of `assignments`, between floating-point dtypes or within one; on a GPU those with the same dtypes by one
+/// launch.
+pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
+    let mut on_gpu = Vec::new();
+    for this @ Assignment { destination, source, factor, accumulate } in assignments {
+        let is_plain = destination.dtype() == source.dtype() && *factor == 1.0 && !accumulate;
+        let is_alone = assignments.len() == 1;
+        if is_plain && (is_alone || !kernels::take(destination.device(), destination.dtype())) {
+            destination.inplace_op2(source, &Copy)?;
+        } else if destination.device().is_cpu() {
+            let op = ScaledCopy { scale: *factor, accumulate: *accumulate };
+            destination.inplace_op2(&source.contiguous()?, &op)?;
+        } else {
+            on_gpu.push((*this, source.contiguous()?));
+        }
     }
-    let source = source.to_dtype(destination.dtype())?;
-    let source = if accumulate { (destination + source)? } else { source.contiguous()? };
-    Ok(destination.inplace_op2(&source, &ScaledCopy { scale, accumulate: false })?)
+    if on_gpu.is_empty() {
+        return Ok(());
+    }
+    let on_gpu: Vec<_> = on_gpu.iter().map(|(this, source)| Assignment { source, ..*this }).collect();
+    kernels::assign(&on_gpu)
 }
 
 /// Multiplies the contiguous `tensor`, of a floating-point dtype, in place.
 pub(super) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
     if scale == 1.0 {
         return Ok(());
+    }
+    if tensor.device().is_cuda() {
+        return kernels::rescale(&[tensor], scale);
     }
     Ok(tensor.inplace_op1(&Scale(scale))?)
 }
@@ -77,11 +95,6 @@ impl InplaceOp1 for Scale {
             Ok(())
         })
     }
-
-    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> CandleResult<()> {
-        let scaled = storage.affine(layout, self.0, 0.0)?;
-        scaled.copy_strided_src(storage, layout.start_offset(), &Layout::contiguous(layout.shape()))
-    }
 }
 
 struct ScaledCopy {
@@ -116,17 +129,16 @@ impl InplaceOp2 for ScaledCopy {
             Ok(())
         }))
     }
-
-    fn cuda_fwd(&self, dst: &mut CudaStorage, dst_l: &Layout, src: &CudaStorage, src_l: &Layout) -> CandleResult<()> {
-        let scaled = src.affine(src_l, self.scale, 0.0)?;
-        scaled.copy_strided_src(dst, dst_l.start_offset(), &Layout::contiguous(src_l.shape()))
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::Device;
+
+    fn assign_one(destination: &Tensor, source: &Tensor, factor: f64, accumulate: bool) {
+        assign(&[Assignment { destination, source, factor, accumulate }]).unwrap();
+    }
 
     #[test]
     fn copies_convert() {
@@ -135,7 +147,7 @@ mod tests {
             let converted = Tensor::zeros(3, dtype, &Device::Cpu).unwrap();
             copy(&converted, &source).unwrap();
             let back = Tensor::ones(3, DType::F64, &Device::Cpu).unwrap();
-            scaled_copy(&back, &converted, 0.5, true).unwrap();
+            assign_one(&back, &converted, 0.5, true);
             assert_eq!(back.to_vec1::<f64>().unwrap(), [1.0, 2.0, f64::INFINITY], "{dtype:?}");
         }
     }
@@ -147,8 +159,8 @@ mod tests {
             let slice = flat.narrow(0, 1, 6).unwrap().reshape((2, 3)).unwrap();
             let source = Tensor::arange(0f32, 6.0, &Device::Cpu).unwrap().reshape((3, 2)).unwrap();
             let source = source.to_dtype(dtype).unwrap().t().unwrap(); // not contiguous
-            scaled_copy(&slice, &source, 0.5, false).unwrap();
-            scaled_copy(&slice, &source, 2.0, true).unwrap();
+            assign_one(&slice, &source, 0.5, false);
+            assign_one(&slice, &source, 2.0, true);
             let values = flat.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(values, [0., 0., 6., 12., 3., 9., 15., 0.], "{dtype:?}");
             scale(&slice, 0.25).unwrap();

@@ -9,14 +9,9 @@ use std::sync::Arc;
 ///
 /// candle has no hooks on backward, but an operation of one's own sees the gradient of its result exactly once, when it
 /// is complete. So the model holds not the variable, but the result of such an operation on it: a copy, which
-/// [`refresh`] brings up to date with the variable.
+/// has to be brought up to date with the variable.
 pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: usize) -> Result<Tensor> {
     Ok(var.apply_op1(GradHook { reducer, index, dtype })?)
-}
-
-/// Writes the variable's present value into its replica.
-pub(super) fn refresh(replica: &Tensor, var: &Var) -> Result<()> {
-    copy::copy(replica, var)
 }
 
 struct GradHook {

@@ -166,12 +166,8 @@ impl<M> DistributedDataParallel<M> {
         self.phase("refresh", || -> Result<()> {
             // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
             // Backwards, since an optimizer has just written the last ones, and the model begins with the first ones.
-            for parameter in self.parameters.iter().rev() {
-                if let Some(replica) = &parameter.replica {
-                    hook::refresh(replica, &parameter.var)?;
-                }
-            }
-            Ok(())
+            let backwards = self.parameters.iter().rev();
+            copy::copy_all(backwards.filter_map(|Parameter { var, replica, .. }| Some((replica.as_ref()?, &**var))))
         })?;
         Ok(self.phase("forward", || f(&self.module))?)
     }

@@ -246,10 +246,7 @@ impl Reducer {
         }
         let synchronised = state.phase == Phase::Synchronised;
         let scale = if synchronised { state.exchange.scale(self.group.world_size()) } else { 1.0 };
-        let place = &mut state.buckets[bucket];
-        copy::scaled_copy(&place.gradients[slot], gradient, scale, state.accumulated[index])?;
-        place.arrived[slot] = true;
-        place.missing -= 1;
+        state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
         match state.phase {
             Phase::Synchronised => {
                 if let Rebuild::Recorded(order) = &mut state.rebuild {
@@ -293,6 +290,7 @@ impl Reducer {
         let mut state = self.lock();
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
+        state.buckets.iter_mut().for_each(Bucket::reset);
         if let Rebuild::Recorded(_) = state.rebuild {
             state.rebuild = Rebuild::Recording;
         }
@@ -305,6 +303,7 @@ impl Reducer {
         let state = &mut *state;
         if state.phase == Phase::Local {
             state.phase = Phase::Outside;
+            state.buckets.iter_mut().try_for_each(Bucket::settle)?;
             let gradients = state.gradients()?;
             let accumulated = |(gradient, accumulated)| if accumulated { gradient } else { Gradient::Absent };
             return Ok(gradients.into_iter().zip(state.accumulated.iter().copied()).map(accumulated).collect());
@@ -333,7 +332,8 @@ impl Reducer {
     /// Fills up the next bucket, of which not all gradients have come, and sends it off.
     fn complete(&self, state: &mut State, used: &mut [bool]) -> Result<()> {
         let scale = state.exchange.scale(self.group.world_size());
-        let bucket = &state.buckets[state.next];
+        let bucket = &mut state.buckets[state.next];
+        bucket.settle()?;
         for (slot, &index) in bucket.members.iter().enumerate() {
             if bucket.arrived[slot] {
                 continue;

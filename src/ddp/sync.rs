@@ -33,7 +33,8 @@ struct Chunk<'a> {
 pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
     let is_source = group.rank() == 0;
     let mut packs: Vec<Pack> = Vec::new();
-    for var in vars {
+    // Alone, nobody needs them.
+    for var in vars.into_iter().filter(|_| group.world_size() > 1) {
         let kind = (var.dtype(), var.device().location());
         let bytes = var.elem_count() * var.dtype().size_in_bytes();
         match packs.iter_mut().rev().find(|pack| pack.kind == kind && pack.bytes < PACK_BYTES) {
@@ -46,15 +47,12 @@ pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item =
     }
     let mut chunks = Vec::new();
     for Pack { vars, .. } in packs {
-        let flat = if is_source {
-            let parts: Vec<Tensor> = vars.iter().map(|var| var.flatten_all()).collect::<candle_core::Result<_>>()?;
-            // With a single part, `cat` would return the variable itself.
-            if let [part] = &parts[..] { part.copy()? } else { Tensor::cat(&parts, 0)? }
-        } else {
-            let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
-            Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?
-        };
-        let flat = flat.detach();
+        let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
+        let flat = Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?;
+        if is_source {
+            let parts = parts(&flat, &vars)?;
+            copy::copy_all(parts.iter().zip(vars.iter().map(|var| var.as_tensor())))?;
+        }
         let work = group.broadcast_async(&flat, 0)?;
         chunks.push(Chunk { vars, flat, work });
     }
@@ -69,16 +67,23 @@ impl Broadcast<'_> {
             if self.is_source {
                 continue;
             }
-            let mut offset = 0;
-            for var in vars {
-                let part = flat.narrow(0, offset, var.elem_count())?.reshape(var.shape())?;
-                copy::copy(var, &part).map_err(|error| match error {
-                    Error::Candle(error) => Error::Candle(error.context("writing a variable that rank 0 broadcast")),
-                    error => error,
-                })?;
-                offset += var.elem_count();
-            }
+            let parts = parts(&flat, &vars)?;
+            copy::copy_all(vars.iter().map(|var| var.as_tensor()).zip(&parts)).map_err(|error| match error {
+                Error::Candle(error) => Error::Candle(error.context("writing variables that rank 0 broadcast")),
+                error => error,
+            })?;
         }
         Ok(())
     }
+}
+
+/// Views of `flat` in the shapes of `vars`, which lie in it one behind the other.
+fn parts(flat: &Tensor, vars: &[&Var]) -> Result<Vec<Tensor>> {
+    let mut offset = 0;
+    let part = |var: &&Var| {
+        let part = flat.narrow(0, offset, var.elem_count())?.reshape(var.shape())?;
+        offset += var.elem_count();
+        Ok(part)
+    };
+    vars.iter().map(part).collect()
 }

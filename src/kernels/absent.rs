@@ -1,5 +1,5 @@
 //! The kernels' interface in a build without CUDA, where no tensor is on a GPU.
-use super::operands::{Extent, NormOperands, Operands, Rule};
+use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
 use candle_core::{CudaStorage, DType, Device, Tensor};
 
@@ -27,6 +27,10 @@ pub(crate) fn prepare(_: Rule, _: &[Operands]) -> Result<Vec<[f64; 2]>> {
 }
 
 pub(crate) fn update(_: Rule, _: &[Operands], _: &[[f64; 2]]) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn assign(_: &[Assignment]) -> Result<()> {
     Err(absent())
 }
 

@@ -19,6 +19,7 @@ const SOURCE: &str = concat!(
     include_str!("adam.cu"),
     include_str!("sgd.cu"),
     include_str!("lamb.cu"),
+    include_str!("copy.cu"),
     include_str!("gradient.cu"),
     include_str!("norm.cu"),
     include_str!("host.cpp"),

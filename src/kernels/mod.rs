@@ -1,4 +1,4 @@
-//! Kernels for CUDA: what optimizers, clipping, loss scaling and norms do to tensors on GPUs. The `README.md` beside this file
+//! Kernels for CUDA: what optimizers, clipping, loss scaling, norms and DDP's copies do to tensors on GPUs. The `README.md` beside this file
 //! tells how they are built, launched and tested.
 //!
 //! What they do on the CPU is in [`optim`](crate::optim), [`amp`](crate::amp) and [`nn`](crate::nn), with the same arithmetic.
@@ -39,6 +39,6 @@ mod tests;
 pub(crate) use absent::*;
 #[cfg(feature = "nccl")]
 pub(crate) use norm_tensors::*;
-pub(crate) use operands::{NormOperands, Operands, Rule, Scalars, scalars};
+pub(crate) use operands::{Assignment, NormOperands, Operands, Rule, Scalars, scalars};
 #[cfg(feature = "nccl")]
 pub(crate) use tensors::*;

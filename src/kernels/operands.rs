@@ -33,6 +33,23 @@ pub(crate) struct Operands<'a> {
     pub(crate) scalars: Scalars,
 }
 
+/// `destination = source × factor`, or `(destination + source) × factor`, in the arithmetic of the destination. Both have
+/// the same number of elements and are on the same device; the destination is contiguous.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Assignment<'a> {
+    pub(crate) destination: &'a Tensor,
+    pub(crate) source: &'a Tensor,
+    pub(crate) factor: f64,
+    pub(crate) accumulate: bool,
+}
+
+impl<'a> Assignment<'a> {
+    /// `destination = source`.
+    pub(crate) fn plain(destination: &'a Tensor, source: &'a Tensor) -> Self {
+        Self { destination, source, factor: 1.0, accumulate: false }
+    }
+}
+
 /// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and, of the dtype of arithmetic, its weight
 /// and bias.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code))]

@@ -132,7 +132,7 @@ pub(super) fn read_extent<M: Machine>(machine: &M, extent: Option<&M::Numbers>) 
     })
 }
 
-/// [`Kernel::Rescale`] or [`Kernel::Clamp`], by the first scalar.
+/// [`Kernel::Rescale`] or [`Kernel::Clamp`], by the first scalar; or a copy, by the first two.
 pub(super) fn change<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<()> {
     let Table { words, parts, chunks } = Table::new(entries)?;
     if chunks == 0 {

@@ -11,6 +11,7 @@ pub(super) enum Source {
     Adam,
     Sgd,
     Lamb,
+    Copy,
     Gradient,
     Norm,
 }
@@ -28,6 +29,7 @@ impl Source {
             Self::Adam => "adam.cu",
             Self::Sgd => "sgd.cu",
             Self::Lamb => "lamb.cu",
+            Self::Copy => "copy.cu",
             Self::Gradient => "gradient.cu",
             Self::Norm => "norm.cu",
         }
@@ -38,6 +40,7 @@ impl Source {
             Self::Adam => source!("element.cu", "part.cu", "adam.cu"),
             Self::Sgd => source!("element.cu", "part.cu", "sgd.cu"),
             Self::Lamb => source!("element.cu", "part.cu", "reduce.cu", "lamb.cu"),
+            Self::Copy => source!("element.cu", "part.cu", "copy.cu"),
             Self::Gradient => source!("element.cu", "part.cu", "reduce.cu", "gradient.cu"),
             Self::Norm => source!("element.cu", "part.cu", "reduce.cu", "norm.cu"),
         }
@@ -52,6 +55,10 @@ pub(super) enum Kernel {
     LambMoments,
     LambSums,
     LambUpdate,
+    CopyFromF32,
+    CopyFromF64,
+    CopyFromF16,
+    CopyFromBf16,
     Measure,
     Total,
     Rescale,
@@ -64,12 +71,16 @@ pub(super) enum Kernel {
 
 impl Kernel {
     #[cfg(test)]
-    pub(super) const ALL: [Self; 13] = [
+    pub(super) const ALL: [Self; 17] = [
         Self::Adam,
         Self::Sgd,
         Self::LambMoments,
         Self::LambSums,
         Self::LambUpdate,
+        Self::CopyFromF32,
+        Self::CopyFromF64,
+        Self::CopyFromF16,
+        Self::CopyFromBf16,
         Self::Measure,
         Self::Total,
         Self::Rescale,
@@ -85,8 +96,20 @@ impl Kernel {
             Self::Adam => Source::Adam,
             Self::Sgd => Source::Sgd,
             Self::LambMoments | Self::LambSums | Self::LambUpdate => Source::Lamb,
+            Self::CopyFromF32 | Self::CopyFromF64 | Self::CopyFromF16 | Self::CopyFromBf16 => Source::Copy,
             Self::Measure | Self::Total | Self::Rescale | Self::Clamp => Source::Gradient,
             Self::NormForward | Self::NormBackward | Self::NormColumns | Self::NormTotals => Source::Norm,
+        }
+    }
+
+    /// The one that copies from tensors of `dtype`.
+    pub(super) fn copy_from(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::CopyFromF32),
+            DType::F64 => Some(Self::CopyFromF64),
+            DType::F16 => Some(Self::CopyFromF16),
+            DType::BF16 => Some(Self::CopyFromBf16),
+            _ => None,
         }
     }
 
@@ -100,6 +123,10 @@ impl Kernel {
             Self::LambSums => return Some("lamb_sums".to_string()),
             Self::Total => return Some("total".to_string()),
             Self::LambUpdate => "lamb_update",
+            Self::CopyFromF32 => "copy_from_f32",
+            Self::CopyFromF64 => "copy_from_f64",
+            Self::CopyFromF16 => "copy_from_f16",
+            Self::CopyFromBf16 => "copy_from_bf16",
             Self::Measure => "measure",
             Self::Rescale => "rescale",
             Self::Clamp => "clamp",

@@ -1,7 +1,7 @@
 //! Kernels on candle's tensors: those on the same GPU and of the same dtype have their launches in common.
 use super::address::{input, output};
 use super::gpu::Gpu;
-use super::operands::{Extent, Operands, Rule};
+use super::operands::{Assignment, Extent, Operands, Rule};
 use super::program;
 use super::source::{DTYPES, Kernel};
 use super::table::Entry;
@@ -104,6 +104,28 @@ pub(crate) fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Re
         let sums: Vec<[f64; 2]> = batch.places.iter().map(|place| sums[*place]).collect();
         program::update(&batch.gpu(), rule, batch.dtype, &batch.entries, &sums)
     })
+}
+
+/// Carries out copies between contiguous tensors, with one launch for each pair of dtypes.
+pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
+    for (dtype, _) in DTYPES {
+        let Some(kernel) = Kernel::copy_from(dtype) else { continue };
+        let these = assignments.iter().filter(|assignment| assignment.source.dtype() == dtype);
+        Batch::all(these.map(|this| (this.destination, assigned(this))))?
+            .iter()
+            .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))?;
+    }
+    Ok(())
+}
+
+fn assigned(Assignment { destination, source, factor, accumulate }: &Assignment) -> Result<Entry> {
+    let elements = destination.elem_count();
+    if source.elem_count() != elements || !source.device().same_device(destination.device()) {
+        return Err(Error::invalid("source", "it differs from its destination in device or number of elements"));
+    }
+    let scalars = super::scalars([*factor, f64::from(*accumulate)]);
+    let (parameter, gradient) = (output(destination)?, input(source)?);
+    Ok(Entry { elements, parameter, gradient, scalars, ..Default::default() })
 }
 
 /// How large contiguous tensors are, with one wait for the GPU, if they are of one dtype.

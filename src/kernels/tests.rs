@@ -1,9 +1,11 @@
 //! The kernels' arithmetic, without a GPU, against that of the kernels for the CPU.
+use super::Assignment;
 use super::host::Host;
 use super::operands::{Extent, Rule, Scalars};
 use super::program;
 use super::source::Kernel;
 use super::table::{CHUNK, Entry, Table};
+use crate::ddp::copy::assign;
 use crate::optim::{FusedOptimizer, Moment, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, WithDType};
@@ -283,6 +285,49 @@ fn gradients_in<E: WithDType>(host: &Host, exact: f64) {
             assert!(found == clamped || (found.is_nan() && clamped.is_nan()), "{bad} clamped to {found}");
         }
     }
+}
+
+fn copies<E: WithDType, F: WithDType>(host: &Host) {
+    let numbers = |seed| move |(number, size): (usize, &usize)| values(*size, seed + number as u64);
+    let tensor = |values: Vec<f64>, dtype| {
+        Tensor::from_slice(&values, values.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    };
+    for (factor, accumulate) in [(1., false), (0.3, false), (1., true), (-7., true)] {
+        let mut sources = Memory::<F>::new(SIZES.iter().enumerate().map(numbers(1)));
+        let mut destinations = Memory::<E>::new(SIZES.iter().enumerate().map(numbers(50)));
+        let entry = |(number, elements)| {
+            let (parameter, gradient) = (destinations.address(number), sources.address(number));
+            let scalars = super::scalars([factor, f64::from(accumulate)]);
+            Entry { elements, parameter, gradient, scalars, ..Default::default() }
+        };
+        let entries: Vec<Entry> = SIZES.into_iter().enumerate().map(entry).collect();
+        host.launches.set(0);
+        program::change(host, Kernel::copy_from(F::DTYPE).unwrap(), E::DTYPE, &entries).unwrap();
+        assert_eq!(host.launches.get(), 1);
+        for (number, size) in SIZES.iter().enumerate() {
+            let (destination, source) = (numbers(50)((number, size)), numbers(1)((number, size)));
+            let (destination, source) = (&tensor(destination, E::DTYPE), &tensor(source, F::DTYPE));
+            assign(&[Assignment { destination, source, factor, accumulate }]).unwrap();
+            let expected: Vec<f64> = destination.to_dtype(DType::F64).unwrap().to_vec1().unwrap();
+            let found = destinations.get(number, *size);
+            assert_eq!(found, expected, "{:?} = {:?} × {factor}, {accumulate}", E::DTYPE, F::DTYPE);
+        }
+    }
+}
+
+#[test]
+fn copies_convert_as_on_the_cpu() {
+    fn from_all<E: WithDType>(host: &Host) {
+        copies::<E, f32>(host);
+        copies::<E, f64>(host);
+        copies::<E, f16>(host);
+        copies::<E, bf16>(host);
+    }
+    let Some(host) = Host::new("copies_convert_as_on_the_cpu") else { return };
+    from_all::<f32>(&host);
+    from_all::<f64>(&host);
+    from_all::<f16>(&host);
+    from_all::<bf16>(&host);
 }
 
 #[test]

@@ -87,7 +87,15 @@ fn rank_of_another_test() {
         "first fence" => fences::first(&group(&place, Duration::from_secs(60))).unwrap(),
         "second fence" => fences::second(&group(&place, Duration::from_secs(60))).unwrap(),
         "fences of a backward pass" => fences::backward(&group(&place, Duration::from_secs(60))).unwrap(),
-        "train" => place.report(&training::train(&group(&place, Duration::from_secs(60))).unwrap()),
+        "train" => report_floats(&place, &training::train(&group(&place, Duration::from_secs(60)), None).unwrap()),
+        "train in f16" => {
+            let pg = group(&place, Duration::from_secs(60));
+            report_floats(&place, &training::train_mixed(&pg, DType::F16).unwrap());
+        }
+        "train in bf16" => {
+            let pg = group(&place, Duration::from_secs(60));
+            report_floats(&place, &training::train_mixed(&pg, DType::BF16).unwrap());
+        }
         "trace" => {
             let pg = group(&place, Duration::from_secs(60));
             training::traced(&pg, &place.traces()).unwrap();
@@ -100,6 +108,16 @@ fn rank_of_another_test() {
         "wrong device" => wrong_device(&group(&place, Duration::from_secs(20))),
         other => panic!("no such job: {other}"),
     }
+}
+
+/// Exactly: what is printed is read as the same bits.
+fn report_floats(place: &Place, values: &[f32]) {
+    place.report(&values.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
+}
+
+fn floats_of(reports: &[String]) -> Vec<Vec<f32>> {
+    let floats = |report: &String| report.split(' ').map(|value| value.parse().unwrap()).collect();
+    reports.iter().map(floats).collect()
 }
 
 fn matrix_of(place: &Place) {
@@ -222,8 +240,17 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
         return;
     }
     for world_size in [1, 2] {
-        let reports = Ranks::start(world_size, "train").finish();
-        training::assert_like_plain_candle(world_size, &reports);
+        training::assert_like_plain_candle(&floats_of(&Ranks::start(world_size, "train").finish()));
+    }
+}
+
+#[test]
+fn mixed_precision_trains_as_on_the_cpu() {
+    if gpus("mixed_precision_trains_as_on_the_cpu").is_none() {
+        return;
+    }
+    for (dtype, job) in [(DType::F16, "train in f16"), (DType::BF16, "train in bf16")] {
+        training::assert_like_the_cpu(dtype, &floats_of(&Ranks::start(2, job).finish()));
     }
 }
 

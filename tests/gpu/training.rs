@@ -1,7 +1,7 @@
 //! DistributedDataParallel on GPUs.
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -23,25 +23,39 @@ const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"];
 const STEPS: usize = 20;
 const PER_RANK: usize = 5;
 
-/// Twenty steps, with tiny buckets; the final parameters.
-pub(crate) fn train(pg: &ProcessGroup) -> Result<String> {
+/// Twenty steps, with tiny buckets, every second of them in two parts; the final parameters.
+pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, mixed_precision, ..Default::default() };
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
     let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
-    for _ in 0..STEPS {
-        let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
-        optimizer.step(&ddp.backward(&loss)?)?;
+    let backward = |samples: std::ops::Range<usize>| {
+        let y = ddp.forward(&x.i(samples)?)?.to_dtype(DType::F32)?;
+        ddp.backward(&(y.sqr()?.sum_all()? / (2 * PER_RANK) as f64)?)
+    };
+    for step in 0..STEPS {
+        let mut first = 0;
+        if step % 2 == 1 {
+            let _guard = ddp.no_sync();
+            first = 2;
+            backward(0..first)?;
+        }
+        optimizer.step(&backward(first..PER_RANK)?)?;
     }
-    let parameters = NAMES.map(|name| floats(&var(&varmap, name))).concat();
-    Ok(parameters.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))
+    Ok(NAMES.map(|name| floats(&var(&varmap, name))).concat())
+}
+
+/// The variables in f32, everything else in 16 bits.
+pub(crate) fn train_mixed(pg: &ProcessGroup, dtype: DType) -> Result<Vec<f32>> {
+    train(pg, Some(MixedPrecision { param_dtype: Some(dtype), reduce_dtype: Some(DType::F32), ..Default::default() }))
 }
 
 /// The same with the whole batch in plain candle, on the CPU.
-pub(crate) fn assert_like_plain_candle(world_size: usize, reports: &[String]) {
+pub(crate) fn assert_like_plain_candle(reports: &[Vec<f32>]) {
+    let world_size = reports.len();
     let varmap = VarMap::new();
     let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
     fill(&varmap, 3);
@@ -52,8 +66,14 @@ pub(crate) fn assert_like_plain_candle(world_size: usize, reports: &[String]) {
     }
     let expected = NAMES.map(|name| floats(&var(&varmap, name))).concat();
     assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");
-    let found: Vec<f32> = reports[0].split(' ').map(|value| value.parse().unwrap()).collect();
-    assert_close(&found, &expected, 1e-4, &format!("{world_size} ranks"));
+    assert_close(&reports[0], &expected, 1e-4, &format!("{world_size} ranks"));
+}
+
+/// Two ranks on the CPU, which round in other places: 16 bits are few.
+pub(crate) fn assert_like_the_cpu(dtype: DType, reports: &[Vec<f32>]) {
+    let expected = spawn(reports.len(), |pg| train_mixed(&pg, dtype)).unwrap();
+    assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");
+    assert_close(&reports[0], &expected[0], if dtype == DType::BF16 { 2e-2 } else { 3e-3 }, dtype.as_str());
 }
 
 /// In the trace every all-reduce lies within its backward pass, by the times of the GPU.

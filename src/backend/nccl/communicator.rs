@@ -136,7 +136,7 @@ impl NcclCommunicator {
             self.group.begin(Channel::Collectives, call, flight.done.clone())?;
             let marked = streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)));
             marked.and_then(|ready| {
-                turn.launch(&self.group, &ready, &flight.done, |handle, target| {
+                turn.launch(&self.group, &ready, &flight, |handle, target| {
                     // SAFETY: the flight has the tensors, and lets go of them behind its fence.
                     unsafe { plan.start(handle, target) }
                 })

@@ -89,7 +89,7 @@ impl Worker {
             };
             let started = opened.and_then(|opened| {
                 link = Some(Arc::clone(&opened));
-                opened.turn().launch(&self.group, &ready, &flight.done, |handle, target| {
+                opened.turn().launch(&self.group, &ready, &flight, |handle, target| {
                     // SAFETY: the flight has the tensors, and lets go of them behind its fence.
                     unsafe { plan.start(handle, target) }
                 })

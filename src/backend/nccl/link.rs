@@ -1,60 +1,91 @@
 //! A communicator and the stream that its calls go to: what a collective is started on.
 use super::calls::Target;
+use super::flight::Flight;
+use super::group::{Fence, Group};
 use super::handle::{Handle, Patience, Stop};
 use super::lock;
 use super::status::{CallResult, Status};
 use super::stream::{Done, Streams};
 use super::watchdog::Watched;
-use super::{cuda_error, cuda_failure, group::Group};
+use super::{cuda_error, cuda_failure};
 use crate::backend::failure::Failure;
 use cudarc::driver::CudaEvent;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 pub(super) struct Link {
     /// `None` once it was aborted or has left. The lock makes NCCL see one thread at a time.
-    handle: Mutex<Option<Handle>>,
+    open: Mutex<Option<Open>>,
     pub(super) streams: Streams,
+}
+
+struct Open {
+    handle: Handle,
+    /// Calls that have begun and then failed: until the communicator is aborted, NCCL may launch more parts of them.
+    stranded: Vec<Arc<Flight>>,
 }
 
 /// A link whose turn it is: calls started on it come in the order in which they got it.
 pub(super) struct Turn<'a> {
-    handle: MutexGuard<'a, Option<Handle>>,
+    open: MutexGuard<'a, Option<Open>>,
     streams: &'a Streams,
 }
 
 impl Link {
     pub(super) fn new(handle: Handle, streams: Streams) -> Self {
-        Self { handle: Mutex::new(Some(handle)), streams }
+        Self { open: Mutex::new(Some(Open { handle, stranded: Vec::new() })), streams }
     }
 
     pub(super) fn turn(&self) -> Turn<'_> {
-        Turn { handle: lock(&self.handle), streams: &self.streams }
+        Turn { open: lock(&self.open), streams: &self.streams }
     }
 
     /// What has broken since the last call. Nothing while another thread is in a call: it finds out itself.
     pub(super) fn error(&self) -> Option<String> {
-        let mut handle = match self.handle.try_lock() {
-            Ok(handle) => handle,
+        let mut open = match self.open.try_lock() {
+            Ok(open) => open,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        handle.as_mut()?.status("a collective").err().map(|failure| failure.to_string())
+        open.as_mut()?.handle.status("a collective").err().map(|failure| failure.to_string())
     }
 
     /// Ends all its calls. Whoever waits in a call of NCCL's sees that the group has failed, and lets the lock go.
     pub(super) fn abort(&self) {
-        let handle = lock(&self.handle).take();
-        if handle.is_some()
-            && let Err(error) = self.streams.bind()
-        {
+        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return };
+        if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
         drop(handle);
+        self.release(stranded);
+    }
+
+    /// Lets go of the tensors of `stranded` calls, to which nothing is added any more, once the GPU has passed them.
+    fn release(&self, stranded: Vec<Arc<Flight>>) {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        const PAUSE: Duration = Duration::from_millis(1);
+        if stranded.is_empty() {
+            return;
+        }
+        let (last, deadline) = (Done::new(None), Instant::now() + PATIENCE);
+        // After an error of the device nothing runs on it.
+        let marked = self.streams.end(&last).is_ok();
+        while marked && matches!(last.is_over(), Ok(false)) {
+            if Instant::now() >= deadline {
+                log::warn!(
+                    "{} tensors of failed collectives stay in memory: the GPU does not end them",
+                    stranded.len()
+                );
+                std::mem::forget(stranded);
+                return;
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Leaves in good order, or aborts when the group's other ranks on this host do not leave too, or an error comes.
     pub(super) fn finalize(&self, patience: Patience) {
-        let Some(handle) = lock(&self.handle).take() else { return };
+        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return };
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| handle.finalize(patience));
         match finalized {
             Ok(Ok(())) => {}
@@ -64,20 +95,22 @@ impl Link {
             }
             Err(error) => log::debug!("leaving: {error}"),
         }
+        self.release(stranded);
     }
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream: behind `ready`, and with `done` behind them. The host does not wait for them, only
-    /// until NCCL has launched them.
+    /// Puts `calls` on the stream: behind `ready`, and with the flight's fence behind them. The host does not wait for
+    /// them, only until NCCL has launched them.
     pub(super) fn launch(
         &mut self,
         group: &Group,
         ready: &CudaEvent,
-        done: &Done,
+        flight: &Arc<Flight>,
         calls: impl FnOnce(&mut Handle, Target) -> CallResult,
     ) -> Result<(), Stop> {
-        let Some(handle) = self.handle.as_mut() else { return Err(gone(group)) };
+        let Some(Open { handle, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
+        let done = &flight.done;
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(ready).map_err(cuda_failure)?;
         self.streams.begin(done).map_err(cuda_failure)?;
@@ -88,7 +121,9 @@ impl Turn<'_> {
             }
             Err(failure) => Err(failure.into()),
         };
-        // Also after an error: a part may be on the stream, and the tensors must outlive it.
+        if launched.is_err() {
+            stranded.push(Arc::clone(flight));
+        }
         let ended = self.streams.end(done).map_err(|error| cuda_failure(error).into());
         launched.and(ended)
     }
@@ -101,7 +136,7 @@ impl Turn<'_> {
         key: usize,
         patience: Patience,
     ) -> Result<Option<Handle>, Stop> {
-        let Some(handle) = self.handle.as_mut() else { return Err(gone(group)) };
+        let Some(Open { handle, .. }) = self.open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         handle.split(member, key, patience)
     }

@@ -1,6 +1,7 @@
 //! Hooks of one stage: all-reduce as it is, in half the precision, or not at all.
 use super::{CommHook, GradBucket, HookWork};
 use crate::ddp::copy;
+use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Tensor};
@@ -47,7 +48,9 @@ fn compressed<H>(bucket: &GradBucket, group: &ProcessGroup, dtype: DType) -> Res
         return all_reduce(bucket, group);
     }
     let compressed = Tensor::zeros(bucket.buffer().elem_count(), dtype, bucket.buffer().device())?;
-    copy::scaled_copy(&compressed, bucket.buffer(), 1.0 / group.world_size() as f64, false)?;
+    let factor = 1.0 / group.world_size() as f64;
+    let compression = Assignment { destination: &compressed, source: bucket.buffer(), factor, accumulate: false };
+    copy::assign(&[compression])?;
     let work = group.all_reduce_async(&compressed, ReduceOp::Sum)?;
     Ok(HookWork::then([work], move |_, bucket, _| {
         bucket.set_buffer(&compressed)?;

@@ -283,9 +283,9 @@ impl<'a> Gathering<'a> {
             false => Tensor::zeros(shard.whole.shape(), dtype, shard.whole.device())?,
         };
         let own = staging.take(shard.own.elem_count(), dtype, shard.own.device())?;
-        for piece in pieces {
-            copy::copy(&own.part.narrow(0, piece.offset, piece.elements)?, &piece.values)?;
-        }
+        let places = pieces.iter().map(|piece| own.part.narrow(0, piece.offset, piece.elements));
+        let places = places.collect::<candle_core::Result<Vec<_>>>()?;
+        copy::copy_all(places.iter().zip(pieces.iter().map(|piece| &piece.values)))?;
         let work = group.all_gather_async(&whole, &own.part)?;
         Ok(Self { shard, whole, own, work })
     }
@@ -293,11 +293,10 @@ impl<'a> Gathering<'a> {
     fn finish(self, parameters: &[Trained], staging: &Staging) -> Result<()> {
         self.work.wait()?;
         staging.give_back(self.own);
-        for member in &self.shard.members {
-            let values = self.whole.narrow(0, member.offset, member.elements)?;
-            copy::copy(&parameters[member.parameter].flat, &values)?;
-        }
-        Ok(())
+        let members = &self.shard.members;
+        let values = members.iter().map(|member| self.whole.narrow(0, member.offset, member.elements));
+        let values = values.collect::<candle_core::Result<Vec<_>>>()?;
+        copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))
     }
 }
 
