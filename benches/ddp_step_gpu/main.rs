@@ -5,8 +5,11 @@
 //! ```
 //!
 //! Both train side by side in one process, a few steps of the one and of the other in alternating order; the device is
-//! waited for at the end of each few, and not in between. A time line of kernels and all-reduces comes from NVIDIA's
-//! `nsys profile --trace=cuda` in front of the bench's program. Without a GPU it says so and does nothing.
+//! waited for at the end of each few, and not in between. Alone, NCCL has nothing to do for an all-reduce in place: what is
+//! measured is everything else. Without a GPU it says so and does nothing.
+//!
+//! A time line of a step on several GPUs, with the all-reduces beside the backward pass, comes from the example `step` with
+//! `CANDLE_DDP_TRACE`, or from NVIDIA's `nsys profile --trace=cuda` in front of it.
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};

@@ -8,9 +8,9 @@ pub enum ReduceOp {
     Sum,
     /// The sum divided by the number of ranks; floating point only.
     Avg,
-    /// The smallest; NaN if any value is NaN.
+    /// The smallest; NaN if any value is NaN (with NCCL what that makes of it).
     Min,
-    /// The largest; NaN if any value is NaN.
+    /// The largest; NaN if any value is NaN (with NCCL what that makes of it).
     Max,
     /// The product. Integers wrap.
     Prod,

@@ -41,6 +41,7 @@ pub trait Communicator: Send + Sync {
     }
 
     /// Makes [`Work::span`] known for the collectives that are started from now on, where that costs something: on GPUs.
+    /// Called again from time to time, it keeps the times exact.
     fn measure_spans(&self) -> Result<()> {
         Ok(())
     }

@@ -22,7 +22,8 @@ use std::time::Duration;
 /// are changed in place: every other tensor that shares their storage changes as well.
 ///
 /// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
-/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must be left alone until it was waited for.
+/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must be left alone until it was waited for. (With NCCL the
+/// first calls may wait until it has connected the ranks.)
 ///
 /// # Errors
 /// A call fails on every rank, within the group's time-out, when ranks disagree about what to do

@@ -111,8 +111,12 @@ impl Ranks {
         Self::start_in(world_size, job, |_| None)
     }
 
-    pub(crate) fn start_without_sharing(world_size: usize, job: &str) -> Self {
-        Self::start_with(world_size, job, false, |_| None)
+    pub(crate) fn start_without_sharing(
+        world_size: usize,
+        job: &str,
+        variable: Option<(&'static str, &'static str)>,
+    ) -> Self {
+        Self::start_with(world_size, job, false, |_| variable)
     }
 
     /// Each with the environment variable that `variable` has for it.

@@ -13,6 +13,9 @@ const FAILURE: &str = "failure";
 /// Who waits in vain, and in which collective; empty while nobody does.
 const QUESTION: &str = "question";
 
+/// The rank that was the first to leave, and after which collective; empty while all are there.
+const DEPARTURE: &str = "departure";
+
 fn life_key(rank: usize) -> String {
     format!("life/{rank}")
 }
@@ -44,11 +47,21 @@ pub(super) struct Question {
     pub(super) sequence: u64,
 }
 
+/// A rank that has left in good order, after this collective. Since a rank leaves when all its collectives are over, none
+/// of those that leave later does so after an earlier one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Departure {
+    pub(super) rank: usize,
+    pub(super) last: u64,
+}
+
 /// What a look at the bulletin shows.
 #[derive(Debug)]
 pub(super) struct Look {
     pub(super) failure: Option<Failure>,
     pub(super) question: Option<Question>,
+    /// The first one.
+    pub(super) departure: Option<Departure>,
     pub(super) life: Life,
 }
 
@@ -60,6 +73,7 @@ impl Bulletin {
         // Set to nothing if they are not there, so that they can be looked at without waiting.
         bulletin.store.compare_set(FAILURE, b"", b"")?;
         bulletin.store.compare_set(QUESTION, b"", b"")?;
+        bulletin.store.compare_set(DEPARTURE, b"", b"")?;
         Ok(bulletin)
     }
 
@@ -70,6 +84,9 @@ impl Bulletin {
 
     /// The goodbye of a rank that leaves in good order after collective `last`.
     pub(super) fn leave(&self, last: u64) -> Result<()> {
+        let mut writer = Writer::default();
+        writer.u32(self.rank as u32).u64(last);
+        self.store.compare_set(DEPARTURE, b"", &writer.0)?;
         self.store.set(&life_key(self.rank), &encode_life(Life::Left(last)))
     }
 
@@ -83,11 +100,12 @@ impl Bulletin {
 
     /// Everything that concerns this rank and how `peer` is, in one request.
     pub(super) fn look(&self, peer: usize) -> Result<Look> {
-        let values = self.store.multi_get(&[FAILURE, QUESTION, &life_key(peer)])?;
-        let [failure, question, life] = &values[..] else { return Ok(Look::nothing()) };
+        let values = self.store.multi_get(&[FAILURE, QUESTION, DEPARTURE, &life_key(peer)])?;
+        let [failure, question, departure, life] = &values[..] else { return Ok(Look::nothing()) };
         Ok(Look {
             failure: Failure::decode(&mut Reader(failure)),
             question: decode_question(question),
+            departure: decode_departure(departure),
             life: decode_life(life),
         })
     }
@@ -126,7 +144,7 @@ impl Bulletin {
 
 impl Look {
     fn nothing() -> Self {
-        Self { failure: None, question: None, life: Life::Beats(0) }
+        Self { failure: None, question: None, departure: None, life: Life::Beats(0) }
     }
 }
 
@@ -151,6 +169,11 @@ fn decode_life(bytes: &[u8]) -> Life {
 fn decode_question(bytes: &[u8]) -> Option<Question> {
     let mut reader = Reader(bytes);
     Some(Question { rank: reader.rank()?, sequence: reader.u64()? })
+}
+
+fn decode_departure(bytes: &[u8]) -> Option<Departure> {
+    let mut reader = Reader(bytes);
+    Some(Departure { rank: reader.rank()?, last: reader.u64()? })
 }
 
 fn encode_standing(standing: &Standing) -> Vec<u8> {
@@ -205,6 +228,8 @@ mod tests {
         assert_eq!(a.look(1).unwrap().life, Life::Beats(7));
         b.leave(40).unwrap();
         assert_eq!(a.lives().unwrap(), [Life::Beats(0), Life::Left(40)]);
+        a.leave(41).unwrap();
+        assert_eq!(b.look(0).unwrap().departure, Some(Departure { rank: 1, last: 40 }));
     }
 
     #[test]

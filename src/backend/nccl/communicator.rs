@@ -24,7 +24,7 @@ use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ pub struct NcclCommunicator {
     options: NcclOptions,
     token: CudaSlice<f32>,
     /// If times are measured.
-    clock: OnceLock<Arc<Clock>>,
+    clock: Mutex<Option<Arc<Clock>>>,
     watchdog: Option<JoinHandle<()>>,
     sentinel: Option<JoinHandle<()>>,
 }
@@ -143,6 +143,7 @@ impl NcclCommunicator {
             })
         };
         started.map_err(|stop| stop.tell(&self.group))?;
+        flight.done.set_started();
         Ok(flight)
     }
 
@@ -169,7 +170,7 @@ impl NcclCommunicator {
 
     fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {
         let tensors = plan::tensors(collective);
-        let (group, done) = (self.group.clone(), Arc::new(Done::new(self.clock.get().cloned())));
+        let (group, done) = (self.group.clone(), Arc::new(Done::new(lock(&self.clock).clone())));
         Arc::new(Flight { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
@@ -261,9 +262,7 @@ impl Base {
             self.store.set(ID, &bytes).map_err(cannot)?;
             id?;
         }
-        let bytes = self.store.get(ID).map_err(cannot)?;
-        let none = || NcclFailure::other("exchanging NCCL's id", "rank 0 could not make one");
-        let id = UniqueId::from_bytes(&bytes).ok_or_else(none)?;
+        let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
         let mut patience = patience(group, "init_process_group".to_string(), "not all ranks came into NCCL");
         Handle::connect(&id, group.rank, group.world_size, &mut patience)
     }
@@ -322,7 +321,7 @@ impl Base {
             store,
             options,
             token,
-            clock: OnceLock::new(),
+            clock: Mutex::default(),
             watchdog: Some(watchdog),
             sentinel: Some(sentinel),
         })
@@ -368,8 +367,11 @@ impl Communicator for NcclCommunicator {
     }
 
     fn measure_spans(&self) -> Result<()> {
-        let clock = self.link.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
-        let _ = self.clock.set(Arc::new(clock));
+        let mut clock = lock(&self.clock);
+        if clock.as_ref().is_none_or(|clock| clock.is_old()) {
+            let new = self.link.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
+            *clock = Some(Arc::new(new));
+        }
         Ok(())
     }
 

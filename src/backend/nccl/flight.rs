@@ -22,9 +22,11 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread.
+    /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread. That
+    /// must not be the last to have the tensors: it would free them on a stream that knows nothing of what came after the
+    /// wait.
     fn done(&self) -> Result<&CudaEvent> {
-        self.group.wait_for(|| self.done.mark().map(drop))?;
+        self.group.wait_for(|| self.done.started().map(drop))?;
         self.done.mark().ok_or_else(|| self.failed("its fence is missing"))
     }
 

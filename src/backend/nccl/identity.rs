@@ -1,10 +1,13 @@
 //! Who the ranks are, told before they connect: what NCCL would only refuse, or hang on, is an error with names here.
+use super::group::{Group, later};
+use super::handle::{Stop, UniqueId};
+use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Facts about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,6 +132,30 @@ impl fmt::Display for Version {
         };
         write!(f, "{major}.{}.{}", rest / base, rest % base)
     }
+}
+
+/// The id of NCCL's that another rank leaves under `key`, unless the group fails before it comes.
+pub(super) fn await_id(
+    store: &dyn Store,
+    key: &str,
+    group: &Group,
+    operation: &'static str,
+) -> std::result::Result<UniqueId, Stop> {
+    const SLICE: Duration = Duration::from_millis(500);
+    let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
+    let deadline = later(Instant::now(), group.timeout);
+    loop {
+        if let Some(failure) = group.failure() {
+            return Err(Stop::Group(failure));
+        }
+        match store.wait(&[key], Some(SLICE)) {
+            Ok(()) => break,
+            Err(Error::StoreTimeout { .. }) if Instant::now() < deadline => {}
+            Err(error) => return Err(cannot(&error)),
+        }
+    }
+    let bytes = store.get(key).map_err(|error| cannot(&error))?;
+    UniqueId::from_bytes(&bytes).ok_or_else(|| cannot(&"the other rank could not make one"))
 }
 
 #[cfg(test)]

@@ -5,12 +5,14 @@
 //! each pair of ranks gets, for each direction in which it has something to say, a communicator of two and a stream of
 //! their own. They are made with the first message; since both ranks have to be there for that, a thread does it.
 use super::flight::Flight;
-use super::group::{Group, later};
+use super::group::Group;
 use super::handle::{Handle, Stop, UniqueId};
+use super::identity::await_id;
 use super::link::{Link, Links};
 use super::plan::Plan;
 use super::status::NcclFailure;
 use super::stream::Streams;
+use crate::backend::Completion;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use cudarc::driver::CudaEvent;
@@ -18,7 +20,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// The messages from one rank to another, on either of them.
 pub(super) struct Lane {
@@ -82,6 +83,8 @@ impl Lane {
 impl Worker {
     fn run(self, queue: &Receiver<Job>) {
         let mut link: Option<Arc<Link>> = None;
+        // Nobody waits for these: they are kept here until the GPU has passed them.
+        let mut abandoned: Vec<Flight> = Vec::new();
         for Job { plan, ready, flight } in queue {
             let opened = match &link {
                 Some(link) => Ok(Arc::clone(link)),
@@ -99,6 +102,10 @@ impl Worker {
                 stop.tell(&self.group);
                 break;
             }
+            abandoned.retain(|flight| !flight.is_completed());
+            let done = Arc::clone(&flight.done);
+            abandoned.extend(Arc::into_inner(flight));
+            done.set_started();
             self.group.notify();
         }
     }
@@ -114,32 +121,12 @@ impl Worker {
             self.store.set(&key, &id.to_bytes()).map_err(cannot)?;
             id
         } else {
-            self.await_id(&key).map_err(cannot)??
+            await_id(&*self.store, &key, &self.group, "meeting the peer of a message")?
         };
         let mut patience = || self.group.failure().map_or(Ok(()), Err);
         let handle = Handle::connect(&id, usize::from(!sends), 2, &mut patience)?;
         let link = Arc::new(Link::new(handle, self.streams.clone()));
-        self.links.add(Arc::clone(&link));
+        self.links.add(self.from, self.to, Arc::clone(&link));
         Ok(link)
-    }
-
-    /// The sender's id, unless the group fails before it comes. The watchdog knows how long the message may take.
-    fn await_id(&self, key: &str) -> Result<std::result::Result<UniqueId, Stop>> {
-        const SLICE: Duration = Duration::from_millis(500);
-        let deadline = later(Instant::now(), self.group.timeout);
-        loop {
-            if let Some(failure) = self.group.failure() {
-                return Ok(Err(Stop::Group(failure)));
-            }
-            match self.store.wait(&[key], Some(SLICE)) {
-                Err(Error::StoreTimeout { .. }) if Instant::now() < deadline => {}
-                result => {
-                    result?;
-                    break;
-                }
-            }
-        }
-        let strange = || NcclFailure::other("meeting the peer of a message", "it left no id of NCCL's").into();
-        Ok(UniqueId::from_bytes(&self.store.get(key)?).ok_or_else(strange))
     }
 }

@@ -10,6 +10,7 @@ use super::watchdog::Watched;
 use super::{cuda_error, cuda_failure};
 use crate::backend::failure::Failure;
 use cudarc::driver::CudaEvent;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -50,14 +51,15 @@ impl Link {
         open.as_mut()?.handle.status("a collective").err().map(|failure| failure.to_string())
     }
 
-    /// Ends all its calls. Whoever waits in a call of NCCL's sees that the group has failed, and lets the lock go.
-    pub(super) fn abort(&self) {
-        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return };
+    /// Ends all its calls; those to be [released](Self::release) later. Whoever waits in a call of NCCL's sees that the
+    /// group has failed, and lets the lock go.
+    fn abort(&self) -> Vec<Arc<Flight>> {
+        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
         drop(handle);
-        self.release(stranded);
+        stranded
     }
 
     /// Lets go of the tensors of `stranded` calls, to which nothing is added any more, once the GPU has passed them.
@@ -148,20 +150,21 @@ fn gone(group: &Group) -> Stop {
     Stop::Group(group.verdict().unwrap_or_else(closed))
 }
 
-/// All communicators of a group: the one of its collectives, and those of messages.
-pub(super) struct Links(Mutex<Vec<Arc<Link>>>);
+/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
+/// the same order on all ranks, which leave them one after the other.
+pub(super) struct Links(Mutex<BTreeMap<Option<(usize, usize)>, Arc<Link>>>);
 
 impl Links {
     pub(super) fn new(collectives: Arc<Link>) -> Self {
-        Self(Mutex::new(vec![collectives]))
+        Self(Mutex::new(BTreeMap::from([(None, collectives)])))
     }
 
-    pub(super) fn add(&self, link: Arc<Link>) {
-        lock(&self.0).push(link);
+    pub(super) fn add(&self, from: usize, to: usize, link: Arc<Link>) {
+        lock(&self.0).insert(Some((from, to)), link);
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Link>> {
-        lock(&self.0).clone()
+        lock(&self.0).values().cloned().collect()
     }
 }
 
@@ -171,6 +174,8 @@ impl Watched for Links {
     }
 
     fn abort(&self) {
-        self.all().iter().for_each(|link| link.abort());
+        let links = self.all();
+        let stranded: Vec<_> = links.iter().map(|link| link.abort()).collect();
+        links.iter().zip(stranded).for_each(|(link, stranded)| link.release(stranded));
     }
 }

@@ -1,6 +1,6 @@
 //! The thread that keeps in touch with the other ranks through the store: it may wait for the network, and so is not the
 //! one that watches the calls.
-use super::bulletin::{Bulletin, Life, Question};
+use super::bulletin::{Bulletin, Departure, Life, Question};
 use super::group::{Group, News, Standing, Trouble};
 use crate::Result;
 use crate::backend::call::{Call, Channel};
@@ -63,7 +63,11 @@ impl Sentinel<'_> {
                 }
                 return;
             }
-            match self.round(&mut memory) {
+            let start = Instant::now();
+            let result = self.round(&mut memory);
+            // While this rank could not look, its peer may not have been able to give a sign of life either.
+            memory.seen.1 += start.elapsed();
+            match result {
                 Ok(()) => memory.without_store = None,
                 Err(error) => self.store_failed(&mut memory, error.to_string()),
             }
@@ -79,13 +83,14 @@ impl Sentinel<'_> {
     /// A sign of life, and a look at what the others say.
     fn round(&self, memory: &mut Memory) -> Result<()> {
         self.beat(memory)?;
-        let Some(peer) = memory.watched else {
-            // Everybody else has left: what is under way now ends in vain.
-            return Ok(());
-        };
-        let look = self.bulletin.look(peer)?;
+        // When everybody else has left, there is still their departure to look at.
+        let look = self.bulletin.look(memory.watched.unwrap_or(self.group.rank))?;
         if let Some(failure) = look.failure {
             self.group.fail_as_published(failure);
+            return Ok(());
+        }
+        if let Some(failure) = self.missing(look.departure) {
+            self.group.fail(failure);
             return Ok(());
         }
         if look.question != memory.answered
@@ -94,17 +99,12 @@ impl Sentinel<'_> {
             self.bulletin.answer(&self.group.standing())?;
             memory.answered = Some(question);
         }
+        let Some(peer) = memory.watched else { return Ok(()) };
         match look.life {
-            Life::Left(last) => match self.group.missed_by(last) {
-                Some((sequence, call)) => {
-                    let call = call.to_string();
-                    self.group.fail(Failure::PeerLeft { peer, left_after: last, call, sequence });
-                }
-                None => {
-                    memory.watched = self.after(peer);
-                    memory.seen = (Life::Beats(0), Instant::now());
-                }
-            },
+            Life::Left(_) => {
+                memory.watched = self.after(peer);
+                memory.seen = (Life::Beats(0), Instant::now());
+            }
             life if life != memory.seen.0 => memory.seen = (life, Instant::now()),
             _ if memory.seen.1.elapsed() >= self.lost_after => {
                 self.group.fail(self.lost(peer));
@@ -112,6 +112,13 @@ impl Sentinel<'_> {
             _ => {}
         }
         Ok(())
+    }
+
+    /// The failure if a collective is under way that waits in vain for a rank which has left.
+    fn missing(&self, departure: Option<Departure>) -> Option<Failure> {
+        let Departure { rank: peer, last } = departure.filter(|departure| departure.rank != self.group.rank)?;
+        let (sequence, call) = self.group.missed_by(last)?;
+        Some(Failure::PeerLeft { peer, left_after: last, call: call.to_string(), sequence })
     }
 
     fn beat(&self, memory: &mut Memory) -> Result<()> {
@@ -156,13 +163,14 @@ impl Sentinel<'_> {
         })
     }
 
-    /// NCCL often reports the death of a peer, or that it aborted, without saying which: whoever has ended the group on
-    /// purpose has said so in the store, and whoever is dead gives no more signs of life.
+    /// NCCL often reports the death of a peer, or that it aborted or left, without saying which: whoever has ended the group
+    /// on purpose or left has said so in the store, and whoever is dead gives no more signs of life.
     fn why_broken(&self, reason: &str, memory: &mut Memory) -> Result<Failure> {
         let before = self.bulletin.lives()?;
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
-            if let Some(failure) = self.bulletin.look(self.group.rank)?.failure {
+            let look = self.bulletin.look(self.group.rank)?;
+            if let Some(failure) = look.failure.or_else(|| self.missing(look.departure)) {
                 return Ok(failure);
             }
             // Others look for signs of life, perhaps for the same reason.

@@ -4,6 +4,7 @@ use super::group::Fence;
 use candle_core::CudaDevice;
 use cudarc::driver::sys::{CUevent_flags, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -127,6 +128,11 @@ pub(super) struct Clock {
 }
 
 impl Clock {
+    /// The GPU's times are f32, in milliseconds: after ten seconds they have lost what is below a microsecond.
+    pub(super) fn is_old(&self) -> bool {
+        self.at.elapsed() >= Duration::from_secs(10)
+    }
+
     /// When the GPU passed `mark`, which it has.
     fn time(&self, mark: &CudaEvent) -> Option<Instant> {
         let milliseconds = self.origin.elapsed_ms(mark).ok()?;
@@ -141,15 +147,27 @@ pub(super) struct Done {
     /// If there is a clock: where the call begins.
     begun: OnceLock<CudaEvent>,
     clock: Option<Arc<Clock>>,
+    /// Nobody but its `Work` has the call any more.
+    started: AtomicBool,
 }
 
 impl Done {
     pub(super) fn new(clock: Option<Arc<Clock>>) -> Self {
-        Self { mark: OnceLock::new(), begun: OnceLock::new(), clock }
+        Self { mark: OnceLock::new(), begun: OnceLock::new(), clock, started: AtomicBool::new(false) }
     }
 
     pub(super) fn mark(&self) -> Option<&CudaEvent> {
         self.mark.get()
+    }
+
+    /// Whoever has started the call has let go of its tensors, or the `Work` has and will never wait.
+    pub(super) fn set_started(&self) {
+        self.started.store(true, Ordering::Release);
+    }
+
+    /// The mark, once the call was started.
+    pub(super) fn started(&self) -> Option<&CudaEvent> {
+        if self.started.load(Ordering::Acquire) { self.mark() } else { None }
     }
 
     /// When the call began and ended on the GPU, if it is over and its time was measured.

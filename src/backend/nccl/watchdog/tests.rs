@@ -223,3 +223,36 @@ fn leaving_early_is_told_to_those_who_wait() {
     let text = a.end();
     assert!(text.contains("rank 1 left the group after sequence 1") && text.contains("sequence 2"), "{text}");
 }
+
+/// Nobody watches a rank that has left.
+#[test]
+fn a_rank_that_left_long_ago_is_missed_by_whoever_waits() {
+    for others in [1, 2] {
+        let mut all: Vec<Rank> = if others == 1 {
+            ranks::<2>(Duration::from_secs(60)).into()
+        } else {
+            ranks::<3>(Duration::from_secs(60)).into()
+        };
+        all.iter().for_each(|rank| rank.begin(all_reduce(1)).0.store(true, Ordering::SeqCst));
+        assert_eq!(all[1].group.drain(), None);
+        drop(all.remove(1));
+        std::thread::sleep(LOST_AFTER);
+        // The last of the others waits first, and the leaver's neighbour does not yet.
+        let _second = all[others - 1].begin(all_reduce(7));
+        for rank in &all {
+            let text = rank.end();
+            assert!(text.contains("rank 1 left the group after sequence 1") && text.contains("sequence 2"), "{text}");
+        }
+    }
+}
+
+/// NCCL says nothing of who has closed a connection.
+#[test]
+fn an_error_after_a_departure_is_that_departure() {
+    let [a, b] = ranks_of(2, Duration::from_secs(60), Duration::from_secs(60));
+    drop(b);
+    let _first = a.begin(all_reduce(7));
+    *a.stand_in.error.lock().unwrap() = Some("ncclRemoteError".into());
+    let text = a.end();
+    assert!(text.contains("rank 1 left the group"), "{text}");
+}
