@@ -324,6 +324,41 @@ fn buffers_are_the_first_devices() {
     assert_eq!(names(dp.named_parameters()), ["linear.weight", "linear.bias", "norm.weight", "norm.bias"]);
 }
 
+/// Adds to its input how many forward passes there were, and counts this one.
+struct Counting {
+    passes: Var,
+}
+
+impl Counting {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        // Copied before the buffer, so that a replica is late to read it.
+        vb.get((1 << 20, 4), "large")?;
+        Ok(Self { passes: Var::from_tensor(&vb.get(1, "num_batches_tracked")?)? })
+    }
+}
+
+impl Module for Counting {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        let passes = self.passes.as_detached_tensor();
+        let output = xs.broadcast_add(&passes)?;
+        self.passes.set(&(passes + 1.0)?)?;
+        Ok(output)
+    }
+}
+
+#[test]
+fn no_replica_computes_before_all_have_the_buffers() {
+    for devices in [2, 3] {
+        let varmap = VarMap::new();
+        let dp = DataParallel::new(&vec![CPU; devices], &CPU, &varmap, Counting::new).unwrap();
+        let x = Tensor::zeros((6, 1), DType::F32, &CPU).unwrap();
+        for pass in 0..10 {
+            assert_eq!(floats(&dp.forward(&x).unwrap()), [pass as f32; 6], "{devices} devices, pass {pass}");
+            assert_eq!(floats(&var(&varmap, "num_batches_tracked")), [pass as f32 + 1.0]);
+        }
+    }
+}
+
 #[test]
 fn the_varmap_has_the_models_own_names() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
-/// Brings the replicas up to date and runs `f` on each, with its input, at the same time: PyTorch's `parallel_apply`.
+/// Brings the replicas up to date and then runs `f` on each, with its input, at the same time: PyTorch's `parallel_apply`.
 /// Returns the outputs in the order of the inputs. With fewer inputs than replicas the first replicas are used; a single
 /// one runs on the calling thread.
 ///
@@ -27,11 +27,12 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
         return Err(Error::invalid("inputs", reason));
     }
     let places: Vec<_> = replicas.iter().map(|replica| Arc::clone(replica.place())).collect();
-    on_each(&places, inputs, |index, input| {
-        let replica = &replicas[index];
-        replica.refresh()?;
-        Ok(f(replica.module(), input)?)
-    })
+    // The first replica computes with the variables themselves and may write to buffers, so that all copies must be done
+    // before it starts. It has none itself.
+    if inputs.len() > 1 {
+        on_each(&places, vec![(); inputs.len()], |index, ()| replicas[index].refresh())?;
+    }
+    on_each(&places, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
 }
 
 /// Runs `work` for each of the inputs, on a thread for each place.

@@ -48,9 +48,9 @@ impl fmt::Debug for DataParallelOptions {
 ///
 /// The variables live in a `VarMap`, with the model's own names, on the first device. The model is built once for each
 /// device; on the first it computes with the variables themselves, on the others with copies, which are brought up to
-/// date at the beginning of every forward pass. A forward pass scatters its inputs over the devices, runs all replicas at
-/// the same time, each on a thread of its own, and gathers their outputs on the output device. A batch with fewer rows
-/// than there are devices uses the first of them only.
+/// date at the beginning of every forward pass, before any replica computes. A forward pass scatters its inputs over the
+/// devices, runs all replicas at the same time, each on a thread of its own, and gathers their outputs on the output
+/// device. A batch with fewer rows than there are devices uses the first of them only.
 ///
 /// Gradients come from [`backward`](Self::backward), which runs the replicas' backward passes at the same time as well,
 /// and sums their gradients up on the first device. With a loss that is the mean over the batch they are those that the

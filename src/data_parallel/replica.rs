@@ -42,7 +42,7 @@ impl<M> Replica<M> {
     }
 
     /// Brings the copies up to date with the variables. On GPUs: on this thread's streams, after what
-    /// [`parallel_apply`] has waited for, which calls this.
+    /// [`parallel_apply`] has waited for, which calls this and waits for it before a replica computes.
     ///
     /// [`parallel_apply`]: super::parallel_apply
     pub(super) fn refresh(&self) -> Result<()> {
