@@ -47,14 +47,16 @@
 //! |---|---|---|
 //! | O0 | everything in f32 | `dtype` F32, no `mixed_precision` |
 //! | O1 | f32 parameters; each function casts its inputs to the dtype on a list | no counterpart: candle has no automatic casts. The nearest is O2, with layers that need f32 asking for it (below) |
-//! | O2 | f16 model, batch norms in f32, f32 masters, dynamic loss scale | `dtype` F32, `param_dtype` F16 (or BF16), `buffer_dtype` None; [`GradScaler`] (not for BF16) |
+//! | O2 | f16 model, batch norms in f32, f32 masters, dynamic loss scale | `dtype` F32, `param_dtype` F16 (or BF16), `buffer_dtype` None, batch norms built for f32 (below); [`GradScaler`] (not for BF16) |
 //! | O3 | everything in f16 | `dtype` F16, no `mixed_precision` |
 //!
 //! `keep_batchnorm_fp32`: [`SyncBatchNorm`](crate::nn::SyncBatchNorm) takes f16 and bf16 inputs with f32 statistics, and
-//! calculates in f32. **candle's own `BatchNorm` needs its input, parameters and buffers in one dtype in evaluation, and
-//! f32 buffers in training**, so that under mixed precision it has to work in f32, or be replaced (also in a world of
-//! one). A layer that should stay in f32 is built with `vb.to_dtype(DType::F32)` (its variable is then its own master)
-//! and given f32 inputs. `loss_scale="dynamic"` is [`GradScaler`]; a constant one is `growth_interval: usize::MAX`.
+//! calculates in f32; but its weight and bias are replicas in `param_dtype`, as all others, unless it is built with
+//! `vb.to_dtype(DType::F32)`: they are then f32, whatever its inputs are. **candle's own `BatchNorm` needs its input,
+//! parameters and buffers in one dtype in evaluation, and f32 buffers in training**, so that under mixed precision it has
+//! to work in f32, or be replaced (also in a world of one). Another layer that should stay in f32 is built in the same way
+//! (its variable is then its own master) and given f32 inputs. `loss_scale="dynamic"` is [`GradScaler`]; a constant one
+//! has a `growth_factor` and a `backoff_factor` of 1, and still leaves out steps with an overflow, where Apex's does not.
 use crate::element::{Element, dispatch, slice_mut};
 use crate::kernels;
 use crate::process_group::ProcessGroup;
@@ -117,9 +119,9 @@ impl fmt::Display for MixedPrecision {
 pub struct GradScalerOptions {
     /// The first scale. Default: 65536.
     pub init_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` steps without overflow. Default: 2.
+    /// What the scale is multiplied by after `growth_interval` steps without overflow; 1 lets it never grow. Default: 2.
     pub growth_factor: f64,
-    /// What the scale is multiplied by after an overflow. Default: 0.5.
+    /// What the scale is multiplied by after an overflow; 1 lets it never shrink. Default: 0.5.
     pub backoff_factor: f64,
     /// How many steps without overflow it takes to try a larger scale. Default: 2000.
     pub growth_interval: usize,
@@ -139,6 +141,10 @@ impl Default for GradScalerOptions {
 ///
 /// A training step calls [`scale`](Self::scale); [`unscale`](Self::unscale), if it looks at the gradients or clips them;
 /// [`step`](Self::step); and [`update`](Self::update); all ranks alike. An overflow on one rank counts for all.
+///
+/// Several optimizers share a scaler that was made for the parameters of all, and step together, in one
+/// [`step_with`](Self::step_with): the gradients of all are divided at once, and a second `step` before `update`, as
+/// PyTorch has it for each optimizer, is refused. An overflow leaves out the step of all, where PyTorch decides for each.
 #[derive(Debug)]
 pub struct GradScaler {
     group: ProcessGroup,
@@ -162,8 +168,8 @@ impl GradScaler {
     /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which agrees over the ranks of `group`.
     ///
     /// # Errors
-    /// Options that cannot work: a scale that is not positive and finite, a growth factor of 1 or less, a backoff factor
-    /// of 1 or more, a growth interval of 0.
+    /// Options that cannot work: a scale that is not positive and finite, a growth factor below 1 or not finite, a
+    /// backoff factor that is not above 0 or is above 1, a growth interval of 0.
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
         let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
@@ -215,8 +221,10 @@ impl GradScaler {
         }
         match self.stage {
             Stage::Scaled => {}
-            Stage::Unscaled { .. } => return Err(misuse("unscale", "it was called in this step before")),
-            Stage::Stepped { .. } => return Err(misuse("unscale", "this step is over: call `update` first")),
+            Stage::Unscaled { .. } => {
+                return Err(misuse("unscale", "it was called in this step before, for all parameters"));
+            }
+            Stage::Stepped { .. } => return Err(misuse("unscale", STEPPED)),
         }
         // As PyTorch: the reciprocal in f64, rounded to f32.
         let here = divide(f64::from((1.0 / self.scale) as f32));
@@ -243,8 +251,22 @@ impl GradScaler {
         self.step_with(grads, |grads| Ok(optimizer.step(grads)?))
     }
 
-    /// [`step`](Self::step) for optimizers that are not candle's [`Optimizer`]: `step` is called if all gradients are
-    /// finite on all ranks.
+    /// [`step`](Self::step) for optimizers that are not candle's [`Optimizer`], and for several: `step` is called if all
+    /// gradients are finite on all ranks.
+    ///
+    /// ```
+    /// # use candle_core::backprop::GradStore;
+    /// # use candle_ddp::{GradScaler, Result};
+    /// # use candle_nn::Optimizer;
+    /// # fn two(scaler: &mut GradScaler, encoder: &mut impl Optimizer, decoder: &mut impl Optimizer, grads: &mut GradStore) -> Result<()> {
+    /// scaler.step_with(grads, |grads| {
+    ///     encoder.step(grads)?;
+    ///     Ok(decoder.step(grads)?)
+    /// })?;
+    /// scaler.update()?;
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn step_with(&mut self, grads: &mut GradStore, step: impl FnOnce(&GradStore) -> Result<()>) -> Result<bool> {
         if !self.options.enabled {
             step(grads)?;
@@ -254,7 +276,7 @@ impl GradScaler {
             self.unscale(grads)?;
         }
         let Stage::Unscaled { overflow } = self.stage else {
-            return Err(misuse("step", "it was called in this step before: call `update` first"));
+            return Err(misuse("step", STEPPED));
         };
         if !overflow {
             step(grads)?;
@@ -321,6 +343,10 @@ impl GradScaler {
     }
 }
 
+/// Not "call `update` first" alone: then a second optimizer would divide the same gradients once more.
+const STEPPED: &str = "`step` was called in this step before: `update` has to come before the next backward pass, and \
+                       several optimizers step together, in one `step_with`";
+
 fn misuse(call: &'static str, reason: &str) -> Error {
     let reason = format!("{reason} (each training step: scale, unscale if needed, step, update)");
     Error::GradScaler { call, reason }
@@ -347,11 +373,11 @@ impl GradScalerState {
         if !(self.scale > 0.0 && self.scale.is_finite()) {
             return refuse("scale", self.scale, "positive and finite");
         }
-        if !(self.growth_factor > 1.0 && self.growth_factor.is_finite()) {
-            return refuse("growth_factor", self.growth_factor, "above 1 and finite");
+        if !(self.growth_factor >= 1.0 && self.growth_factor.is_finite()) {
+            return refuse("growth_factor", self.growth_factor, "at least 1 and finite");
         }
-        if !(self.backoff_factor > 0.0 && self.backoff_factor < 1.0) {
-            return refuse("backoff_factor", self.backoff_factor, "between 0 and 1");
+        if !(self.backoff_factor > 0.0 && self.backoff_factor <= 1.0) {
+            return refuse("backoff_factor", self.backoff_factor, "above 0 and at most 1");
         }
         if self.growth_interval == 0 {
             return Err(Error::invalid("growth_interval", "it must be at least 1"));

@@ -108,12 +108,78 @@ fn calls_out_of_order_are_refused() {
         refused(scaler.unscale(&mut grads).map(drop), "unscale");
         refused(scaler.load_state(scaler.state()), "load_state");
         scaler.step(&mut optimizer, &mut grads)?;
-        refused(scaler.step(&mut optimizer, &mut grads).map(drop), "step");
+        let again = scaler.step(&mut optimizer, &mut grads);
+        assert!(again.as_ref().is_err_and(|error| error.to_string().contains("step_with")), "what two optimizers need");
+        refused(again.map(drop), "step");
         refused(scaler.unscale(&mut grads).map(drop), "unscale");
         assert_eq!(floats(&var), [1.5], "the second step did nothing");
         scaler.update()?;
         refused(scaler.update(), "update");
         Ok(())
+    })
+    .unwrap();
+}
+
+/// Two optimizers with half of the parameters each, against one with all: their gradients are divided once, and an overflow
+/// in those of one leaves out the step of both.
+#[test]
+fn two_optimizers_step_together() {
+    let trained = ranks(2, |pg| {
+        let run = |together: bool| -> Result<Vec<f32>> {
+            let vars = [Var::new(&[2f32, 3.0], pg.device())?, Var::new(&[-1f32], pg.device())?];
+            let named = vars.iter().enumerate().map(|(index, var)| (format!("w{index}"), var.clone())).collect();
+            let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
+            let mut scaler = GradScaler::new(&pg, named, options)?;
+            let mut one = SGD::new(vars.to_vec(), 0.25)?;
+            let mut two = [SGD::new(vec![vars[0].clone()], 0.25)?, SGD::new(vec![vars[1].clone()], 0.25)?];
+            let mut seen = Vec::new();
+            for overflow in [false, true, false] {
+                let loss = (vars[0].sqr()?.sum_all()? + vars[1].sqr()?.sum_all()?)?;
+                let mut grads = scaler.scale(&loss)?.backward()?;
+                if overflow && pg.rank() == 1 {
+                    grads.insert(&vars[1], (vars[1].ones_like()? * f64::INFINITY)?);
+                }
+                let stepped = if together {
+                    scaler.step(&mut one, &mut grads)?
+                } else {
+                    scaler.step_with(&mut grads, |grads| {
+                        two.iter_mut().try_for_each(|optimizer| Ok(optimizer.step(grads)?))
+                    })?
+                };
+                assert_eq!(stepped, !overflow);
+                scaler.update()?;
+                seen.extend(vars.iter().flat_map(|var| floats(var)));
+            }
+            assert_eq!(scaler.current_scale(), 512.0);
+            Ok(seen)
+        };
+        Ok((run(true)?, run(false)?))
+    });
+    // The gradient of x² is 2x: each step halves the weights.
+    for (one, two) in trained.unwrap() {
+        assert_eq!(one, [1.0, 1.5, -0.5, 1.0, 1.5, -0.5, 0.5, 0.75, -0.25]);
+        assert_eq!(one, two);
+    }
+}
+
+#[test]
+fn a_scale_may_be_constant() {
+    ranks(1, |pg| {
+        let named = weight(0.0);
+        let var = named[0].1.clone();
+        let constant = GradScalerOptions { growth_factor: 1.0, backoff_factor: 1.0, ..Default::default() };
+        let options = GradScalerOptions { init_scale: 128.0, growth_interval: 1, ..constant };
+        let mut scaler = GradScaler::new(&pg, named, options)?;
+        let mut optimizer = SGD::new(vec![var.clone()], 1.0)?;
+        for overflow in [false, true, false] {
+            let mut grads = backward(&scaler, &var, overflow)?;
+            assert_eq!(scaler.step(&mut optimizer, &mut grads)?, !overflow);
+            scaler.update()?;
+            assert_eq!(scaler.current_scale(), 128.0);
+        }
+        assert_eq!(floats(&var), [-2.0]);
+        let state: GradScalerState = scaler.state().to_string().parse()?;
+        scaler.load_state(state)
     })
     .unwrap();
 }
@@ -161,8 +227,8 @@ fn a_scaler_goes_on_from_its_state() {
         }
         for bad in [
             GradScalerOptions { init_scale: f64::NAN, ..options },
-            GradScalerOptions { growth_factor: 1.0, ..options },
-            GradScalerOptions { backoff_factor: 1.0, ..options },
+            GradScalerOptions { growth_factor: 0.5, ..options },
+            GradScalerOptions { backoff_factor: 1.5, ..options },
             GradScalerOptions { growth_interval: 0, ..options },
         ] {
             assert!(matches!(GradScaler::new(&pg, Vec::new(), bad), Err(Error::InvalidArgument { .. })), "{bad:?}");

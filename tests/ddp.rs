@@ -612,6 +612,23 @@ fn every_rank_hears_of_a_model_that_could_not_be_built() {
     }
 }
 
+#[test]
+fn variables_of_a_dtype_that_nobody_sends_are_refused_by_name() {
+    for (dtype, name) in [(DType::F8E4M3, "scales.weight"), (DType::I32, "scales.count")] {
+        let errors = construction_errors(
+            |_, vb| {
+                vb.pp("scales").get_with_hints_dtype(4, &name[7..], candle_nn::Init::Const(0.), dtype)?;
+                linear(4, 6, vb)
+            },
+            |_| DdpOptions::default(),
+        );
+        for error in errors {
+            assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == name), "{error}");
+            assert!(error.to_string().contains(dtype.as_str()), "{error}");
+        }
+    }
+}
+
 /// An operation without a gradient.
 struct NoGradient;
 impl candle_core::CustomOp1 for NoGradient {

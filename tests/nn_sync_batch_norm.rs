@@ -113,6 +113,47 @@ fn ranks_normalise_like_one_process_with_the_whole_batch() {
     }
 }
 
+/// Two groups of two ranks each, one of them in another order than the world.
+const GROUPS: [[usize; 2]; 2] = [[0, 2], [3, 1]];
+/// The sizes of the batches of each group's ranks.
+const GROUP_SPLITS: [[usize; 2]; 2] = [[2, 3], [3, 1]];
+
+#[test]
+fn subgroups_normalise_their_own_batches() {
+    let shape: &[usize] = &[9, 3, 4];
+    let (x, dy) = ((tensor(shape, 1) + 2.0).unwrap(), tensor(shape, 2));
+    // The batches of the first group are the first five rows.
+    let batch_of = |whole: &Tensor, group: usize| mine(whole, &[5, 4], group);
+    let plain = |x: &Tensor, dy: &Tensor| {
+        let varmap = variables();
+        Outcome::of(&batch_norm(3, 1e-5, builder(&varmap)).unwrap(), &varmap, x, dy).unwrap()
+    };
+    let mut outcomes: Vec<_> = ranks(4, |pg| {
+        // Every rank makes both groups, and is in one of them.
+        let groups = [pg.new_group(&GROUPS[0])?, pg.new_group(&GROUPS[1])?];
+        let (number, group) = groups.into_iter().enumerate().find_map(|(i, group)| Some((i, group?))).unwrap();
+        assert_eq!(GROUPS[number][group.rank()], pg.rank());
+        let varmap = variables();
+        let layer = sync_batch_norm(&group, 3, 1e-5, builder(&varmap))?;
+        let part = |whole| mine(&batch_of(whole, number), &GROUP_SPLITS[number], group.rank());
+        Outcome::of(&layer, &varmap, &part(&x), &part(&dy))
+    })
+    .unwrap()
+    .into_iter()
+    .map(Some)
+    .collect();
+    let of_world = plain(&x, &dy);
+    for (number, group) in GROUPS.iter().enumerate() {
+        let joined = Outcome::join(&group.map(|rank| outcomes[rank].take().unwrap()));
+        joined.assert_close(&plain(&batch_of(&x, number), &batch_of(&dy, number)), &format!("group {group:?}"));
+        let rows = number * 5 * 12..number * 5 * 12 + joined.y.len();
+        let differ = |a: &[f32], b: &[f32]| a.iter().zip(b).any(|(a, b)| (a - b).abs() > 1e-3);
+        assert!(differ(&joined.y, &of_world.y[rows.clone()]), "group {group:?}: y is that of the world");
+        assert!(differ(&joined.dx, &of_world.dx[rows]), "group {group:?}: dx is that of the world");
+        assert!(differ(&joined.running_mean, &of_world.running_mean), "group {group:?}: the mean is that of the world");
+    }
+}
+
 fn golden(group: &str) -> HashMap<String, Tensor> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
     let all = safetensors::load(path, &Device::Cpu).unwrap();

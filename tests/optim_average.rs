@@ -14,11 +14,13 @@ fn averages_are_applied_and_taken_back() {
         let set =
             |value: f32| var.set(&Tensor::full(value, 3, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap();
         let mut ema = Ema::new(vec![("w".to_string(), var.clone())], 0.75).unwrap();
+        let watched = ema.averages().unwrap().remove(0).1;
         for value in [4., 8., 16.] {
             set(value);
             ema.update().unwrap();
         }
         let averaged = vec![4. * 0.75 * 0.75 + 8. * 0.25 * 0.75 + 16. * 0.25; 3];
+        assert_eq!(floats(&watched), averaged, "what was asked for before changes with the updates");
         ema.apply().unwrap();
         assert_eq!(floats(&var), averaged, "{dtype:?}");
         assert!(matches!(ema.apply(), Err(Error::InvalidArgument { .. })), "the weights would be lost");

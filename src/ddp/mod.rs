@@ -138,7 +138,7 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let built = built.and_then(|module| {
             options.mixed_precision.unwrap_or_default().check()?;
-            check_parameters(group, &parameters)?;
+            check_parameters(group, &parameters, &buffers)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::create(folder, group.rank())?);
                 group.measure_spans()?;
@@ -237,6 +237,9 @@ impl<M> DistributedDataParallel<M> {
     }
 
     fn run_backward(&self, loss: &Tensor, synchronise: bool) -> Result<GradStore> {
+        if self.reducer.trace().is_some() {
+            self.group.measure_spans()?;
+        }
         self.reducer.begin(synchronise)?;
         // The backward pass does not read buffers, so that their way to the other ranks costs no time.
         let buffers = if synchronise && self.options.broadcast_buffers {
@@ -350,25 +353,32 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-/// What the reducer relies on.
-fn check_parameters(group: &ProcessGroup, parameters: &[Parameter]) -> Result<()> {
+/// What the reducer and the broadcasts rely on.
+fn check_parameters(group: &ProcessGroup, parameters: &[Parameter], buffers: &[Buffer]) -> Result<()> {
     if parameters.is_empty() {
         return Err(Error::invalid("model", "it has no trainable parameter, so that there is nothing to average"));
     }
-    for parameter in parameters {
-        if !parameter.var.device().same_device(group.device()) {
-            let (is, belongs) = (parameter.var.device().location(), group.device().location());
+    let parameters = parameters.iter().map(|Parameter { name, var, .. }| (name, var));
+    for (name, var) in parameters.chain(buffers.iter().map(|Buffer { name, var }| (name, var))) {
+        use DType::{BF16, F16, F32, F64, I64, U8, U32};
+        if !matches!(var.dtype(), F32 | F64 | F16 | BF16 | I64 | U32 | U8) {
+            let reason = format!(
+                "its dtype is {}, which cannot be sent to other ranks (f32, f64, f16 and bf16 can, and for buffers i64, \
+                 u32 and u8): make it in one of these, or leave it to each rank with is_ignored",
+                var.dtype().as_str()
+            );
+            return Err(Error::parameter(name, reason));
+        }
+        if !var.device().same_device(group.device()) {
+            let (is, belongs) = (var.device().location(), group.device().location());
             let reason = format!(
                 "it is on {is:?}, but the process group works on {belongs:?}: \
                  build the model with the VarBuilder that is handed to it, on the device of the group"
             );
-            return Err(Error::parameter(&parameter.name, reason));
+            return Err(Error::parameter(name, reason));
         }
-        if !parameter.var.is_contiguous() {
-            return Err(Error::parameter(
-                &parameter.name,
-                "its variable is not contiguous: make it from a contiguous tensor",
-            ));
+        if !var.is_contiguous() {
+            return Err(Error::parameter(name, "its variable is not contiguous: make it from a contiguous tensor"));
         }
     }
     Ok(())

@@ -1,7 +1,10 @@
 //! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on the
 //! CPU, candle's operations on other devices. f16 and bf16 are calculated with in f32.
+//!
+//! A batch may be empty. On a GPU most of candle's operations on storages, and some on tensors, refuse that, since a
+//! kernel cannot be launched without threads; the composites therefore leave them out.
 use crate::element::{Element, dispatch, slice, with_slice};
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::{Add, Mul, Sub};
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -63,6 +66,9 @@ pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
 
 fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
+    if x.elem_count() == 0 {
+        return Tensor::zeros((2, extents.channels), accumulator(x.dtype()), x.device());
+    }
     let x = x.detach().to_dtype(accumulator(x.dtype()))?.reshape(extents.shape())?;
     let scale = 1.0 / (extents.samples * extents.spatial).max(1) as f64;
     let sum = |x: &Tensor| x.sum_keepdim((0, 2))?.affine(scale, 0.0);
@@ -92,6 +98,9 @@ pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Te
 
 fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
+    if x.elem_count() == 0 {
+        return Tensor::zeros((2, extents.channels), mean.dtype(), x.device());
+    }
     let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
     let (x, dy) = (wide(x)?, wide(dy)?);
     let products = (x.broadcast_sub(&column(mean)?)? * &dy)?;
@@ -120,13 +129,20 @@ pub(super) fn normalise(
 
 /// [`normalise`] with candle's operations, on any device. `channels` are the storages of mean, scale and shift, which
 /// are contiguous, and of the dtype `accumulator`.
-pub(super) fn normalise_composite<S: BackendStorage>(
+pub(super) fn normalise_composite<S>(
     x: &S,
     layout: &Layout,
     [mean, scale, shift]: [(&S, &Layout); 3],
-) -> Result<(S, Shape)> {
+) -> Result<(S, Shape)>
+where
+    S: BackendStorage<Device: BackendDevice<Storage = S>>,
+{
     let extents = Extents::of(layout.dims());
     let (dtype, acc) = (x.dtype(), accumulator(x.dtype()));
+    if layout.shape().elem_count() == 0 {
+        // Of one element, since on some GPUs an allocation of nothing fails; the tensor takes none of it.
+        return Ok((x.device().zeros_impl(&Shape::from(1), dtype)?, layout.shape().clone()));
+    }
     let wide = x.to_dtype(layout, acc)?;
     let flat = Layout::contiguous(extents.shape());
     let spread = |layout: &Layout| -> Result<Layout> {
@@ -164,6 +180,10 @@ pub(super) fn input_gradient(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Ten
 
 fn input_gradient_composite(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
+    if x.elem_count() == 0 {
+        // As empty as the gradient of x, and of the same shape and dtype.
+        return Ok(dy.detach());
+    }
     let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
     let distance = wide(x)?.broadcast_sub(&column(mean)?)?.broadcast_mul(&column(b)?)?;
     let dx = (wide(dy)?.broadcast_sub(&column(a)?)? - distance)?.broadcast_mul(&column(scale)?)?;
@@ -314,5 +334,11 @@ mod tests {
         let mean = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
         assert_eq!(gradient_sums(&x, &x, &mean).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
         assert_eq!(input_gradient(&x, &x, [&mean; 4]).unwrap().dims(), [0, 3, 2]);
+
+        let x = x.to_dtype(DType::F16).unwrap();
+        assert_eq!(moments_composite(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+        assert_eq!(gradient_sums_composite(&x, &x, &mean).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+        let dx = input_gradient_composite(&x, &x, [&mean; 4]).unwrap();
+        assert_eq!((dx.dims(), dx.dtype()), (x.dims(), x.dtype()));
     }
 }

@@ -75,13 +75,15 @@ impl Ema {
     /// [`Error::InvalidArgument`] while the averages are applied.
     pub fn update(&mut self) -> Result<()> {
         self.refuse_if_applied("update")?;
-        for slot in &mut self.slots {
+        for slot in &self.slots {
             let (decay, dtype) = (if self.updates == 0 { 0. } else { self.decay }, slot.average.dtype());
             if slot.flat.device().is_cpu() {
                 dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
             } else {
                 let weights = slot.flat.to_dtype(dtype)?;
-                slot.average = ((&slot.average * decay)? + (weights * (1. - decay))?)?;
+                let moved = ((&slot.average * decay)? + (weights * (1. - decay))?)?;
+                // In place, as on the CPU, for those who hold the averages.
+                slot.average.slice_set(&moved, 0, 0)?;
             }
         }
         self.updates += 1;

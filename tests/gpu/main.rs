@@ -101,6 +101,7 @@ fn rank_of_another_test() {
             training::traced(&pg, &place.traces()).unwrap();
         }
         "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
+        "sync batch norm" => norms::batches_join(&group(&place, Duration::from_secs(20))).unwrap(),
         "scaler" => optim::scales(&group(&place, Duration::from_secs(60))).unwrap(),
         "zero" => optim::shards(&group(&place, Duration::from_secs(60))).unwrap(),
         "killed" => place.report(&until_failure(&place, &group(&place, Duration::from_secs(300)))),
@@ -179,10 +180,20 @@ fn auto_takes_nccl_where_there_is_a_gpu() {
 #[test]
 fn ranks_on_one_gpu_are_refused_by_name() {
     let Some(count) = gpus("ranks_on_one_gpu_are_refused_by_name") else { return };
-    let reports = Ranks::start_without_sharing(count + 1, "auto").outputs();
+    let reports = Ranks::start_without_sharing(count + 1, "auto", None).outputs();
     let refusals = ["each rank needs one of its own", "are both on the GPU", "ended the group"];
     let refused = |report: &String| refusals.iter().any(|refusal| report.contains(refusal));
     assert!(reports.iter().all(refused), "{reports:#?}");
+}
+
+#[test]
+fn ranks_that_were_shown_the_same_gpu_are_refused_by_its_name() {
+    if gpus("ranks_that_were_shown_the_same_gpu_are_refused_by_its_name").is_none() {
+        return;
+    }
+    for report in Ranks::start_without_sharing(2, "auto", Some(("CUDA_VISIBLE_DEVICES", "0"))).outputs() {
+        assert!(report.contains("ranks 0 and 1 are both on the GPU 0000:"), "{report}");
+    }
 }
 
 #[test]
@@ -293,6 +304,13 @@ fn gradients_are_clipped_as_on_the_cpu() {
 fn norms_are_those_of_the_cpu() {
     if gpus("norms_are_those_of_the_cpu").is_some() {
         norms::norms_alike(&Device::new_cuda(0).unwrap());
+    }
+}
+
+#[test]
+fn batches_of_ranks_are_normalised_as_one_on_the_cpu() {
+    if gpus("batches_of_ranks_are_normalised_as_one_on_the_cpu").is_some() {
+        Ranks::start(2, "sync batch norm").finish();
     }
 }
 

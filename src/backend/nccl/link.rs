@@ -152,7 +152,10 @@ fn gone(group: &Group) -> Stop {
 
 /// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
 /// the same order on all ranks, which leave them one after the other.
-pub(super) struct Links(Mutex<BTreeMap<Option<(usize, usize)>, Arc<Link>>>);
+pub(super) struct Links(Mutex<BTreeMap<Direction, Arc<Link>>>);
+
+/// From which rank to which; `None` is the communicator of the collectives.
+type Direction = Option<(usize, usize)>;
 
 impl Links {
     pub(super) fn new(collectives: Arc<Link>) -> Self {

@@ -27,7 +27,8 @@ impl Default for TopKOptions {
 /// nothing is lost (Top-k sparsification with error feedback: Stich et al., 2018).
 ///
 /// What was kept comes later, and in lumps, which optimizers like Adam, that divide by a mean of past squares, take badly
-/// if too little is sent: watch the loss, and raise `ratio` where it jumps.
+/// if too little is sent: watch the loss, and raise `ratio` where it jumps. When a [`GradScaler`](crate::GradScaler)
+/// changes its scale, what was kept before keeps the old one.
 ///
 /// Every rank receives the elements of all, so that it pays when `ratio` × the number of ranks is well below one half. The
 /// choice is made on the host, in f32: gradients on a GPU are copied there and back.
