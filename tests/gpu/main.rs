@@ -20,6 +20,7 @@ mod optim;
 #[path = "../collectives/order.rs"]
 #[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
 mod order;
+mod toolbox;
 mod training;
 
 use candle_core::{DType, Device, Tensor};
@@ -102,12 +103,18 @@ fn rank_of_another_test() {
         }
         "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
         "sync batch norm" => norms::batches_join(&group(&place, Duration::from_secs(20))).unwrap(),
+        "elsewhere" => toolbox::refuse_variables_elsewhere(&group(&place, Duration::from_secs(20))),
         "scaler" => optim::scales(&group(&place, Duration::from_secs(60))).unwrap(),
         "zero" => optim::shards(&group(&place, Duration::from_secs(60))).unwrap(),
         "killed" => place.report(&until_failure(&place, &group(&place, Duration::from_secs(300)))),
         "desync" => place.report(&disagree(&group(&place, Duration::from_secs(3)))),
         "wrong device" => wrong_device(&group(&place, Duration::from_secs(20))),
-        other => panic!("no such job: {other}"),
+        other => match other.strip_prefix("tool ") {
+            Some(tool) => {
+                report_floats(&place, &toolbox::train(&group(&place, Duration::from_secs(60)), tool).unwrap());
+            }
+            None => panic!("no such job: {other}"),
+        },
     }
 }
 
@@ -262,6 +269,24 @@ fn mixed_precision_trains_as_on_the_cpu() {
     }
     for (dtype, job) in [(DType::F16, "train in f16"), (DType::BF16, "train in bf16")] {
         training::assert_like_the_cpu(dtype, &floats_of(&Ranks::start(2, job).finish()));
+    }
+}
+
+#[test]
+fn hooks_and_averages_work_as_on_the_cpu() {
+    if gpus("hooks_and_averages_work_as_on_the_cpu").is_none() {
+        return;
+    }
+    for (tool, tolerance) in toolbox::TOOLS {
+        let reports = floats_of(&Ranks::start(2, &format!("tool {tool}")).finish());
+        toolbox::assert_like_the_cpu(tool, tolerance, &reports);
+    }
+}
+
+#[test]
+fn variables_elsewhere_are_refused_by_name() {
+    if gpus("variables_elsewhere_are_refused_by_name").is_some() {
+        Ranks::start(2, "elsewhere").finish();
     }
 }
 

@@ -5,10 +5,10 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGro
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
-struct Net(Linear, Linear);
+pub(crate) struct Net(Linear, Linear);
 
 impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
         Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
     }
 }
@@ -19,7 +19,7 @@ impl Module for Net {
     }
 }
 
-const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"];
+pub(crate) const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"];
 const STEPS: usize = 20;
 const PER_RANK: usize = 5;
 

@@ -1,0 +1,75 @@
+//! What belongs to training beside DistributedDataParallel itself, on GPUs, against the same on the CPU.
+use super::common::{assert_close, fill, floats, tensor, var};
+use super::training::{NAMES, Net};
+use candle_core::{DType, Device, IndexOp, Module, Var};
+use candle_ddp::ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
+use candle_ddp::optim::{Ema, PeriodicModelAverager};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, spawn};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+
+/// What is tested, and how far 16 bits and sums in another order may lead.
+pub(crate) const TOOLS: [(&str, f32); 6] =
+    [("fp16", 3e-3), ("bf16", 2e-2), ("PowerSGD", 1e-3), ("top-k", 1e-4), ("Ema", 1e-4), ("averager", 1e-4)];
+const STEPS: usize = 6;
+const PER_RANK: usize = 4;
+
+/// A few steps with the tool `tool`; the parameters, and its averages.
+pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
+    let varmap = VarMap::new();
+    let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
+    let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(mine)?.to_device(pg.device())?;
+    let loss = |y: candle_core::Tensor| y.sqr()?.mean_all();
+    let vars = |varmap: &VarMap| NAMES.map(|name| var(varmap, name));
+    let values = |varmap: &VarMap| NAMES.map(|name| floats(&var(varmap, name))).concat();
+    if tool == "averager" {
+        let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
+        fill(&varmap, 3);
+        let mut optimizer = SGD::new(vars(&varmap).to_vec(), 0.3)?;
+        let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
+        for _ in 0..STEPS {
+            optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
+            averager.average_parameters(&vars(&varmap))?;
+        }
+        return Ok(values(&varmap));
+    }
+    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    fill(&varmap, 3);
+    match tool {
+        "fp16" => ddp.register_comm_hook(Fp16Compress::default())?,
+        "bf16" => ddp.register_comm_hook(Bf16Compress::default())?,
+        "PowerSGD" => {
+            let options = PowerSgdOptions { start_iter: 2, min_compression_rate: 1.0, ..Default::default() };
+            ddp.register_comm_hook(PowerSgd::new(options)?)?;
+        }
+        "top-k" => ddp.register_comm_hook(TopK::new(TopKOptions { ratio: 0.3, ..Default::default() })?)?,
+        _ => {}
+    }
+    let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
+    let mut ema = Ema::new(ddp.named_parameters(), 0.8)?;
+    for _ in 0..STEPS {
+        optimizer.step(&ddp.backward(&loss(ddp.forward(&x)?)?)?)?;
+        ema.update()?;
+    }
+    let averages = ema.averages()?;
+    let averages = averages.iter().flat_map(|(_, average)| floats(average));
+    Ok(values(&varmap).into_iter().chain(averages).collect())
+}
+
+pub(crate) fn assert_like_the_cpu(tool: &str, tolerance: f32, reports: &[Vec<f32>]) {
+    let expected = spawn(reports.len(), |pg| train(&pg, tool)).unwrap();
+    for (rank, (found, expected)) in reports.iter().zip(&expected).enumerate() {
+        assert_close(found, expected, tolerance, &format!("{tool}, rank {rank}"));
+    }
+}
+
+/// Variables that are elsewhere than the group are refused by name.
+pub(crate) fn refuse_variables_elsewhere(pg: &ProcessGroup) {
+    let here = ("here".to_string(), Var::zeros(3, DType::F32, pg.device()).unwrap());
+    for name in ["elsewhere.weight", "elsewhere.running_mean"] {
+        let elsewhere = (name.to_string(), Var::zeros(3, DType::F32, &Device::Cpu).unwrap());
+        let vars = vec![here.clone(), elsewhere];
+        let refused = DistributedDataParallel::from_vars(pg, (), vars, DdpOptions::default()).err();
+        assert!(matches!(&refused, Some(Error::Parameter { parameter, .. }) if parameter == name), "{refused:?}");
+    }
+}
