@@ -2,9 +2,10 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
 
-use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::Error;
+use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::optim::*;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear_no_bias};
 use common::{assert_close, floats, ranks, values};
 
 #[test]
@@ -105,4 +106,57 @@ fn large_parameters_travel_in_several_messages() {
         ranks(1, |pg| PeriodicModelAverager::new(&pg, 0, 0).map(|_| ())),
         Err(Error::InvalidArgument { argument: "period", .. })
     ));
+}
+
+/// The gradients of the first steps are averaged, and later the weights: a linear model without bias, so that all of it can
+/// be calculated by hand.
+#[test]
+fn post_local_sgd_trains_as_told() {
+    const RATE: f32 = 0.1;
+    let x = |rank: usize| [1. + rank as f32, -0.5];
+    // Of the loss (w·x)²: 2 (w·x) x.
+    let gradient = |w: [f32; 2], rank: usize| {
+        let x = x(rank);
+        let y = w[0] * x[0] + w[1] * x[1];
+        [2. * y * x[0], 2. * y * x[1]]
+    };
+    let mean = |a: [f32; 2], b: [f32; 2]| [(a[0] + b[0]) / 2., (a[1] + b[1]) / 2.];
+    let moved = |w: [f32; 2], g: [f32; 2]| [w[0] - RATE * g[0], w[1] - RATE * g[1]];
+    let mut expected = [[1., 2.]; 2];
+    for step in 0..6 {
+        let gradients = [gradient(expected[0], 0), gradient(expected[1], 1)];
+        if step < 2 {
+            expected = [moved(expected[0], mean(gradients[0], gradients[1])); 2];
+        } else {
+            expected = [moved(expected[0], gradients[0]), moved(expected[1], gradients[1])];
+            if (step - 2) % 2 == 0 {
+                expected = [mean(expected[0], expected[1]); 2];
+            }
+        }
+    }
+    let found = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder| linear_no_bias(2, 1, vb);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        let weights = ddp.parameters();
+        weights[0].set(&Tensor::new(&[[1f32, 2.]], &Device::Cpu)?)?;
+        let local = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+        let mut optimizer = SGD::new(weights.clone(), f64::from(RATE))?;
+        let mut averager = PeriodicModelAverager::new(&pg, 2, 2)?;
+        let x = Tensor::new(&[x(pg.rank())], &Device::Cpu)?;
+        for step in 0..6 {
+            let gradients = match step < 2 {
+                true => ddp.backward(&ddp.forward(&x)?.sqr()?.sum_all()?)?,
+                false => local.forward(&x)?.sqr()?.sum_all()?.backward()?,
+            };
+            optimizer.step(&gradients)?;
+            averager.average_parameters(&weights)?;
+        }
+        Ok(floats(&weights[0]))
+    })
+    .unwrap();
+    assert!(found[0] != found[1], "the last step was each rank's own");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_close(found, expected, 1e-5, "weights");
+    }
 }
