@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT,
 use candle_ddp::data_parallel::{self, DataParallelOptions, gather, parallel_apply, replicate, scatter};
 use candle_ddp::{DataParallel, Error};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
-use common::{assert_close, fill, floats, tensor, var};
+use common::{Counting, assert_close, fill, floats, tensor, var};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -322,28 +322,6 @@ fn buffers_are_the_first_devices() {
     let names = |named: Vec<(String, Var)>| named.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
     assert_eq!(names(dp.named_buffers()), ["norm.running_mean", "norm.running_var"]);
     assert_eq!(names(dp.named_parameters()), ["linear.weight", "linear.bias", "norm.weight", "norm.bias"]);
-}
-
-/// Adds to its input how many forward passes there were, and counts this one.
-struct Counting {
-    passes: Var,
-}
-
-impl Counting {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        // Copied before the buffer, so that a replica is late to read it.
-        vb.get((1 << 20, 4), "large")?;
-        Ok(Self { passes: Var::from_tensor(&vb.get(1, "num_batches_tracked")?)? })
-    }
-}
-
-impl Module for Counting {
-    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
-        let passes = self.passes.as_detached_tensor();
-        let output = xs.broadcast_add(&passes)?;
-        self.passes.set(&(passes + 1.0)?)?;
-        Ok(output)
-    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What several test files share.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::{ProcessGroup, Result, SpawnOptions, spawn_with};
-use candle_nn::VarMap;
+use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
 /// Ranks as threads, with a time-out short enough that a hang fails the test.
@@ -52,5 +52,27 @@ pub(crate) fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, wha
     let largest = expected.iter().fold(1e-6f32, |largest, value| largest.max(value.abs()));
     for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
         assert!((a - e).abs() <= tolerance * largest, "{what}: element {index} is {a}, expected {e}");
+    }
+}
+
+/// Adds to its input how many forward passes there were, and counts this one.
+pub(crate) struct Counting {
+    passes: Var,
+}
+
+impl Counting {
+    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        // Copied before the buffer, so that a replica is late to read it.
+        vb.get((1 << 20, 4), "large")?;
+        Ok(Self { passes: Var::from_tensor(&vb.get(1, "num_batches_tracked")?)? })
+    }
+}
+
+impl Module for Counting {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        let passes = self.passes.as_detached_tensor();
+        let output = xs.broadcast_add(&passes)?;
+        self.passes.set(&(passes + 1.0)?)?;
+        Ok(output)
     }
 }
