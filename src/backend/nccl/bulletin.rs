@@ -36,8 +36,8 @@ pub(super) struct Bulletin {
 pub(super) enum Life {
     /// A number that changes.
     Beats(u64),
-    /// It has left in good order, after this collective.
-    Left(u64),
+    /// It has left in good order.
+    Left,
 }
 
 /// A rank's question: where is everybody, that this collective does not end?
@@ -87,7 +87,7 @@ impl Bulletin {
         let mut writer = Writer::default();
         writer.u32(self.rank as u32).u64(last);
         self.store.compare_set(DEPARTURE, b"", &writer.0)?;
-        self.store.set(&life_key(self.rank), &encode_life(Life::Left(last)))
+        self.store.set(&life_key(self.rank), &encode_life(Life::Left))
     }
 
     /// Tells all ranks of `failure`, unless there was another before; the first one.
@@ -152,7 +152,7 @@ fn encode_life(life: Life) -> Vec<u8> {
     let mut writer = Writer::default();
     match life {
         Life::Beats(number) => writer.u8(0).u64(number),
-        Life::Left(last) => writer.u8(1).u64(last),
+        Life::Left => writer.u8(1),
     };
     writer.0
 }
@@ -161,7 +161,7 @@ fn encode_life(life: Life) -> Vec<u8> {
 fn decode_life(bytes: &[u8]) -> Life {
     let mut reader = Reader(bytes);
     match (reader.u8(), reader.u64()) {
-        (Some(1), Some(last)) => Life::Left(last),
+        (Some(1), _) => Life::Left,
         (_, number) => Life::Beats(number.unwrap_or(0)),
     }
 }
@@ -227,7 +227,7 @@ mod tests {
         b.beat(7).unwrap();
         assert_eq!(a.look(1).unwrap().life, Life::Beats(7));
         b.leave(40).unwrap();
-        assert_eq!(a.lives().unwrap(), [Life::Beats(0), Life::Left(40)]);
+        assert_eq!(a.lives().unwrap(), [Life::Beats(0), Life::Left]);
         a.leave(41).unwrap();
         assert_eq!(b.look(0).unwrap().departure, Some(Departure { rank: 1, last: 40 }));
     }

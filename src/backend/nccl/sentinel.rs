@@ -101,7 +101,7 @@ impl Sentinel<'_> {
         }
         let Some(peer) = memory.watched else { return Ok(()) };
         match look.life {
-            Life::Left(_) => {
+            Life::Left => {
                 memory.watched = self.after(peer);
                 memory.seen = (Life::Beats(0), Instant::now());
             }
