@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT,
 use candle_ddp::data_parallel::{self, DataParallelOptions, gather, parallel_apply, replicate, scatter};
 use candle_ddp::{DataParallel, Error};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
-use common::{Counting, assert_close, fill, floats, tensor, var};
+use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -327,13 +327,7 @@ fn buffers_are_the_first_devices() {
 #[test]
 fn no_replica_computes_before_all_have_the_buffers() {
     for devices in [2, 3] {
-        let varmap = VarMap::new();
-        let dp = DataParallel::new(&vec![CPU; devices], &CPU, &varmap, Counting::new).unwrap();
-        let x = Tensor::zeros((6, 1), DType::F32, &CPU).unwrap();
-        for pass in 0..10 {
-            assert_eq!(floats(&dp.forward(&x).unwrap()), [pass as f32; 6], "{devices} devices, pass {pass}");
-            assert_eq!(floats(&var(&varmap, "num_batches_tracked")), [pass as f32 + 1.0]);
-        }
+        assert_buffers_are_read_first(&vec![CPU; devices], 10);
     }
 }
 

@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::data_parallel::{parallel_apply, replicate};
 use candle_ddp::{DataParallel, Error};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
-use common::{Counting, assert_close, fill, floats, tensor, var};
+use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 
 const WIDTH: usize = 512;
 
@@ -160,12 +160,6 @@ fn inputs_that_are_not_there_yet_are_waited_for() {
 #[test]
 fn no_replica_computes_before_all_have_the_buffers() {
     for devices in lists("no_replica_computes_before_all_have_the_buffers") {
-        let varmap = VarMap::new();
-        let dp = DataParallel::new(&devices, &devices[0], &varmap, Counting::new).unwrap();
-        let x = Tensor::zeros((6, 1), DType::F32, &devices[0]).unwrap();
-        for pass in 0..5 {
-            assert_eq!(floats(&dp.forward(&x).unwrap()), [pass as f32; 6], "{devices:?}, pass {pass}");
-            assert_eq!(floats(&var(&varmap, "num_batches_tracked")), [pass as f32 + 1.0]);
-        }
+        assert_buffers_are_read_first(&devices, 5);
     }
 }

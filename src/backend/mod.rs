@@ -21,6 +21,11 @@ use crate::Result;
 use crate::rendezvous::Store;
 use std::sync::Arc;
 
+/// Whether the engines take tensors of `dtype`.
+pub(crate) fn takes(dtype: candle_core::DType) -> bool {
+    call::Element::of(dtype).is_some()
+}
+
 /// An engine that carries out the collectives of one group, in the order in which they are started.
 ///
 /// All ranks of the group start the same collectives in the same order (`Send` and `Recv` pair up between two ranks

@@ -128,13 +128,7 @@ impl Bucket {
         let (with_tail, in_parts) = (elements + members.len(), elements.next_multiple_of(world_size));
         let storage = Tensor::zeros(with_tail.max(in_parts), dtype, device)?;
         let tensor = storage.narrow(0, 0, with_tail)?;
-        let mut offset = 0;
-        let mut gradients = Vec::with_capacity(members.len());
-        for &index in &members {
-            let shape = &parameters[index].shape;
-            gradients.push(tensor.narrow(0, offset, shape.elem_count())?.reshape(shape)?);
-            offset += shape.elem_count();
-        }
+        let gradients = copy::views(&tensor, members.iter().map(|index| &parameters[*index].shape))?;
         Ok(Self {
             tail: tensor.narrow(0, elements, members.len())?,
             tail_all_used: tail(&vec![true; members.len()], 1.0 / world_size as f64, dtype, device)?,
@@ -180,14 +174,7 @@ impl Bucket {
         if dtype == self.tensor.dtype() {
             return Ok(self.gradients.clone());
         }
-        let tensor = self.tensor.to_dtype(dtype)?;
-        let mut offset = 0;
-        let mut gradients = Vec::with_capacity(self.members.len());
-        for gradient in &self.gradients {
-            gradients.push(tensor.narrow(0, offset, gradient.elem_count())?.reshape(gradient.shape())?);
-            offset += gradient.elem_count();
-        }
-        Ok(gradients)
+        copy::views(&self.tensor.to_dtype(dtype)?, self.gradients.iter().map(Tensor::shape))
     }
 
     /// Forgets the last backward pass.

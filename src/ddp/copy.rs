@@ -18,6 +18,17 @@ pub(crate) fn copy_all<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>
     assign(&pairs.map(|(destination, source)| Assignment::plain(destination, source)).collect::<Vec<_>>())
 }
 
+/// Views of the flat tensor `flat` in the shapes `shapes`, which lie in it one behind the other.
+pub(crate) fn views<'a>(flat: &Tensor, shapes: impl IntoIterator<Item = &'a Shape>) -> Result<Vec<Tensor>> {
+    let mut offset = 0;
+    let view = |shape: &Shape| {
+        let view = flat.narrow(0, offset, shape.elem_count())?.reshape(shape)?;
+        offset += shape.elem_count();
+        Ok(view)
+    };
+    shapes.into_iter().map(view).collect()
+}
+
 /// Carries out all of `assignments`, between floating-point dtypes or within one; on a GPU those with the same dtypes by one
 /// launch.
 pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {

@@ -19,6 +19,7 @@ pub(crate) use registry::{check_shared, not_in_varmap};
 pub(crate) use shard::{Fresh, Shard, Staged, Staging};
 pub(crate) use verify::agree;
 
+use crate::backend;
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
@@ -141,7 +142,6 @@ impl<M> DistributedDataParallel<M> {
             check_parameters(group, &parameters, &buffers)?;
             if let Some(folder) = &options.trace {
                 reducer.set_trace(Trace::create(folder, group.rank())?);
-                group.measure_spans()?;
             }
             Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
         });
@@ -360,8 +360,7 @@ fn check_parameters(group: &ProcessGroup, parameters: &[Parameter], buffers: &[B
     }
     let parameters = parameters.iter().map(|Parameter { name, var, .. }| (name, var));
     for (name, var) in parameters.chain(buffers.iter().map(|Buffer { name, var }| (name, var))) {
-        use DType::{BF16, F16, F32, F64, I64, U8, U32};
-        if !matches!(var.dtype(), F32 | F64 | F16 | BF16 | I64 | U32 | U8) {
+        if !backend::takes(var.dtype()) {
             let reason = format!(
                 "its dtype is {}, which cannot be sent to other ranks (f32, f64, f16 and bf16 can, and for buffers i64, \
                  u32 and u8): make it in one of these, or leave it to each rank with is_ignored",

@@ -32,9 +32,12 @@ struct Chunk<'a> {
 /// device, so that many small ones do not cost a message each.
 pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
     let is_source = group.rank() == 0;
+    let mut chunks = Vec::new();
+    if group.world_size() == 1 {
+        return Ok(Broadcast { chunks, is_source });
+    }
     let mut packs: Vec<Pack> = Vec::new();
-    // Alone, nobody needs them.
-    for var in vars.into_iter().filter(|_| group.world_size() > 1) {
+    for var in vars {
         let kind = (var.dtype(), var.device().location());
         let bytes = var.elem_count() * var.dtype().size_in_bytes();
         match packs.iter_mut().rev().find(|pack| pack.kind == kind && pack.bytes < PACK_BYTES) {
@@ -45,12 +48,11 @@ pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item =
             None => packs.push(Pack { kind, bytes, vars: vec![var] }),
         }
     }
-    let mut chunks = Vec::new();
     for Pack { vars, .. } in packs {
         let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
         let flat = Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?;
         if is_source {
-            let parts = parts(&flat, &vars)?;
+            let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
             copy::copy_all(parts.iter().zip(vars.iter().map(|var| var.as_tensor())))?;
         }
         let work = group.broadcast_async(&flat, 0)?;
@@ -67,7 +69,7 @@ impl Broadcast<'_> {
             if self.is_source {
                 continue;
             }
-            let parts = parts(&flat, &vars)?;
+            let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
             copy::copy_all(vars.iter().map(|var| var.as_tensor()).zip(&parts)).map_err(|error| match error {
                 Error::Candle(error) => Error::Candle(error.context("writing variables that rank 0 broadcast")),
                 error => error,
@@ -75,15 +77,4 @@ impl Broadcast<'_> {
         }
         Ok(())
     }
-}
-
-/// Views of `flat` in the shapes of `vars`, which lie in it one behind the other.
-fn parts(flat: &Tensor, vars: &[&Var]) -> Result<Vec<Tensor>> {
-    let mut offset = 0;
-    let part = |var: &&Var| {
-        let part = flat.narrow(0, offset, var.elem_count())?.reshape(var.shape())?;
-        offset += var.elem_count();
-        Ok(part)
-    };
-    vars.iter().map(part).collect()
 }

@@ -1,6 +1,7 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
 use super::state::{self, Loader, StateDict};
 use crate::backend::ReduceOp;
+use crate::ddp::copy;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::{DType, DeviceLocation, Tensor, Var};
@@ -70,11 +71,8 @@ fn average(group: &ProcessGroup, parameters: &[Var]) -> Result<()> {
     }
     for (vars, flat, work) in messages {
         work.wait()?;
-        let mut offset = 0;
-        for var in vars {
-            var.set(&flat.narrow(0, offset, var.elem_count())?.reshape(var.shape())?)?;
-            offset += var.elem_count();
-        }
+        let means = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
+        vars.iter().zip(&means).try_for_each(|(var, mean)| var.set(mean))?;
     }
     Ok(())
 }

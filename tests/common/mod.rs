@@ -1,7 +1,7 @@
 //! What several test files share.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::{ProcessGroup, Result, SpawnOptions, spawn_with};
+use candle_ddp::{DataParallel, ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
@@ -56,12 +56,12 @@ pub(crate) fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, wha
 }
 
 /// Adds to its input how many forward passes there were, and counts this one.
-pub(crate) struct Counting {
+struct Counting {
     passes: Var,
 }
 
 impl Counting {
-    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
         // Copied before the buffer, so that a replica is late to read it.
         vb.get((1 << 20, 4), "large")?;
         Ok(Self { passes: Var::from_tensor(&vb.get(1, "num_batches_tracked")?)? })
@@ -74,5 +74,16 @@ impl Module for Counting {
         let output = xs.broadcast_add(&passes)?;
         self.passes.set(&(passes + 1.0)?)?;
         Ok(output)
+    }
+}
+
+/// In each of `passes`, all replicas on `devices` read a buffer before the first one writes it.
+pub(crate) fn assert_buffers_are_read_first(devices: &[Device], passes: usize) {
+    let varmap = VarMap::new();
+    let dp = DataParallel::new(devices, &devices[0], &varmap, Counting::new).unwrap();
+    let x = Tensor::zeros((6, 1), DType::F32, &devices[0]).unwrap();
+    for pass in 0..passes {
+        assert_eq!(floats(&dp.forward(&x).unwrap()), [pass as f32; 6], "{devices:?}, pass {pass}");
+        assert_eq!(floats(&var(&varmap, "num_batches_tracked")), [pass as f32 + 1.0]);
     }
 }

@@ -71,6 +71,7 @@ fn group(place: &Place, timeout: Duration) -> ProcessGroup {
 #[test]
 fn rank_of_another_test() {
     let Some(place) = Place::of_this_process() else { return };
+    let pg = |seconds| group(&place, Duration::from_secs(seconds));
     match place.job.as_str() {
         "matrix" => matrix_of(&place),
         "messages" => {
@@ -84,37 +85,26 @@ fn rank_of_another_test() {
                 InitOptions { init_method: format!("file://{}", place.store().display()), ..Default::default() };
             assert_eq!(init_process_group(options).unwrap().backend(), Backend::Nccl);
         }
-        "subgroups" => subgroups(&group(&place, Duration::from_secs(60))).unwrap(),
-        "first fence" => fences::first(&group(&place, Duration::from_secs(60))).unwrap(),
-        "second fence" => fences::second(&group(&place, Duration::from_secs(60))).unwrap(),
-        "fences of a backward pass" => fences::backward(&group(&place, Duration::from_secs(60))).unwrap(),
-        "train" => report_floats(&place, &training::train(&group(&place, Duration::from_secs(60)), None).unwrap()),
-        "train in f16" => {
-            let pg = group(&place, Duration::from_secs(60));
-            report_floats(&place, &training::train_mixed(&pg, DType::F16).unwrap());
+        "subgroups" => subgroups(&pg(60)).unwrap(),
+        "first fence" => fences::first(&pg(60)).unwrap(),
+        "second fence" => fences::second(&pg(60)).unwrap(),
+        "fences of a backward pass" => fences::backward(&pg(60)).unwrap(),
+        "train" => report_floats(&place, &training::train(&pg(60), None).unwrap()),
+        "train in f16" => report_floats(&place, &training::train_mixed(&pg(60), DType::F16).unwrap()),
+        "train in bf16" => report_floats(&place, &training::train_mixed(&pg(60), DType::BF16).unwrap()),
+        "trace" => training::traced(&pg(60), &place.traces()).unwrap(),
+        "unused" => training::unused(&pg(20)).unwrap(),
+        "sync batch norm" => norms::batches_join(&pg(20)).unwrap(),
+        "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
+        "scaler" => optim::scales(&pg(60)).unwrap(),
+        "zero" => optim::shards(&pg(60)).unwrap(),
+        "killed" => place.report(&until_failure(&place, &pg(300))),
+        "desync" => place.report(&disagree(&pg(3))),
+        "wrong device" => wrong_device(&pg(20)),
+        other => {
+            let tool = other.strip_prefix("tool ").unwrap_or_else(|| panic!("no such job: {other}"));
+            report_floats(&place, &toolbox::train(&pg(60), tool).unwrap());
         }
-        "train in bf16" => {
-            let pg = group(&place, Duration::from_secs(60));
-            report_floats(&place, &training::train_mixed(&pg, DType::BF16).unwrap());
-        }
-        "trace" => {
-            let pg = group(&place, Duration::from_secs(60));
-            training::traced(&pg, &place.traces()).unwrap();
-        }
-        "unused" => training::unused(&group(&place, Duration::from_secs(20))).unwrap(),
-        "sync batch norm" => norms::batches_join(&group(&place, Duration::from_secs(20))).unwrap(),
-        "elsewhere" => toolbox::refuse_variables_elsewhere(&group(&place, Duration::from_secs(20))),
-        "scaler" => optim::scales(&group(&place, Duration::from_secs(60))).unwrap(),
-        "zero" => optim::shards(&group(&place, Duration::from_secs(60))).unwrap(),
-        "killed" => place.report(&until_failure(&place, &group(&place, Duration::from_secs(300)))),
-        "desync" => place.report(&disagree(&group(&place, Duration::from_secs(3)))),
-        "wrong device" => wrong_device(&group(&place, Duration::from_secs(20))),
-        other => match other.strip_prefix("tool ") {
-            Some(tool) => {
-                report_floats(&place, &toolbox::train(&group(&place, Duration::from_secs(60)), tool).unwrap());
-            }
-            None => panic!("no such job: {other}"),
-        },
     }
 }
 
@@ -126,6 +116,13 @@ fn report_floats(place: &Place, values: &[f32]) {
 fn floats_of(reports: &[String]) -> Vec<Vec<f32>> {
     let floats = |report: &String| report.split(' ').map(|value| value.parse().unwrap()).collect();
     reports.iter().map(floats).collect()
+}
+
+/// For the test `test`: ranks that do `job`, if there is a GPU.
+fn finish(test: &str, world_size: usize, job: &str) {
+    if gpus(test).is_some() {
+        Ranks::start(world_size, job).finish();
+    }
 }
 
 fn matrix_of(place: &Place) {
@@ -165,23 +162,17 @@ fn collectives(world_size: usize) {
 
 #[test]
 fn messages_cross_and_do_not_wait_for_collectives() {
-    if gpus("messages_cross_and_do_not_wait_for_collectives").is_some() {
-        Ranks::start(2, "messages").finish();
-    }
+    finish("messages_cross_and_do_not_wait_for_collectives", 2, "messages");
 }
 
 #[test]
 fn dropped_works_are_carried_out() {
-    if gpus("dropped_works_are_carried_out").is_some() {
-        Ranks::start(3, "dropped").finish();
-    }
+    finish("dropped_works_are_carried_out", 3, "dropped");
 }
 
 #[test]
 fn auto_takes_nccl_where_there_is_a_gpu() {
-    if gpus("auto_takes_nccl_where_there_is_a_gpu").is_some() {
-        Ranks::start(2, "auto").finish();
-    }
+    finish("auto_takes_nccl_where_there_is_a_gpu", 2, "auto");
 }
 
 #[test]
@@ -205,9 +196,7 @@ fn ranks_that_were_shown_the_same_gpu_are_refused_by_its_name() {
 
 #[test]
 fn subgroups_are_split_off() {
-    if gpus("subgroups_are_split_off").is_some() {
-        Ranks::start(3, "subgroups").finish();
-    }
+    finish("subgroups_are_split_off", 3, "subgroups");
 }
 
 /// Groups of the ranks 2 and 0, in that order, and of rank 1.
@@ -233,23 +222,17 @@ fn subgroups(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn a_call_comes_after_what_candle_was_told_before() {
-    if gpus("a_call_comes_after_what_candle_was_told_before").is_some() {
-        Ranks::start(2, "first fence").finish();
-    }
+    finish("a_call_comes_after_what_candle_was_told_before", 2, "first fence");
 }
 
 #[test]
 fn what_candle_is_told_after_a_wait_comes_after_the_call() {
-    if gpus("what_candle_is_told_after_a_wait_comes_after_the_call").is_some() {
-        Ranks::start(2, "second fence").finish();
-    }
+    finish("what_candle_is_told_after_a_wait_comes_after_the_call", 2, "second fence");
 }
 
 #[test]
 fn gradients_come_after_their_all_reduce() {
-    if gpus("gradients_come_after_their_all_reduce").is_some() {
-        Ranks::start(2, "fences of a backward pass").finish();
-    }
+    finish("gradients_come_after_their_all_reduce", 2, "fences of a backward pass");
 }
 
 #[test]
@@ -285,23 +268,17 @@ fn hooks_and_averages_work_as_on_the_cpu() {
 
 #[test]
 fn variables_elsewhere_are_refused_by_name() {
-    if gpus("variables_elsewhere_are_refused_by_name").is_some() {
-        Ranks::start(2, "elsewhere").finish();
-    }
+    finish("variables_elsewhere_are_refused_by_name", 2, "elsewhere");
 }
 
 #[test]
 fn a_trace_has_the_times_of_the_gpu() {
-    if gpus("a_trace_has_the_times_of_the_gpu").is_some() {
-        Ranks::start(2, "trace").finish();
-    }
+    finish("a_trace_has_the_times_of_the_gpu", 2, "trace");
 }
 
 #[test]
 fn unused_parameters_hang_nobody() {
-    if gpus("unused_parameters_hang_nobody").is_some() {
-        Ranks::start(2, "unused").finish();
-    }
+    finish("unused_parameters_hang_nobody", 2, "unused");
 }
 
 #[test]
@@ -334,9 +311,7 @@ fn norms_are_those_of_the_cpu() {
 
 #[test]
 fn batches_of_ranks_are_normalised_as_one_on_the_cpu() {
-    if gpus("batches_of_ranks_are_normalised_as_one_on_the_cpu").is_some() {
-        Ranks::start(2, "sync batch norm").finish();
-    }
+    finish("batches_of_ranks_are_normalised_as_one_on_the_cpu", 2, "sync batch norm");
 }
 
 #[test]
@@ -426,9 +401,7 @@ fn disagree(pg: &ProcessGroup) -> String {
 
 #[test]
 fn tensors_of_other_devices_are_refused() {
-    if gpus("tensors_of_other_devices_are_refused").is_some() {
-        Ranks::start(1, "wrong device").finish();
-    }
+    finish("tensors_of_other_devices_are_refused", 1, "wrong device");
 }
 
 fn wrong_device(pg: &ProcessGroup) {

@@ -84,9 +84,7 @@ impl Bulletin {
 
     /// The goodbye of a rank that leaves in good order after collective `last`.
     pub(super) fn leave(&self, last: u64) -> Result<()> {
-        let mut writer = Writer::default();
-        writer.u32(self.rank as u32).u64(last);
-        self.store.compare_set(DEPARTURE, b"", &writer.0)?;
+        self.store.compare_set(DEPARTURE, b"", &encode_place(self.rank, last))?;
         self.store.set(&life_key(self.rank), &encode_life(Life::Left))
     }
 
@@ -120,9 +118,7 @@ impl Bulletin {
     /// Asks all ranks where they are, unless another did before; the first question.
     pub(super) fn ask(&self, sequence: u64) -> Result<Question> {
         let question = Question { rank: self.rank, sequence };
-        let mut writer = Writer::default();
-        writer.u32(self.rank as u32).u64(sequence);
-        let first = self.store.compare_set(QUESTION, b"", &writer.0)?;
+        let first = self.store.compare_set(QUESTION, b"", &encode_place(self.rank, sequence))?;
         Ok(decode_question(&first).unwrap_or(question))
     }
 
@@ -166,14 +162,24 @@ fn decode_life(bytes: &[u8]) -> Life {
     }
 }
 
-fn decode_question(bytes: &[u8]) -> Option<Question> {
+/// A rank, and a collective.
+fn encode_place(rank: usize, sequence: u64) -> Vec<u8> {
+    let mut writer = Writer::default();
+    writer.u32(rank as u32).u64(sequence);
+    writer.0
+}
+
+fn decode_place(bytes: &[u8]) -> Option<(usize, u64)> {
     let mut reader = Reader(bytes);
-    Some(Question { rank: reader.rank()?, sequence: reader.u64()? })
+    Some((reader.rank()?, reader.u64()?))
+}
+
+fn decode_question(bytes: &[u8]) -> Option<Question> {
+    decode_place(bytes).map(|(rank, sequence)| Question { rank, sequence })
 }
 
 fn decode_departure(bytes: &[u8]) -> Option<Departure> {
-    let mut reader = Reader(bytes);
-    Some(Departure { rank: reader.rank()?, last: reader.u64()? })
+    decode_place(bytes).map(|(rank, last)| Departure { rank, last })
 }
 
 fn encode_standing(standing: &Standing) -> Vec<u8> {
