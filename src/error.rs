@@ -163,7 +163,7 @@ pub enum Error {
         call: String,
     },
 
-    /// A peer left the group in good order before it took part in a collective.
+    /// A peer left the group in good order before it took part in a collective, or in a message.
     #[error(
         "rank {peer} left the group after sequence {left_after}, and cannot take part in {call}, sequence {sequence}: \
          all ranks of a group must make the same number of calls"
@@ -171,7 +171,7 @@ pub enum Error {
     PeerLeft {
         /// The rank that left.
         peer: usize,
-        /// Its last collective.
+        /// Its last collective, or message of this kind.
         left_after: u64,
         /// What the others are doing.
         call: String,

@@ -98,6 +98,7 @@ fn rank_of_another_test() {
         "elsewhere" => toolbox::refuse_variables_elsewhere(&pg(20)),
         "scaler" => optim::scales(&pg(60)).unwrap(),
         "zero" => optim::shards(&pg(60)).unwrap(),
+        "leave" => leave(&place, &pg(200)),
         "killed" => place.report(&until_failure(&place, &pg(300))),
         "desync" => place.report(&disagree(&pg(3))),
         "wrong device" => wrong_device(&pg(20)),
@@ -191,6 +192,20 @@ fn ranks_that_were_shown_the_same_gpu_are_refused_by_its_name() {
     }
     for report in Ranks::start_without_sharing(2, "auto", Some(("CUDA_VISIBLE_DEVICES", "0"))).outputs() {
         assert!(report.contains("ranks 0 and 1 are both on the GPU 0000:"), "{report}");
+    }
+}
+
+#[test]
+fn versions_of_nccl_that_are_too_old_or_differ_are_refused() {
+    const TEST: &str = "versions_of_nccl_that_are_too_old_or_differ_are_refused";
+    if gpus(TEST).is_none() || !emulated(TEST) {
+        return;
+    }
+    for (version, reason) in [("21703", "NCCL 2.17.3"), ("22605", "has 2.26.5")] {
+        let variable = |rank| (rank == 1).then_some(("EMULATED_NCCL_VERSION", version));
+        for report in Ranks::start_in(2, "auto", variable).outputs() {
+            assert!(report.contains(reason), "{report}");
+        }
     }
 }
 
@@ -361,6 +376,31 @@ fn an_asynchronous_error_of_nccl_ends_all_ranks() {
     for other in [0, 2] {
         assert!(reports[other].contains("rank 1"), "{reports:#?}");
     }
+}
+
+#[test]
+fn messages_with_a_rank_that_has_left_end_within_seconds() {
+    if gpus("messages_with_a_rank_that_has_left_end_within_seconds").is_none() {
+        return;
+    }
+    let mut ranks = Ranks::start(3, "leave");
+    for report in ranks.reports(&[0, 2]) {
+        assert!(report.contains("rank 1 left the group after sequence"), "{report}");
+    }
+}
+
+/// Rank 1 leaves after one message, and the others wait for more.
+fn leave(place: &Place, pg: &ProcessGroup) {
+    let tensor = Tensor::ones(3, DType::F32, pg.device()).unwrap();
+    let in_vain = match pg.rank() {
+        0 => {
+            pg.recv(&tensor, 1).unwrap();
+            pg.irecv(&tensor, 1)
+        }
+        1 => return pg.send(&tensor, 0).unwrap(),
+        _ => pg.isend(&tensor, 1),
+    };
+    place.report(&in_vain.and_then(|work| work.synchronize()).unwrap_err().to_string());
 }
 
 /// All-reduces until one fails; its error.

@@ -6,6 +6,7 @@ use crate::backend::call::Call;
 use crate::backend::failure::Failure;
 use crate::backend::wire::{Reader, Writer};
 use crate::rendezvous::Store;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The first failure of any rank; empty while all is well.
@@ -55,6 +56,22 @@ pub(super) struct Departure {
     pub(super) last: u64,
 }
 
+/// What a rank that leaves has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Farewell {
+    /// Its last collective.
+    pub(super) last: u64,
+    /// Its last messages, by peer.
+    pub(super) messages: BTreeMap<usize, Messages>,
+}
+
+/// The numbers of a rank's last messages to and from one peer; 0 for none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Messages {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
 /// What a look at the bulletin shows.
 #[derive(Debug)]
 pub(super) struct Look {
@@ -82,10 +99,20 @@ impl Bulletin {
         self.store.set(&life_key(self.rank), &encode_life(Life::Beats(number)))
     }
 
-    /// The goodbye of a rank that leaves in good order after collective `last`.
-    pub(super) fn leave(&self, last: u64) -> Result<()> {
-        self.store.compare_set(DEPARTURE, b"", &encode_place(self.rank, last))?;
-        self.store.set(&life_key(self.rank), &encode_life(Life::Left))
+    /// The goodbye of a rank that leaves in good order.
+    pub(super) fn leave(&self, farewell: &Farewell) -> Result<()> {
+        self.store.compare_set(DEPARTURE, b"", &encode_place(self.rank, farewell.last))?;
+        let mut writer = Writer(encode_life(Life::Left));
+        for (peer, Messages { sent, received }) in &farewell.messages {
+            writer.u32(*peer as u32).u64(*sent).u64(*received);
+        }
+        self.store.set(&life_key(self.rank), &writer.0)
+    }
+
+    /// The messages between this rank and `peer`, as `peer` counted them, if it has left.
+    pub(super) fn messages_of(&self, peer: usize) -> Result<Option<Messages>> {
+        let value = self.store.get(&life_key(peer))?;
+        Ok((decode_life(&value) == Life::Left).then(|| decode_messages(&value, self.rank)))
     }
 
     /// Tells all ranks of `failure`, unless there was another before; the first one.
@@ -162,6 +189,13 @@ fn decode_life(bytes: &[u8]) -> Life {
     }
 }
 
+/// The messages with rank `rank`, behind a sign of life that says goodbye.
+fn decode_messages(bytes: &[u8], rank: usize) -> Messages {
+    let mut reader = Reader(bytes.get(1..).unwrap_or_default());
+    let next = || Some((reader.rank()?, Messages { sent: reader.u64()?, received: reader.u64()? }));
+    std::iter::from_fn(next).find(|(peer, _)| *peer == rank).map_or_else(Messages::default, |(_, messages)| messages)
+}
+
 /// A rank, and a collective.
 fn encode_place(rank: usize, sequence: u64) -> Vec<u8> {
     let mut writer = Writer::default();
@@ -232,10 +266,15 @@ mod tests {
         assert_eq!(a.look(1).unwrap().life, Life::Beats(0));
         b.beat(7).unwrap();
         assert_eq!(a.look(1).unwrap().life, Life::Beats(7));
-        b.leave(40).unwrap();
+        assert_eq!(a.messages_of(1).unwrap(), None);
+        let messages = |sent, received| Messages { sent, received };
+        let farewell = Farewell { last: 40, messages: [(3, messages(1, 2)), (0, messages(3, 1 << 40))].into() };
+        b.leave(&farewell).unwrap();
         assert_eq!(a.lives().unwrap(), [Life::Beats(0), Life::Left]);
-        a.leave(41).unwrap();
+        assert_eq!(a.messages_of(1).unwrap(), Some(messages(3, 1 << 40)));
+        a.leave(&Farewell { last: 41, messages: [(3, messages(1, 2))].into() }).unwrap();
         assert_eq!(b.look(0).unwrap().departure, Some(Departure { rank: 1, last: 40 }));
+        assert_eq!(b.messages_of(0).unwrap(), Some(Messages::default()));
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! What all threads of one rank know about their group: which calls are under way, and why it failed.
+use super::bulletin::Farewell;
 use super::lock;
 use crate::Error;
 use crate::backend::call::{Call, Channel};
@@ -151,6 +152,13 @@ impl Group {
         let state = self.state();
         let collectives = state.outstanding.iter().filter(|call| call.channel == Channel::Collectives);
         collectives.filter(|call| call.sequence > last).map(|call| (call.sequence, call.call)).min_by_key(|call| call.0)
+    }
+
+    /// The messages that are under way: where, the number, and the call.
+    pub(super) fn messages(&self) -> Vec<(Channel, u64, Call)> {
+        let state = self.state();
+        let messages = state.outstanding.iter().filter(|call| call.channel != Channel::Collectives);
+        messages.map(|call| (call.channel, call.sequence, call.call)).collect()
     }
 
     pub(super) fn standing(&self) -> Standing {
@@ -306,17 +314,28 @@ pub(super) struct News {
     pub(super) trouble: Option<Trouble>,
     /// To tell the other ranks.
     pub(super) unpublished: Option<Failure>,
-    /// To leave, after this collective.
-    pub(super) leaving: Option<u64>,
+    /// To leave, with these words.
+    pub(super) leaving: Option<Farewell>,
 }
 
 impl State {
+    fn farewell(&self) -> Farewell {
+        let mut farewell = Farewell::default();
+        for (channel, last) in &self.started {
+            match channel {
+                Channel::Collectives => farewell.last = *last,
+                Channel::SendTo(peer) => farewell.messages.entry(*peer).or_default().sent = *last,
+                Channel::RecvFrom(peer) => farewell.messages.entry(*peer).or_default().received = *last,
+            }
+        }
+        farewell
+    }
+
     fn news(&self) -> News {
-        let last = self.started.get(&Channel::Collectives).copied().unwrap_or(0);
         News {
             trouble: self.trouble.clone().filter(|_| self.failure.is_none()),
             unpublished: self.failure.clone().filter(|_| !self.published),
-            leaving: self.leaving.then_some(last),
+            leaving: self.leaving.then(|| self.farewell()),
         }
     }
 }

@@ -161,6 +161,7 @@ pub(super) fn await_id(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::failure::Failure;
     use crate::rendezvous::HashStore;
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {
@@ -203,6 +204,19 @@ mod tests {
         tell(&store, 1, Ok(&identity(22809, "a", "x"))).unwrap();
         let error = hear(&store, 1, 3, Duration::from_millis(20)).unwrap_err().to_string();
         assert!(error.contains("rank 1 has no connection to rank(s) [0, 2]"), "{error}");
+    }
+
+    #[test]
+    fn waiting_for_an_id_ends_with_the_group() {
+        let group = Group::new(1, 2, Duration::from_secs(600));
+        let failure = Failure::PeerFailed { peer: 0, reason: "no GPU".to_string() };
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| await_id(&HashStore::new(TIMEOUT), "id", &group, "meeting"));
+            std::thread::sleep(Duration::from_millis(50));
+            group.fail(failure.clone());
+            let stopped = waiting.join().unwrap().err();
+            assert!(matches!(&stopped, Some(Stop::Group(heard)) if *heard == failure), "{stopped:?}");
+        });
     }
 
     #[test]

@@ -57,15 +57,15 @@ impl Sentinel<'_> {
                 }
                 self.group.set_published();
             }
-            if let Some(last) = leaving {
-                if let Err(error) = self.bulletin.leave(last) {
+            if let Some(farewell) = leaving {
+                if let Err(error) = self.bulletin.leave(&farewell) {
                     log::debug!("rank {}: cannot say goodbye: {error}", self.group.rank);
                 }
                 return;
             }
             let start = Instant::now();
-            let result = self.round(&mut memory);
-            // While this rank could not look, its peer may not have been able to give a sign of life either.
+            let result = self.round(&mut memory, start);
+            // While the store does not answer, the peer may not be able to give a sign of life either.
             memory.seen.1 += start.elapsed();
             match result {
                 Ok(()) => memory.without_store = None,
@@ -80,8 +80,8 @@ impl Sentinel<'_> {
         (next != self.group.rank).then_some(next)
     }
 
-    /// A sign of life, and a look at what the others say.
-    fn round(&self, memory: &mut Memory) -> Result<()> {
+    /// A sign of life, and a look at what the others say; since `start`.
+    fn round(&self, memory: &mut Memory, start: Instant) -> Result<()> {
         self.beat(memory)?;
         // When everybody else has left, there is still their departure to look at.
         let look = self.bulletin.look(memory.watched.unwrap_or(self.group.rank))?;
@@ -89,7 +89,7 @@ impl Sentinel<'_> {
             self.group.fail_as_published(failure);
             return Ok(());
         }
-        if let Some(failure) = self.missing(look.departure) {
+        if let Some(failure) = self.in_vain(look.departure)? {
             self.group.fail(failure);
             return Ok(());
         }
@@ -106,7 +106,7 @@ impl Sentinel<'_> {
                 memory.seen = (Life::Beats(0), Instant::now());
             }
             life if life != memory.seen.0 => memory.seen = (life, Instant::now()),
-            _ if memory.seen.1.elapsed() >= self.lost_after => {
+            _ if start.saturating_duration_since(memory.seen.1) >= self.lost_after => {
                 self.group.fail(self.lost(peer));
             }
             _ => {}
@@ -114,7 +114,23 @@ impl Sentinel<'_> {
         Ok(())
     }
 
-    /// The failure if a collective is under way that waits in vain for a rank which has left.
+    /// The failure if a call is under way that waits in vain for a rank which has left.
+    fn in_vain(&self, departure: Option<Departure>) -> Result<Option<Failure>> {
+        if let Some(failure) = self.missing(departure) {
+            return Ok(Some(failure));
+        }
+        for (channel, sequence, call) in self.group.messages() {
+            let (Channel::SendTo(peer) | Channel::RecvFrom(peer)) = channel else { continue };
+            let Some(theirs) = self.bulletin.messages_of(peer)? else { continue };
+            let left_after = if matches!(channel, Channel::SendTo(_)) { theirs.received } else { theirs.sent };
+            if left_after < sequence {
+                return Ok(Some(Failure::PeerLeft { peer, left_after, call: call.to_string(), sequence }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The same, of collectives.
     fn missing(&self, departure: Option<Departure>) -> Option<Failure> {
         let Departure { rank: peer, last } = departure.filter(|departure| departure.rank != self.group.rank)?;
         let (sequence, call) = self.group.missed_by(last)?;
@@ -170,7 +186,10 @@ impl Sentinel<'_> {
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
             let look = self.bulletin.look(self.group.rank)?;
-            if let Some(failure) = look.failure.or_else(|| self.missing(look.departure)) {
+            if let Some(failure) = look.failure {
+                return Ok(failure);
+            }
+            if let Some(failure) = self.in_vain(look.departure)? {
                 return Ok(failure);
             }
             // Others look for signs of life, perhaps for the same reason.

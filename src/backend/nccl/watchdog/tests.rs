@@ -8,7 +8,7 @@ use crate::backend::nccl::group::Fence;
 use crate::backend::nccl::sentinel::{Sentinel, without_asking};
 use crate::rendezvous::{HashStore, Store};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
 
 /// In place of communicators.
@@ -80,8 +80,12 @@ fn ranks<const N: usize>(timeout: Duration) -> [Rank; N] {
 
 impl Rank {
     fn begin(&self, call: Call) -> Arc<Switch> {
+        self.begin_on(Channel::Collectives, call)
+    }
+
+    fn begin_on(&self, channel: Channel, call: Call) -> Arc<Switch> {
         let switch = Arc::new(Switch::default());
-        self.group.begin(Channel::Collectives, call, switch.clone()).unwrap();
+        self.group.begin(channel, call, switch.clone()).unwrap();
         switch
     }
 
@@ -255,4 +259,104 @@ fn an_error_after_a_departure_is_that_departure() {
     *a.stand_in.error.lock().unwrap() = Some("ncclRemoteError".into());
     let text = a.end();
     assert!(text.contains("rank 1 left the group"), "{text}");
+}
+
+#[test]
+fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
+    let sends = (Channel::SendTo(1), Channel::RecvFrom(0), Operation::Send);
+    let receives = (Channel::RecvFrom(1), Channel::SendTo(0), Operation::Recv);
+    for (ours, theirs, operation) in [sends, receives] {
+        let [a, b] = ranks(Duration::from_secs(60));
+        a.begin_on(ours, Call::bare(operation));
+        b.begin_on(theirs, Call::bare(operation)).0.store(true, Ordering::SeqCst);
+        assert_eq!(b.group.drain(), None);
+        drop(b);
+        // The first message is on its way.
+        std::thread::sleep(LOST_AFTER);
+        assert_eq!(a.group.failure(), None);
+        let _second = a.begin_on(ours, Call::bare(operation));
+        let text = a.end();
+        assert!(text.contains("rank 1 left the group after sequence 1") && text.contains("sequence 2"), "{text}");
+    }
+}
+
+/// A store that does not answer while it is locked. What the sentinel does not ask for is not there.
+struct Stalling {
+    store: HashStore,
+    answers: RwLock<()>,
+}
+
+impl Store for Stalling {
+    fn set(&self, key: &str, value: &[u8]) -> crate::Result<()> {
+        let _answers = self.answers.read().unwrap();
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str) -> crate::Result<Vec<u8>> {
+        let _answers = self.answers.read().unwrap();
+        self.store.get(key)
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> crate::Result<Vec<u8>> {
+        let _answers = self.answers.read().unwrap();
+        self.store.compare_set(key, expected, desired)
+    }
+
+    fn multi_get(&self, keys: &[&str]) -> crate::Result<Vec<Vec<u8>>> {
+        let _answers = self.answers.read().unwrap();
+        self.store.multi_get(keys)
+    }
+
+    fn add(&self, _: &str, _: i64) -> crate::Result<i64> {
+        unreachable!()
+    }
+
+    fn wait(&self, _: &[&str], _: Option<Duration>) -> crate::Result<()> {
+        unreachable!()
+    }
+
+    fn check(&self, _: &[&str]) -> crate::Result<bool> {
+        unreachable!()
+    }
+
+    fn delete(&self, _: &str) -> crate::Result<bool> {
+        unreachable!()
+    }
+
+    fn append(&self, _: &str, _: &[u8]) -> crate::Result<()> {
+        unreachable!()
+    }
+
+    fn multi_set(&self, _: &[(&str, &[u8])]) -> crate::Result<()> {
+        unreachable!()
+    }
+
+    fn num_keys(&self) -> crate::Result<usize> {
+        unreachable!()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.store.timeout()
+    }
+}
+
+#[test]
+fn a_store_that_does_not_answer_kills_nobody() {
+    let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(20)), answers: RwLock::default() });
+    let [ours, theirs] = [0, 1].map(|rank| Bulletin::new(store.clone(), rank, 2).unwrap());
+    let rank = start(ours, 0, 2, Duration::from_secs(60), LOST_AFTER);
+    // The rank looks at least once meanwhile.
+    let a_while = LOST_AFTER * 3 / 10;
+    for beats in 1..3 {
+        theirs.beat(beats).unwrap();
+        std::thread::sleep(a_while);
+    }
+    let stall = store.answers.write().unwrap();
+    std::thread::sleep(LOST_AFTER * 2);
+    drop(stall);
+    // The rank looks at once, and the peer's sign of life comes later.
+    std::thread::sleep(a_while);
+    theirs.beat(3).unwrap();
+    std::thread::sleep(a_while);
+    assert_eq!(rank.group.failure(), None);
 }

@@ -3,7 +3,7 @@
 use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
 use super::handles::{self, Handle};
-use super::place::Place;
+use super::place::{Place, pretences};
 use super::{Code, Outcome, failure, group, set_last_error};
 use std::ffi::{c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,6 +73,18 @@ unsafe fn blocking(config: *const Config, otherwise: bool) -> Outcome<bool> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetLastError(_comm: Handle) -> *const c_char {
     super::last_error()
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
+    answer(|| {
+        if version.is_null() {
+            return Err(invalid("ncclGetVersion: null"));
+        }
+        // SAFETY: the caller has given a place for a number.
+        unsafe { version.write(pretences().version) };
+        Ok(Code::Success)
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -1,6 +1,6 @@
 //! The calls of a communicator that run together on a stream, as one kernel does.
 use super::communicator::Communicator;
-use super::place::faults;
+use super::place::pretences;
 use super::wire::{Call, Kind, call_header, read_answer_header};
 use super::{Code, Outcome, failure};
 use crate::stream::Stream;
@@ -65,7 +65,7 @@ pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, 
 /// Returns when the job is over, or hangs until an abort.
 fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
     let done = communicator.await_turn(number).map_err(|_| ()).and_then(|connection| {
-        communicator.linger(faults().delay);
+        communicator.linger(pretences().delay);
         if calls.iter().any(|_| fails()) {
             let text = "a fault was injected by EMULATED_NCCL_FAIL_AFTER";
             communicator.fail(failure(Code::SystemError, text));
@@ -82,7 +82,7 @@ fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
 /// Counts the calls of this process: whether this is the one that shall fail.
 fn fails() -> bool {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    COUNT.fetch_add(1, Ordering::Relaxed) + 1 == faults().fail_after
+    COUNT.fetch_add(1, Ordering::Relaxed) + 1 == pretences().fail_after
 }
 
 /// Gives the hub everything before it takes anything: no call of the job waits for another one.

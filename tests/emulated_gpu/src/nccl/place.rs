@@ -35,18 +35,24 @@ thread_local! {
     pub(super) static PRETENDED: std::cell::RefCell<Option<Place>> = const { std::cell::RefCell::new(None) };
 }
 
-/// Faults to be injected, see the README.
-pub(super) struct Faults {
+/// What the environment asks for, see the README.
+pub(super) struct Pretences {
     pub(super) delay: Duration,
     /// The number of the call that fails, from 1; 0 for none.
     pub(super) fail_after: u64,
+    /// As NCCL numbers its versions.
+    pub(super) version: i32,
 }
 
-pub(super) fn faults() -> &'static Faults {
-    static FAULTS: OnceLock<Faults> = OnceLock::new();
-    let number = |name| std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(0);
-    FAULTS.get_or_init(|| Faults {
-        delay: Duration::from_millis(number("EMULATED_NCCL_DELAY_MS")),
-        fail_after: number("EMULATED_NCCL_FAIL_AFTER"),
+pub(super) fn pretences() -> &'static Pretences {
+    static PRETENCES: OnceLock<Pretences> = OnceLock::new();
+    PRETENCES.get_or_init(|| Pretences {
+        delay: Duration::from_millis(number("EMULATED_NCCL_DELAY_MS").unwrap_or(0)),
+        fail_after: number("EMULATED_NCCL_FAIL_AFTER").unwrap_or(0),
+        version: number("EMULATED_NCCL_VERSION").unwrap_or(22_707),
     })
+}
+
+fn number<T: std::str::FromStr>(name: &str) -> Option<T> {
+    std::env::var(name).ok()?.parse().ok()
 }
