@@ -204,8 +204,33 @@ impl GradScaler {
     /// A second call in the same step ([`Error::GradScaler`]); gradients in f16, which cannot hold what they are divided
     /// to ([`Error::Parameter`]).
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
+        self.unscale_parameters(grads, |_, overflow| {
+            overflow.ok_or_else(|| {
+                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
+                              `unscale` first";
+                Error::invalid("grads", reason)
+            })
+        })
+    }
+
+    /// [`unscale`](Self::unscale) of gradients of which some are not in `grads`: `divide_others` as `divide` of
+    /// [`unscale_with`](Self::unscale_with).
+    pub(crate) fn unscale_sharded(
+        &mut self,
+        grads: &mut GradStore,
+        divide_others: impl FnOnce(f64) -> Result<bool>,
+    ) -> Result<bool> {
+        self.unscale_parameters(grads, |factor, overflow| Ok(divide_others(factor)? || overflow == Some(true)))
+    }
+
+    /// `verdict` is given the factor, and whether `grads` has infinities or NaNs, and says whether there are any.
+    fn unscale_parameters(
+        &mut self,
+        grads: &mut GradStore,
+        verdict: impl FnOnce(f64, Option<bool>) -> Result<bool>,
+    ) -> Result<bool> {
         let parameters = std::mem::take(&mut self.parameters);
-        let result = self.unscale_with(|factor| divide(&parameters, grads, factor));
+        let result = self.unscale_with(|factor| verdict(factor, divide(&parameters, grads, factor)?));
         self.parameters = parameters;
         result
     }
@@ -420,22 +445,23 @@ impl FromStr for GradScalerState {
     }
 }
 
-/// Multiplies this rank's gradients, and says whether any is infinite or NaN.
-fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<bool> {
+/// Multiplies this rank's gradients, and says whether any is infinite or NaN; `None` if `grads` has none of them.
+fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<Option<bool>> {
+    let present = |(_, var): &&(String, Var)| grads.get(var).is_some();
+    let parameters: Vec<_> = parameters.iter().filter(present).collect();
+    // Before any is changed.
+    if let Some((name, _)) = parameters.iter().find(|(_, var)| grads.get(var).map(Tensor::dtype) == Some(DType::F16)) {
+        let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, and let \
+                      mixed_precision.param_dtype be F16";
+        return Err(Error::parameter(name, reason));
+    }
     let mut overflow = false;
     // On GPUs all are looked at together, with one wait for the result.
     let mut on_gpu = Vec::new();
     // Where there is no kernel, the sum over all gradients of zeros, or NaN.
     let mut zeros: Option<Tensor> = None;
-    let mut none = true;
-    for (name, var) in parameters {
+    for (_, var) in &parameters {
         let Some(grad) = grads.get(var) else { continue };
-        none = false;
-        if grad.dtype() == DType::F16 {
-            let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, \
-                          and let mixed_precision.param_dtype be F16";
-            return Err(Error::parameter(name, reason));
-        }
         if grad.device().is_cpu() && grad.is_contiguous() && grad.elem_count() > 0 {
             let scaling = Unscale { factor, overflow: Cell::new(false) };
             grad.inplace_op1(&scaling)?;
@@ -456,11 +482,6 @@ fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> R
             grads.insert(var, grad);
         }
     }
-    if none && !parameters.is_empty() {
-        let reason =
-            "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its `unscale` first";
-        return Err(Error::invalid("grads", reason));
-    }
     if !on_gpu.is_empty() {
         let extent = kernels::rescale_measured(&on_gpu.iter().collect::<Vec<_>>(), factor)?;
         overflow |= !extent.largest.is_finite();
@@ -468,7 +489,7 @@ fn divide(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> R
     if let Some(zeros) = zeros {
         overflow |= zeros.to_scalar::<f32>()? != 0.0;
     }
-    Ok(overflow)
+    Ok((!parameters.is_empty()).then_some(overflow))
 }
 
 /// Multiplies a tensor by a factor, and notes whether a number in it was infinite or NaN.

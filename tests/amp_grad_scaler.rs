@@ -253,3 +253,19 @@ fn a_scaler_that_is_not_enabled_does_nothing() {
     })
     .unwrap();
 }
+
+#[test]
+fn gradients_that_are_refused_are_left_as_they_are() {
+    ranks(1, |pg| {
+        let [wide, narrow] = [DType::F32, DType::F16].map(|dtype| Var::ones(1, dtype, pg.device()).unwrap());
+        let named = vec![("wide".to_string(), wide.clone()), ("narrow".to_string(), narrow.clone())];
+        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
+        let loss = (wide.sum_all()? + narrow.to_dtype(DType::F32)?.sum_all()?)?;
+        let mut grads = scaler.scale(&loss)?.backward()?;
+        let error = scaler.unscale(&mut grads).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "narrow"), "{error}");
+        assert_eq!(floats(grads.get(&wide).unwrap()), [65536.]);
+        Ok(())
+    })
+    .unwrap();
+}

@@ -4,11 +4,13 @@ mod common;
 #[path = "common/weights.rs"]
 mod weights;
 
-use candle_core::{DType, Device, Module, Tensor, safetensors};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result};
-use candle_nn::{Optimizer, SGD, VarMap};
-use common::{assert_close, floats, ranks, tensor};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+use common::{assert_close, fill, floats, ranks, tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use weights::{Model, Shapes, backward, wrap};
 
 /// Registered in this order; gradients come in another, so that the buckets are rebuilt.
@@ -397,5 +399,86 @@ fn a_regression_converges() {
     for (name, last) in [("PowerSGD", regression(|| power_sgd(2), 150).1), ("top-k", regression(|| top_k(0.1), 150).1)]
     {
         assert!(last < first * 1e-2, "{name}: from {first} to {last}, and {plain} without");
+    }
+}
+
+/// Passes its input on; its backward fails while it is told to.
+struct Failing(Arc<AtomicBool>);
+
+impl CustomOp1 for Failing {
+    fn name(&self) -> &'static str {
+        "failing"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        match self.0.load(Ordering::Relaxed) {
+            true => candle_core::bail!("out of memory"),
+            false => Ok(Some(gradient.clone())),
+        }
+    }
+}
+
+/// What a hook makes of a second pass, after one that failed when the last parameter's bucket was under way, or after none.
+fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec<Vec<f32>> {
+    ranks(1, |pg| {
+        let build = |vb: VarBuilder| -> candle_core::Result<[Tensor; 2]> {
+            let init = candle_nn::Init::Const(1.);
+            Ok([vb.get_with_hints((8, 8), "first", init)?, vb.get_with_hints((8, 8), "last", init)?])
+        };
+        let (varmap, failing) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, small_buckets())?;
+        ddp.register_comm_hook(hook())?;
+        fill(&varmap, 3);
+        let pass = |scale: f64| {
+            let loss = ddp.call(|[first, last]| {
+                let hidden = first.matmul(&tensor(&[8, 8], 3))?.apply_op1(Failing(failing.clone()))?;
+                (hidden.matmul(last)?.mul(&tensor(&[8, 8], 9))? * scale)?.sum_all()
+            })?;
+            ddp.backward(&loss)
+        };
+        pass(1.)?;
+        if fails {
+            failing.store(true, Ordering::Relaxed);
+            assert!(pass(1000.).is_err());
+            failing.store(false, Ordering::Relaxed);
+        }
+        let grads = pass(1.)?;
+        Ok(ddp.parameters().iter().map(|var| floats(grads.get(var).unwrap())).collect::<Vec<_>>())
+    })
+    .unwrap()
+    .remove(0)
+}
+
+#[test]
+fn a_backward_pass_that_fails_leaves_no_trace() {
+    assert_eq!(after_a_failure(|| top_k(0.1), true), after_a_failure(|| top_k(0.1), false));
+    assert_eq!(after_a_failure(|| power_sgd(1), true), after_a_failure(|| power_sgd(1), false));
+}
+
+/// Alone in a bucket, and beside others.
+#[test]
+fn parameters_without_elements_are_no_trouble() {
+    for caps in [0., 25.] {
+        ranks(2, |pg| {
+            let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
+            let options = DdpOptions { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() };
+            for hook in [None, Some(top_k(0.5))] {
+                let ddp = wrap(&pg, shapes, DType::F32, options.clone())?;
+                if let Some(hook) = hook {
+                    ddp.register_comm_hook(hook)?;
+                }
+                for _ in 0..3 {
+                    let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
+                    let found = backward(&ddp, &gradients)?;
+                    assert_eq!(found.len(), shapes.len());
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -555,10 +555,12 @@ fn vars_without_a_builder_are_averaged_too() {
     }
     let error = ranks(1, |pg| {
         let (a, _) = vars();
-        let twice = vec![("a".to_string(), a.clone()), ("a".to_string(), a)];
-        DistributedDataParallel::from_vars(&pg, (), twice, tiny()).map(|_| ())
+        let twice = |other: &str| vec![("a".to_string(), a.clone()), (other.to_string(), a.clone())];
+        let error = DistributedDataParallel::from_vars(&pg, (), twice("a"), tiny()).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "a"), "{error}");
+        DistributedDataParallel::from_vars(&pg, (), twice("b"), tiny()).map(|_| ())
     });
-    assert!(matches!(error, Err(Error::Parameter { .. })));
+    assert!(matches!(&error, Err(Error::Parameter { parameter, .. }) if parameter == "b"), "{error:?}");
 }
 
 /// The errors of all ranks of a construction that should fail.
@@ -629,11 +631,20 @@ fn variables_of_a_dtype_that_nobody_sends_are_refused_by_name() {
     }
 }
 
-/// An operation without a gradient.
-struct NoGradient;
+/// An operation without a gradient, or whose backward panics.
+struct NoGradient {
+    panics: bool,
+}
+
+const NO_GRADIENT: NoGradient = NoGradient { panics: false };
+
 impl candle_core::CustomOp1 for NoGradient {
     fn name(&self) -> &'static str {
         "no-gradient"
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        assert!(!self.panics, "a panic in backward");
+        Err(candle_core::Error::BackwardNotSupported { op: "no-gradient" })
     }
     fn cpu_fwd(
         &self,
@@ -652,7 +663,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
         let two_steps = || -> Result<()> {
             ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
             let output = ddp.forward(&batch(pg.rank()))?;
-            let output = if pg.rank() == 1 { output.apply_op1(NoGradient)? } else { output };
+            let output = if pg.rank() == 1 { output.apply_op1(NO_GRADIENT)? } else { output };
             ddp.backward(&loss(&output)?)?;
             Ok(())
         };
@@ -670,13 +681,44 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
 fn alone_in_the_world_a_failed_backward_can_be_repeated() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(NoGradient)?)?;
+        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(NO_GRADIENT)?)?;
         assert!(ddp.backward(&bad).is_err());
         let refused = loss(&ddp.forward(&batch(0))?)?.backward().expect_err("DDP's backward pass is over");
         assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
         let grads = ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
         let expected = reference(&batch(0), &NET_NAMES, |net, x| net.forward(x));
         assert_close(&gradient(&grads, &var(&varmap, NET_NAMES[0])), &expected[0], 1e-6, "after a failure");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_panic_in_a_backward_pass_ends_it_too() {
+    let panic = |ddp: &DistributedDataParallel<Net>| {
+        let rank = ddp.process_group().rank();
+        let output = ddp.forward(&batch(rank)).unwrap().apply_op1(NoGradient { panics: true }).unwrap();
+        let bad = loss(&output).unwrap();
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ddp.backward(&bad).map(|_| ())));
+        assert!(result.is_err());
+    };
+    ranks(1, |pg| {
+        let (ddp, _) = wrap(&pg, DdpOptions::default())?;
+        panic(&ddp);
+        let refused = loss(&ddp.forward(&batch(0))?)?.backward().expect_err("DDP's backward pass is over");
+        assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
+        ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
+        Ok(())
+    })
+    .unwrap();
+    ranks(2, |pg| {
+        let (ddp, _) = wrap(&pg, DdpOptions::default())?;
+        if pg.rank() == 1 {
+            panic(&ddp);
+            return Ok(());
+        }
+        let error = ddp.backward(&loss(&ddp.forward(&batch(0))?)?).unwrap_err();
+        assert!(error.to_string().contains("backward failed: it panicked: a panic in backward"), "{error}");
         Ok(())
     })
     .unwrap();

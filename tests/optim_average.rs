@@ -41,10 +41,14 @@ fn averages_are_applied_and_taken_back() {
         assert_eq!(loaded.updates(), 3);
         loaded.copy_to_parameters().unwrap();
         assert_eq!(floats(&var), averaged);
+        // Who held the averages before sees those that were loaded.
+        let held = loaded.averages().unwrap().remove(0).1;
+        loaded.load(&file).unwrap();
         // The loaded average goes on by itself, without changing the other.
         set(0.);
         loaded.update().unwrap();
         assert_eq!(floats(&loaded.averages().unwrap()[0].1), averaged.iter().map(|x| x * 0.75).collect::<Vec<_>>());
+        assert_eq!(floats(&held), floats(&loaded.averages().unwrap()[0].1));
         assert_eq!(floats(&ema.averages().unwrap()[0].1), averaged);
     }
 }
@@ -55,6 +59,9 @@ fn ranks_meet_in_the_steps_that_pytorch_says() {
         let met = ranks(world_size, |pg| {
             let var = |dtype, shape: &[usize]| Var::zeros(shape, dtype, pg.device()).unwrap();
             let vars = [var(DType::F32, &[2, 3]), var(DType::F64, &[2]), var(DType::F32, &[4]), var(DType::I64, &[1])];
+            // Each rank has them in another order, as from a VarMap.
+            let mut named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
+            named.rotate_left(pg.rank());
             let mut averager = PeriodicModelAverager::new(&pg, 3, 2)?;
             let mut met = Vec::new();
             for step in 0..10 {
@@ -62,7 +69,7 @@ fn ranks_meet_in_the_steps_that_pytorch_says() {
                     let mine = Tensor::full((10 * index + pg.rank()) as f32, var.dims(), pg.device())?;
                     var.set(&mine.to_dtype(var.dtype())?)?;
                 }
-                let due = averager.average_parameters(&vars)?;
+                let due = averager.average_parameters(&named)?;
                 if due {
                     met.push(step);
                 }
@@ -94,7 +101,8 @@ fn large_parameters_travel_in_several_messages() {
                 Var::from_vec(mine, 5_000_000, pg.device())
             })
             .collect::<candle_core::Result<_>>()?;
-        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(&vars)?;
+        let named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
+        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(&named)?;
         for (index, var) in vars.iter().enumerate() {
             let expected = values(5_000_000, 1 + index as u64);
             assert_close(&floats(var), &expected, 1e-6, &format!("variable {index}"));
@@ -150,7 +158,7 @@ fn post_local_sgd_trains_as_told() {
                 false => local.forward(&x)?.sqr()?.sum_all()?.backward()?,
             };
             optimizer.step(&gradients)?;
-            averager.average_parameters(&weights)?;
+            averager.average_parameters(&ddp.named_parameters())?;
         }
         Ok(floats(&weights[0]))
     })
@@ -159,4 +167,16 @@ fn post_local_sgd_trains_as_told() {
     for (found, expected) in found.iter().zip(&expected) {
         assert_close(found, expected, 1e-5, "weights");
     }
+}
+
+#[test]
+fn other_parameters_on_a_rank_are_an_error_on_all() {
+    ranks(2, |pg| {
+        let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
+        let parameters = [("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
+        let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(&parameters).unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 holds another model than rank 0: b f32[3] on rank 1, b f32[2] on rank 0");
+        Ok(())
+    })
+    .unwrap();
 }

@@ -246,3 +246,37 @@ fn clipping_can_refuse_what_is_not_finite() {
         }
     }
 }
+
+#[test]
+fn learning_rates_that_make_no_sense_are_refused_and_change_nothing() {
+    let mut optimizer =
+        AdamW::from_named(parameters(DType::F32), ParamsAdamW { lr: 0.5, ..Default::default() }).unwrap();
+    let mut dict = optimizer.state_dict().unwrap();
+    dict.insert("learning_rates".to_string(), Tensor::new(&[f64::NAN], &Device::Cpu).unwrap());
+    dict.insert("fc.bias.step".to_string(), Tensor::new(7i64, &Device::Cpu).unwrap());
+    assert!(matches!(optimizer.load_state_dict(&dict), Err(Error::InvalidArgument { .. })));
+    assert!(optimizer.set_learning_rates(&[-1.]).is_err());
+    assert_eq!(optimizer.learning_rates(), [0.5]);
+    assert_eq!(optimizer.state_dict().unwrap()["fc.bias.step"].to_scalar::<i64>().unwrap(), 0);
+}
+
+/// As PyTorch, which adds a decay of zero to nothing.
+#[test]
+fn infinite_parameters_stay_infinite_without_weight_decay() {
+    fn assert_kept<R: UpdateRule>(options: R) {
+        let var = Var::new(&[f32::NEG_INFINITY, 1.], &Device::Cpu).unwrap();
+        let mut optimizer = FusedOptimizer::from_named(vec![("w".to_string(), var.clone())], options.clone()).unwrap();
+        let mut grads = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().backward().unwrap();
+        grads.insert(&var, Tensor::new(&[0f32, 0.5], &Device::Cpu).unwrap());
+        optimizer.step(&grads).unwrap();
+        let values = floats(&var);
+        assert!(values[0] == f32::NEG_INFINITY && values[1] < 1., "{options:?}: {values:?}");
+    }
+    assert_kept(ParamsSgd { lr: 0.1, ..Default::default() });
+    assert_kept(ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() });
+    assert_kept(ParamsSgd { lr: 0.1, momentum: 0.9, nesterov: true, ..Default::default() });
+    assert_kept(ParamsAdam { lr: 0.1, weight_decay: 0., ..Default::default() });
+    assert_kept(ParamsAdamW { lr: 0.1, weight_decay: 0., ..Default::default() });
+    assert_kept(ParamsAdamW { lr: 0.1, weight_decay: 0.01, ..Default::default() });
+    assert_kept(ParamsLamb { lr: 0.1, weight_decay: 0., max_grad_norm: None, ..Default::default() });
+}

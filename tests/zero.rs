@@ -233,7 +233,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
             let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
             let mut grads = backward(&ddp, step, scaler.current_scale() * broken)?;
-            assert_eq!(optimizer.unscale(&mut scaler)?, !overflow);
+            assert_eq!(optimizer.unscale(&mut scaler, &mut grads)?, !overflow);
             optimizer.clip_grad_norm(1e6)?;
             assert_eq!(scaler.step_with(&mut grads, |grads| optimizer.step(grads))?, !overflow);
             scaler.update()?;
@@ -476,4 +476,64 @@ fn accumulated_gradients_and_schedules_work() {
         .remove(0)
     };
     assert_same(&run(true, 3), &run(false, 1), 1e-5);
+}
+
+/// A parameter that DDP leaves to each rank has an optimizer of its own, and both share a scaler.
+#[test]
+fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
+    for broken in [false, true] {
+        let found = ranks(2, |pg| {
+            let build = |vb: VarBuilder| -> candle_core::Result<[Tensor; 2]> {
+                let ones = candle_nn::Init::Const(1.);
+                Ok([vb.get_with_hints(3, "averaged", ones)?, vb.get_with_hints(3, "own", ones)?])
+            };
+            let options = DdpOptions { is_ignored: std::sync::Arc::new(|name| name == "own"), ..Default::default() };
+            let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+            let named = ddp.named_parameters();
+            let sgd = ParamsSgd { lr: 0.1, ..Default::default() };
+            let mut zero = ZeroRedundancyOptimizer::new(&ddp, sgd.clone())?;
+            let mut own = FusedOptimizer::from_named(vec![named[1].clone()], sgd)?;
+            let mut scaler = GradScaler::new(&pg, named.clone(), GradScalerOptions::default())?;
+            let loss = ddp.call(|[averaged, own]| averaged.sum_all()? + own.sum_all()?)?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            if broken && pg.rank() == 1 {
+                grads.insert(&named[1].1, Tensor::full(f32::NAN, 3, pg.device())?);
+            }
+            assert_eq!(zero.unscale(&mut scaler, &mut grads)?, !broken);
+            scaler.step_with(&mut grads, |grads| {
+                zero.step(grads)?;
+                Ok(own.step(grads)?)
+            })?;
+            Ok(named.iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
+        });
+        let expected = if broken { 1. } else { 0.9 };
+        assert_eq!(found.unwrap(), vec![vec![vec![expected; 3]; 2]; 2]);
+    }
+}
+
+#[test]
+fn every_averaged_parameter_is_in_a_group() {
+    ranks(2, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let parameters = ddp.named_parameters().into_iter().filter(|(name, _)| name != "second.bias").collect();
+        let groups = vec![ParameterGroup { parameters, options: adamw() }];
+        let error = ZeroRedundancyOptimizer::from_groups(&ddp, groups).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "second.bias"), "{error}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_part_of_the_shards_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join(format!("shard-00000-of-{}.safetensors", u64::MAX)), "").unwrap();
+    ranks(1, |pg| {
+        let ddp = wrap(&pg, small())?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        let error = optimizer.load_shards(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("1 of the shards of a world of 18446744073709551615"), "{error}");
+        Ok(())
+    })
+    .unwrap();
 }

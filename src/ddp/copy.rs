@@ -33,7 +33,9 @@ pub(crate) fn views<'a>(flat: &Tensor, shapes: impl IntoIterator<Item = &'a Shap
 /// launch.
 pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
     let mut on_gpu = Vec::new();
-    for this @ Assignment { destination, source, factor, accumulate } in assignments {
+    // candle takes some shapes without elements for ones that have some twice.
+    let with_elements = assignments.iter().filter(|this| this.destination.elem_count() > 0);
+    for this @ Assignment { destination, source, factor, accumulate } in with_elements {
         let is_plain = destination.dtype() == source.dtype() && *factor == 1.0 && !accumulate;
         let is_alone = assignments.len() == 1;
         if is_plain && (is_alone || !kernels::take(destination.device(), destination.dtype())) {

@@ -20,7 +20,7 @@ pub(crate) use shard::{Fresh, Shard, Staged, Staging};
 pub(crate) use verify::agree;
 
 use crate::backend;
-use crate::process_group::ProcessGroup;
+use crate::process_group::{ProcessGroup, panic_message};
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use bucket::BucketCaps;
@@ -30,6 +30,8 @@ use candle_nn::{VarBuilder, VarMap};
 use comm_hook::{CommHook, CommHookTraffic};
 use reducer::Gradient;
 use registry::{Registry, Role};
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -107,7 +109,7 @@ impl<M> DistributedDataParallel<M> {
     pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
         let reducer = Arc::new(Reducer::new(group.clone()));
         let (mut parameters, mut buffers, mut ignored) = (Vec::new(), Vec::new(), Vec::new());
-        let mut names = std::collections::HashSet::new();
+        let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = Ok(module);
         if options.mixed_precision.is_some_and(|mixed| mixed.param_dtype.is_some() || mixed.buffer_dtype.is_some()) {
             let reason = "a model made without DDP's VarBuilder computes with its variables as they are: use `new`, or set \
@@ -115,7 +117,7 @@ impl<M> DistributedDataParallel<M> {
             built = Err(Error::invalid("mixed_precision", reason));
         }
         for (name, var) in vars {
-            if !names.insert(name.clone()) {
+            if !names.insert(name.clone()) || !ids.insert(var.id()) {
                 built = Err(Error::parameter(name, "it is in `vars` twice: give every variable once, under one name"));
                 break;
             }
@@ -225,15 +227,21 @@ impl<M> DistributedDataParallel<M> {
     /// When a rank's backward pass fails, the group is ended on all ranks, since the others wait for its gradients.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         let synchronise = self.no_sync.load(Ordering::Relaxed) == 0;
-        let result = self.run_backward(loss, synchronise);
-        if let Err(error) = &result {
+        // An operation of the model's own may panic.
+        let result = catch_unwind(AssertUnwindSafe(|| self.run_backward(loss, synchronise)));
+        let reason = match &result {
+            Ok(Ok(_)) => None,
+            Ok(Err(error)) => Some(format!("backward failed: {error}")),
+            Err(panic) => Some(format!("backward failed: {}", panic_message(&**panic))),
+        };
+        if let Some(reason) = reason {
             self.reducer.cancel();
             // Alone in its world, a rank may try again, with a smaller batch for example.
             if synchronise && self.group.world_size() > 1 {
-                self.group.abort(&format!("backward failed: {error}"));
+                self.group.abort(&reason);
             }
         }
-        result
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     fn run_backward(&self, loss: &Tensor, synchronise: bool) -> Result<GradStore> {

@@ -19,7 +19,7 @@ template <typename T> __device__ inline void adam(const Part *parts, unsigned co
     Real *mean = static_cast<Real *>(part.states[0]), *squares = static_cast<Real *>(part.states[1]);
     FOR_EACH_ELEMENT(part, i) {
         const Real value = Element<T>::load(parameter[i]);
-        const Real gradient = Element<T>::load(gradients[i]) * scale + value * coupled;
+        const Real gradient = plus_decay(Element<T>::load(gradients[i]) * scale, value, coupled);
         const Real m = mean[i] * beta1 + gradient * rate1;
         const Real v = squares[i] * beta2 + gradient * gradient * rate2;
         mean[i] = m;

@@ -67,3 +67,8 @@ template <> struct Element<BF16> {
     static __device__ float load(BF16 value) { return to_f32(value); }
     static __device__ BF16 store(float value) { return to_bf16(value); }
 };
+
+// `sum` plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
+template <typename Real> __device__ inline Real plus_decay(Real sum, Real value, Real decay) {
+    return decay == 0 ? sum : sum + value * decay;
+}

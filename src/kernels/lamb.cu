@@ -15,7 +15,7 @@ template <typename Real> struct Direction {
     __device__ Direction(const LambScalars &by)
         : inverse1(by.inverse1), root2(by.root2), eps(by.eps), decay(by.decay) {}
     __device__ Real of(Real value, Real m, Real v) const {
-        return m * inverse1 / (sqrt(v) * root2 + eps) + value * decay;
+        return plus_decay(m * inverse1 / (sqrt(v) * root2 + eps), value, decay);
     }
 };
 
@@ -31,7 +31,7 @@ template <typename T> __device__ inline void lamb_moments(const Part *parts, uns
     Real norm = 0, update_norm = 0;
     FOR_EACH_ELEMENT(part, i) {
         const Real value = Element<T>::load(parameter[i]);
-        const Real gradient = Element<T>::load(gradients[i]) * scale + value * coupled;
+        const Real gradient = plus_decay(Element<T>::load(gradients[i]) * scale, value, coupled);
         const Real m = mean[i] * beta1 + gradient * rate1;
         const Real v = squares[i] * beta2 + gradient * gradient * rate2;
         mean[i] = m;

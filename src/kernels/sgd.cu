@@ -17,7 +17,7 @@ template <typename T> __device__ inline void sgd(const Part *parts, unsigned cou
     Real *directions = static_cast<Real *>(part.states[0]);
     FOR_EACH_ELEMENT(part, i) {
         const Real value = Element<T>::load(parameter[i]);
-        const Real gradient = Element<T>::load(gradients[i]) * scale + value * decay;
+        const Real gradient = plus_decay(Element<T>::load(gradients[i]) * scale, value, decay);
         Real step = gradient;
         if (directions) {
             const Real direction = directions[i] * momentum + gradient * share;

@@ -55,7 +55,7 @@ fn update<E: Element>(
     let states = m.iter_mut().zip(v.iter_mut());
     for ((parameter, gradient), (m, v)) in slices.parameter.iter_mut().zip(slices.gradient).zip(states) {
         let value = parameter.load();
-        let gradient = gradient.load() * scale + value * coupled;
+        let gradient = (gradient.load() * scale).plus_decay(value, coupled);
         let (m, v) = moments(m, v, gradient, &rates);
         *parameter = E::store(value * keep - m * step_size / (v.sqrt() * root + eps));
     }

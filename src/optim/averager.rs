@@ -1,7 +1,8 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
 use super::state::{self, Loader, StateDict};
 use crate::backend::ReduceOp;
-use crate::ddp::copy;
+use crate::ddp::{agree, copy};
+use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::{DType, DeviceLocation, Tensor, Var};
@@ -21,6 +22,8 @@ pub struct PeriodicModelAverager {
     period: u64,
     warmup_steps: u64,
     step: u64,
+    /// The parameters that all ranks have, once they have compared them.
+    agreed: Option<String>,
 }
 
 impl PeriodicModelAverager {
@@ -39,26 +42,58 @@ impl PeriodicModelAverager {
                  DistributedDataParallel alone"
             );
         }
-        Ok(Self { group: group.clone(), period, warmup_steps, step: 0 })
+        Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None })
     }
 
-    /// To be called after every optimizer step, on every rank, with the same parameters in the same order: replaces them
-    /// by their mean over the ranks if it is time to. Returns whether it was. Variables of integers are left alone.
+    /// To be called after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
+    /// the ranks if it is time to. Returns whether it was. Parameters belong together by their names, in whatever order
+    /// they are given: `ddp.named_parameters()`, or what a `VarMap` holds. Variables of integers are left alone.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Var};
+    /// # use candle_ddp::optim::PeriodicModelAverager;
+    /// # fn step(averager: &mut PeriodicModelAverager, varmap: &candle_nn::VarMap) -> candle_ddp::Result<()> {
+    /// let parameters: Vec<(String, Var)> =
+    ///     varmap.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    /// averager.average_parameters(&parameters)?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// Those of [`ProcessGroup::all_reduce`].
-    pub fn average_parameters(&mut self, parameters: &[Var]) -> Result<bool> {
+    /// When ranks have other names, shapes or dtypes ([`Error::ModelMismatch`], on all of them), and those of
+    /// [`ProcessGroup::all_reduce`].
+    pub fn average_parameters(&mut self, parameters: &[(String, Var)]) -> Result<bool> {
         let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
         if due && self.group.world_size() > 1 {
-            average(&self.group, parameters)?;
+            let mut parameters: Vec<_> = parameters.iter().filter(|(_, var)| var.dtype().is_float()).collect();
+            parameters.sort_by(|a, b| a.0.cmp(&b.0));
+            self.check(&parameters)?;
+            average(&self.group, &parameters)?;
         }
         self.step += 1;
         Ok(due)
     }
+
+    /// All ranks have the same parameters.
+    fn check(&mut self, parameters: &[&(String, Var)]) -> Result<()> {
+        let line = |(name, var): &&(String, Var)| format!("{name} {}", describe(var.dtype(), var.shape()));
+        let described = parameters.iter().map(line).collect::<Vec<_>>().join("\n");
+        if self.agreed.as_ref() == Some(&described) {
+            return Ok(());
+        }
+        match agree(&self.group, Ok(described.clone()), "it has no parameters")? {
+            Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+            None => {
+                self.agreed = Some(described);
+                Ok(())
+            }
+        }
+    }
 }
 
 /// Replaces every parameter by its mean over the ranks, in few messages.
-fn average(group: &ProcessGroup, parameters: &[Var]) -> Result<()> {
+fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
     let scale = 1. / group.world_size() as f64;
     let mut messages = Vec::new();
     for vars in packs(parameters) {
@@ -77,10 +112,10 @@ fn average(group: &ProcessGroup, parameters: &[Var]) -> Result<()> {
     Ok(())
 }
 
-/// The variables of floats that travel together: of one dtype and device, up to [`PACK_BYTES`].
-fn packs(parameters: &[Var]) -> Vec<Vec<&Var>> {
-    let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&Var>)> = Vec::new();
-    for var in parameters.iter().filter(|var| var.dtype().is_float()) {
+/// The variables that travel together: of one dtype and device, up to [`PACK_BYTES`].
+fn packs<'a>(parameters: &[&'a (String, Var)]) -> Vec<Vec<&'a Var>> {
+    let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&'a Var>)> = Vec::new();
+    for (_, var) in parameters {
         let kind = (var.dtype(), var.device().location());
         let bytes = var.elem_count() * var.dtype().size_in_bytes();
         match packs.iter_mut().rev().find(|(of, size, _)| *of == kind && size + bytes <= PACK_BYTES) {

@@ -35,7 +35,8 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 /// had together: PyTorch's `clip_grad_norm_`. Variables without a gradient do not count.
 ///
 /// Contiguous gradients are changed in place, and with them every tensor that shares their storage. With gradients from
-/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm.
+/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. (Those of ignored parameters are
+/// each rank's own: clip them apart, or the norms, and with them the averaged parameters, differ from rank to rank.)
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and for a norm that is not finite if so asked for.

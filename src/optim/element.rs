@@ -24,6 +24,12 @@ pub trait Real:
     fn sqrt(self) -> Self;
     /// Without the sign.
     fn abs(self) -> Self;
+
+    /// This plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
+    #[inline(always)]
+    fn plus_decay(self, value: Self, decay: Self) -> Self {
+        if decay == Self::default() { self } else { self + value * decay }
+    }
 }
 
 /// What a parameter or a gradient consists of.

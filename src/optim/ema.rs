@@ -81,7 +81,8 @@ impl Ema {
                 dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
             } else {
                 let weights = slot.flat.to_dtype(dtype)?;
-                let moved = ((&slot.average * decay)? + (weights * (1. - decay))?)?;
+                // Nothing times infinity is no number.
+                let moved = if decay == 0. { weights } else { ((&slot.average * decay)? + (weights * (1. - decay))?)? };
                 // In place, as on the CPU, for those who hold the averages.
                 slot.average.slice_set(&moved, 0, 0)?;
             }
@@ -198,8 +199,9 @@ impl StateDict for Ema {
             averages.push(average.to_device(slot.average.device())?.copy()?.flatten_all()?.detach());
         }
         loader.finish()?;
-        for (slot, average) in self.slots.iter_mut().zip(averages) {
-            slot.average = average;
+        // In place, for those who hold the averages.
+        for (slot, average) in self.slots.iter().zip(&averages) {
+            slot.average.slice_set(average, 0, 0)?;
         }
         self.updates = updates;
         Ok(())

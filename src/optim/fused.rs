@@ -1,7 +1,7 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
 use super::clip;
 use super::element::{DTYPES, state_dtype};
-use super::rule::{Moment, UpdateRule, limit};
+use super::rule::{Moment, UpdateRule, limit, not_negative};
 use super::state::{self, Loader, StateDict};
 use super::storage::{self, Part};
 use crate::error::describe;
@@ -117,6 +117,7 @@ pub trait LearningRates {
 
 /// There must be one for each of the `groups`.
 pub(super) fn check_learning_rates(learning_rates: &[f64], groups: usize) -> Result<()> {
+    learning_rates.iter().try_for_each(|learning_rate| not_negative("learning_rates", *learning_rate))?;
     if learning_rates.len() == groups {
         return Ok(());
     }
@@ -300,13 +301,15 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
             }
         }
         loader.finish()?;
+        // Checks them, before anything is changed.
+        self.set_learning_rates(&learning_rates)?;
         for (state, source) in copies {
             state.slice_set(&source, 0, 0)?;
         }
         for (slot, steps) in self.groups.iter_mut().flat_map(|group| &mut group.slots).zip(steps) {
             slot.steps = steps;
         }
-        self.set_learning_rates(&learning_rates)
+        Ok(())
     }
 }
 

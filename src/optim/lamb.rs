@@ -106,7 +106,7 @@ impl Kernel for ParamsLamb {
         let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
         for ((p, g), (m, v)) in slices.parameter.chunks(BLOCK).zip(slices.gradient.chunks(BLOCK)).zip(states) {
             for ((p, g), (m, v)) in p.iter().zip(g).zip(m.iter_mut().zip(v.iter_mut())) {
-                moments(m, v, g.load() * scale + p.load() * coupled, &rates);
+                moments(m, v, (g.load() * scale).plus_decay(p.load(), coupled), &rates);
             }
             if adapt {
                 for (((update, p), m), v) in updates.iter_mut().zip(p).zip(m).zip(v) {
@@ -188,6 +188,6 @@ impl<R: Real> Direction<R> {
 
     #[inline(always)]
     fn of(&self, value: R, m: R, v: R) -> R {
-        m * self.inverse1 / (v.sqrt() * self.root2 + self.eps) + value * self.decay
+        (m * self.inverse1 / (v.sqrt() * self.root2 + self.eps)).plus_decay(value, self.decay)
     }
 }

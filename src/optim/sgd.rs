@@ -61,7 +61,7 @@ impl Kernel for ParamsSgd {
         let [direction] = slices.states else {
             for (parameter, gradient) in pairs {
                 let value = parameter.load();
-                *parameter = E::store(value - (gradient.load() * scale + value * decay) * lr);
+                *parameter = E::store(value - (gradient.load() * scale).plus_decay(value, decay) * lr);
             }
             return;
         };
@@ -72,14 +72,14 @@ impl Kernel for ParamsSgd {
         if self.nesterov {
             for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
                 let value = parameter.load();
-                let gradient = gradient.load() * scale + value * decay;
+                let gradient = (gradient.load() * scale).plus_decay(value, decay);
                 *direction = *direction * momentum + gradient * share;
                 *parameter = E::store(value - (gradient + *direction * momentum) * lr);
             }
         } else {
             for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
                 let value = parameter.load();
-                let gradient = gradient.load() * scale + value * decay;
+                let gradient = (gradient.load() * scale).plus_decay(value, decay);
                 *direction = *direction * momentum + gradient * share;
                 *parameter = E::store(value - *direction * lr);
             }

@@ -28,7 +28,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
         for _ in 0..STEPS {
             optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
-            averager.average_parameters(&vars(&varmap))?;
+            averager.average_parameters(&NAMES.map(|name| (name.to_string(), var(&varmap, name))))?;
         }
         return Ok(values(&varmap));
     }

@@ -129,12 +129,13 @@ impl PowerSgd {
                 continue;
             };
             let mut local = gradient.reshape((rows, columns))?.to_dtype(dtype)?;
-            let memory = self.matrices.remove(name);
-            if let Some(error) = memory.as_ref().and_then(|memory| memory.error.as_ref()) {
+            // It stays until there is a new one: a backward pass that fails leaves no trace.
+            let memory = self.matrices.get(name);
+            if let Some(error) = memory.and_then(|memory| memory.error.as_ref()) {
                 local = (local + error)?;
             }
             let (start, q) = match memory {
-                Some(Memory { start, q, .. }) if self.options.warm_start => (start, q),
+                Some(Memory { start, q, .. }) if self.options.warm_start => (start.clone(), q.clone()),
                 _ => {
                     let start = self.random(name, (rank, columns), dtype, gradient.device())?;
                     (start.clone(), start)

@@ -62,7 +62,7 @@ impl TopK {
         }
     }
 
-    /// Keeps what is not sent. What is not finite is no gradient, and would not become one by waiting.
+    /// Keeps what was not sent. What is not finite is no gradient, and would not become one by waiting.
     fn keep(&mut self, bucket: &GradBucket, values: &[f32]) {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
@@ -91,20 +91,21 @@ impl CommHook for TopK {
         }
         let mut values: Vec<f32> = bucket.buffer().to_dtype(DType::F32)?.to_vec1()?;
         self.add_left(bucket, &mut values);
-        let k = ((count as f64 * self.options.ratio).ceil() as usize).clamp(1, count);
+        let k = ((count as f64 * self.options.ratio).ceil() as usize).clamp(count.min(1), count);
         let places = largest(&values, k);
         let chosen: Vec<f32> = places.iter().map(|place| values[*place as usize]).collect();
-        if self.options.use_error_feedback {
-            places.iter().for_each(|place| values[*place as usize] = 0.0);
-            self.keep(bucket, &values);
-        }
+        places.iter().for_each(|place| values[*place as usize] = 0.0);
         self.bytes += (k * (size_of::<f32>() + size_of::<u32>())) as u64;
         let (places, chosen) = (Tensor::from_vec(places, k, device)?, Tensor::from_vec(chosen, k, device)?);
         let world_size = group.world_size();
         let all_places = Tensor::zeros(world_size * k, DType::U32, device)?;
         let all_chosen = Tensor::zeros(world_size * k, DType::F32, device)?;
         let works = [group.all_gather_async(&all_places, &places)?, group.all_gather_async(&all_chosen, &chosen)?];
-        Ok(HookWork::then(works, move |_, bucket, _| {
+        Ok(HookWork::then(works, move |hook: &mut Self, bucket, _| {
+            // Only now: a backward pass that fails leaves no trace.
+            if hook.options.use_error_feedback {
+                hook.keep(bucket, &values);
+            }
             let mut sums = vec![0f32; count];
             // In the order of ranks, so that all ranks round alike.
             for (place, value) in all_places.to_vec1::<u32>()?.into_iter().zip(all_chosen.to_vec1::<f32>()?) {

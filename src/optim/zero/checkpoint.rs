@@ -1,5 +1,5 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
-use super::super::fused::{LearningRates, state_dtype_of};
+use super::super::fused::{LearningRates, check_learning_rates, state_dtype_of};
 use super::super::rule::UpdateRule;
 use super::super::state::{self, Loader};
 use super::ZeroRedundancyOptimizer;
@@ -26,8 +26,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let is_here = self.process_group.rank() == to;
         let mut dict = state::begin(R::NAME)?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
-        for (index, _) in self.grouped() {
-            let parameter = &self.parameters[index];
+        for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
         for own in &self.shards {
@@ -49,7 +48,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                 let Some(whole) = whole else { continue };
                 for member in &own.shard.members {
                     let parameter = &self.parameters[member.parameter];
-                    if parameter.group.is_some_and(|group| self.options[group].states().contains(&name)) {
+                    if self.options[parameter.group].states().contains(&name) {
                         let values = whole.narrow(0, member.offset, member.elements)?.reshape(parameter.var.shape())?;
                         dict.insert(key(&parameter.name, name), values);
                     }
@@ -135,13 +134,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut dict = state::begin(&kind::<R>())?;
         dict.insert(SAVING.to_string(), saving.clone());
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
-        for (index, _) in self.grouped() {
-            let parameter = &self.parameters[index];
+        for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
         }
         for piece in self.shards.iter().flat_map(|own| &own.pieces) {
-            let Some(options) = self.options_of(piece.parameter) else { continue };
-            for (name, state) in options.states().iter().zip(&piece.states) {
+            for (name, state) in self.options_of(piece.parameter).states().iter().zip(&piece.states) {
                 let key = key(&self.parameters[piece.parameter].name, name);
                 dict.insert(format!("{key}@{}", piece.start), state.clone());
             }
@@ -227,10 +224,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         learning_rates: Vec<f64>,
         part: impl Fn(usize, &'static str, usize, usize) -> Result<Tensor>,
     ) -> Result<Prepared> {
+        check_learning_rates(&learning_rates, self.options.len())?;
         let mut states = Vec::new();
         for piece in self.shards.iter().flat_map(|own| &own.pieces) {
-            let names = self.options_of(piece.parameter).map_or(&[][..], |options| options.states());
-            let of_piece = names.iter().map(|name| {
+            let of_piece = self.options_of(piece.parameter).states().iter().map(|name| {
                 let state = part(piece.parameter, name, piece.start, piece.elements)?;
                 Ok(state.to_device(piece.values.device())?)
             });
@@ -251,13 +248,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         }
     }
 
-    /// The trained parameters with their options.
+    /// The parameters with their options.
     fn grouped(&self) -> impl Iterator<Item = (usize, &R)> {
-        (0..self.parameters.len()).filter_map(|index| Some((index, self.options_of(index)?)))
+        (0..self.parameters.len()).map(|index| (index, self.options_of(index)))
     }
 
-    fn options_of(&self, parameter: usize) -> Option<&R> {
-        self.parameters[parameter].group.map(|group| &self.options[group])
+    fn options_of(&self, parameter: usize) -> &R {
+        &self.options[self.parameters[parameter].group]
     }
 
     /// The names of all states that there are in any group, in the same order on all ranks.
@@ -269,7 +266,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     fn state<'a>(&self, parameter: usize, name: &str, states: &'a [Tensor]) -> Option<&'a Tensor> {
-        let position = self.options_of(parameter)?.states().iter().position(|state| *state == name)?;
+        let position = self.options_of(parameter).states().iter().position(|state| *state == name)?;
         states.get(position)
     }
 
@@ -344,7 +341,7 @@ fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
 /// The files of one saving, in the order of ranks, in which their parts of a parameter follow each other.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(format!("reading {}", folder.display()), source);
-    let mut sizes = std::collections::BTreeSet::new();
+    let (mut sizes, mut count) = (std::collections::BTreeSet::new(), 0);
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let name = entry.map_err(io)?.file_name();
         let size = name.to_str().and_then(|name| {
@@ -352,10 +349,12 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
             size.parse::<usize>().ok()
         });
         sizes.extend(size);
+        count += usize::from(size.is_some());
     }
     let invalid = |reason: String| Error::invalid("folder", format!("{} {reason}", folder.display()));
     match sizes.iter().copied().collect::<Vec<_>>()[..] {
         [] => Err(invalid("holds no shard-….safetensors".to_string())),
+        [size] if size > count => Err(invalid(format!("holds {count} of the shards of a world of {size} ranks"))),
         [size] => Ok((0..size).map(|rank| file(folder, rank, size)).collect()),
         _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
     }

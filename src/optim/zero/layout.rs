@@ -13,8 +13,8 @@ pub(super) struct Trained {
     pub(super) var: Var,
     /// The variable's storage as one dimension.
     pub(super) flat: Tensor,
-    /// The group of parameters to which it belongs; none if it is not trained by this optimizer.
-    pub(super) group: Option<usize>,
+    /// The group of parameters to which it belongs.
+    pub(super) group: usize,
     pub(super) steps: u64,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Piece {
     pub(super) states: Vec<Tensor>,
 }
 
-/// The averaged parameters `all`, with the groups to which they belong.
+/// The averaged parameters `all`, each of which must be in one of the groups: their gradients are nowhere else.
 pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[ParameterGroup<R>]) -> Result<Vec<Trained>> {
     let mut group_of = HashMap::new();
     for (number, group) in groups.iter().enumerate() {
@@ -55,7 +55,12 @@ pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[Paramete
         }
     }
     let trained = all.into_iter().map(|(name, var)| {
-        let (flat, group) = (var.as_detached_tensor().flatten_all()?, group_of.get(&var.id()).copied());
+        let Some(group) = group_of.get(&var.id()).copied() else {
+            let reason = "it is in no group, and no other optimizer gets its gradient: put it into one, or let \
+                          DdpOptions::is_ignored leave it to each rank";
+            return Err(Error::parameter(name, reason));
+        };
+        let flat = var.as_detached_tensor().flatten_all()?;
         Ok(Trained { name, var, flat, group, steps: 0 })
     });
     trained.collect()
@@ -74,10 +79,7 @@ impl OwnShard {
             }
             let (start, elements) = (from - member.offset, to - from);
             let values = flat.narrow(0, start, elements)?;
-            let states = match group {
-                Some(group) => zeros(&options[*group], elements, state_dtype_of::<R>(name, var)?, flat)?,
-                None => Vec::new(),
-            };
+            let states = zeros(&options[*group], elements, state_dtype_of::<R>(name, var)?, flat)?;
             let (parameter, offset) = (member.parameter, from - rank * length);
             pieces.push(Piece { parameter, start, offset, elements, values, states });
         }

@@ -77,12 +77,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
     }
 
-    /// An optimizer whose groups of parameters, some or all of those whose gradients `ddp` averages, have options of their
-    /// own. Every rank calls it.
+    /// An optimizer whose groups of parameters, which are together all those whose gradients `ddp` averages, have options
+    /// of their own. Every rank calls it.
     ///
     /// # Errors
-    /// As with [`new`](Self::new); for a parameter that is in two groups, or whose gradient `ddp` does not average
-    /// ([`Error::Parameter`]).
+    /// As with [`new`](Self::new); for a parameter that is in two groups or in none, or whose gradient `ddp` does not
+    /// average ([`Error::Parameter`]).
     pub fn from_groups<M>(ddp: &DistributedDataParallel<M>, groups: Vec<ParameterGroup<R>>) -> Result<Self> {
         let (reducer, process_group) = (ddp.reducer(), ddp.process_group().clone());
         let described = format!("{}: {:?}", R::NAME, groups.iter().map(describe).collect::<Vec<_>>());
@@ -120,7 +120,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     fn update(&mut self, grads: &GradStore) -> Result<()> {
-        if let Some(own) = self.parameters.iter().find(|own| own.group.is_some() && grads.get(&own.var).is_some()) {
+        if let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) {
             let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
             return Err(Error::parameter(&own.name, reason));
         }
@@ -157,10 +157,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let (mut numbers, mut parts) = (Vec::new(), Vec::new());
         for piece in &shard.pieces {
             let parameter = &self.parameters[piece.parameter];
-            let Some(group) = parameter.group.filter(|_| fresh[piece.parameter]) else { continue };
-            let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[group] };
+            if !fresh[piece.parameter] {
+                continue;
+            }
+            let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[parameter.group] };
             let gradient = shard.gradient(piece)?.to_dtype(piece.values.dtype())?;
-            let (rule, parameter, states) = (&self.options[group], &piece.values, &piece.states);
+            let (rule, parameter, states) = (&self.options[parameter.group], &piece.values, &piece.states);
             numbers.push(piece.parameter);
             parts.push(Part { rule, moment, parameter, gradient, states });
         }
@@ -170,7 +172,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// What gradients are multiplied by, for each group.
     fn gradient_scales(&self, fresh: &Fresh) -> Result<Vec<f64>> {
         let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
-        let norm = if limited { self.norm(fresh, NormType::L2)? } else { 0. };
+        let norm = if limited { self.norm(fresh)? } else { 0. };
         Ok(self.options.iter().map(|options| fresh.scale * limit(options, norm)).collect())
     }
 
@@ -194,27 +196,23 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(values.to_vec1()?)
     }
 
-    /// The norm of the gradients of all parameters of this optimizer, over all ranks, as they will enter the next step.
-    fn norm(&self, fresh: &Fresh, norm_type: NormType) -> Result<f64> {
+    /// The norm of this rank's part of the gradients, as they are.
+    fn norm_here(&self, fresh: &Fresh, norm_type: NormType) -> Result<f64> {
         let mut gradients = Vec::new();
         for shard in &self.shards {
             for piece in &shard.pieces {
-                if fresh.present[piece.parameter] && self.parameters[piece.parameter].group.is_some() {
+                if fresh.present[piece.parameter] {
                     gradients.push(shard.gradient(piece)?);
                 }
             }
         }
-        let here = clip::total(gradients.iter(), norm_type)?;
-        let norm = match norm_type {
-            NormType::L2 => self.all_reduce(vec![here], ReduceOp::Sum)?[0].sqrt(),
-            NormType::Inf => {
-                // Engines differ in what the maximum with NaN is.
-                let nan = f64::from(u8::from(here.is_nan()));
-                let all = self.all_reduce(vec![if here.is_nan() { 0. } else { here }, nan], ReduceOp::Max)?;
-                if all[1] > 0. { f64::NAN } else { all[0] }
-            }
-        };
-        Ok(norm * fresh.scale)
+        clip::total(gradients.iter(), norm_type)
+    }
+
+    /// The norm of all gradients, over all ranks, as they will enter the next step.
+    fn norm(&self, fresh: &Fresh) -> Result<f64> {
+        let squares = self.norm_here(fresh, NormType::L2)?;
+        Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * fresh.scale)
     }
 
     /// Has the next step scale the gradients down if their norm, over all parameters and ranks, is above `max_norm`;
@@ -225,23 +223,24 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and without a new backward pass.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
-        let norm = self.norm(&self.reducer.fresh()?, NormType::L2)?;
+        let norm = self.norm(&self.reducer.fresh()?)?;
         self.reducer.scale_fresh(clip::coefficient(norm, max_norm))?;
         Ok(norm)
     }
 
-    /// [`GradScaler::unscale`] for gradients that are spread over the ranks: to be called before `scaler.step`, in the
-    /// same way. The next step divides them. Returns whether all are finite, on all ranks; every rank calls it.
+    /// [`GradScaler::unscale`] for gradients that are spread over the ranks, and those that `grads` holds beside them (of
+    /// parameters that are left to each rank). **With a scaler, every step needs it, before `scaler.step`**, which by itself
+    /// knows of those in `grads` only. The next step divides the others. Returns whether all are finite, on all ranks;
+    /// every rank calls it.
     ///
     /// # Errors
     /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
-    pub fn unscale(&mut self, scaler: &mut GradScaler) -> Result<bool> {
+    pub fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
         let fresh = self.reducer.fresh()?;
         let mut divided = 1.;
-        let finite = scaler.unscale_with(|factor| {
+        let finite = scaler.unscale_sharded(grads, |factor| {
             divided = factor;
-            let largest = self.norm(&fresh, NormType::Inf)?;
-            Ok(!largest.is_finite())
+            Ok(!self.norm_here(&fresh, NormType::Inf)?.is_finite())
         })?;
         self.reducer.scale_fresh(divided)?;
         Ok(finite)
