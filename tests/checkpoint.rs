@@ -8,7 +8,6 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
 use common::{assert_close, fill, floats, ranks, tensor, var};
 use std::collections::HashMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -273,100 +272,6 @@ fn damaged_files_are_errors_and_never_panics() {
     }
 }
 
-/// An archive as `torch.save` makes it, with this pickle and one storage.
-fn archive(pickle: &[u8], storage: &[u8]) -> tempfile::NamedTempFile {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
-    let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
-    for (name, bytes) in [("archive/data.pkl", pickle), ("archive/data/0", storage)] {
-        zip.start_file(name, options).unwrap();
-        zip.write_all(bytes).unwrap();
-    }
-    zip.finish().unwrap();
-    file
-}
-
-/// `{"w": torch.as_strided(storage, shape, strides, offset)}` as a pickle.
-fn pickled(class: &str, offset: i32, shape: &[i32], strides: &[i32]) -> Vec<u8> {
-    let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
-    let int = |value: i32| [b"J", &value.to_le_bytes()[..]].concat();
-    let tuple = |values: &[i32]| [b"(".to_vec(), values.iter().flat_map(|v| int(*v)).collect(), b"t".to_vec()].concat();
-    let global = |name: &str| [b"c", name.as_bytes(), b"\n"].concat();
-    [
-        b"\x80\x02}".to_vec(),
-        text("w"),
-        global("torch._utils\n_rebuild_tensor_v2"),
-        b"((".to_vec(),
-        text("storage"),
-        global(&format!("torch\n{class}")),
-        text("0"),
-        text("cpu"),
-        int(4),
-        b"tQ".to_vec(),
-        int(offset),
-        tuple(shape),
-        tuple(strides),
-        b"\x89}tRs.".to_vec(),
-    ]
-    .concat()
-}
-
-#[test]
-fn pickles_are_checked() {
-    let bytes: Vec<u8> = (0..4).flat_map(|value| (value as f32).to_le_bytes()).collect();
-    let read = |class: &str, offset, shape: &[i32], strides: &[i32]| {
-        checkpoint::read(archive(&pickled(class, offset, shape, strides), &bytes).path())
-            .map(|mut tensors| tensors.remove("w").unwrap())
-    };
-    let values = |offset, shape: &[i32], strides: &[i32]| {
-        let tensor = read("FloatStorage", offset, shape, strides).unwrap();
-        let dims: Vec<i32> = tensor.dims().iter().map(|dim| *dim as i32).collect();
-        assert_eq!(dims, shape);
-        floats(&tensor)
-    };
-    assert_eq!(values(0, &[2, 2], &[2, 1]), [0., 1., 2., 3.]);
-    assert_eq!(values(0, &[2, 2], &[1, 2]), [0., 2., 1., 3.]);
-    assert_eq!(values(1, &[2], &[2]), [1., 3.]);
-    assert_eq!(values(1, &[3, 2], &[1, 0]), [1., 1., 2., 2., 3., 3.]);
-    assert_eq!(values(3, &[], &[]), [3.]);
-    assert_eq!(values(3, &[1, 1], &[7, 9]), [3.]);
-    assert_eq!(values(0, &[0, 1000], &[1, 1]).len(), 0);
-    assert_eq!(read("BoolStorage", 2, &[1], &[1]).unwrap().dtype(), DType::U8);
-    let error = |class: &str, offset, shape: &[i32], strides: &[i32], words: &str| {
-        let text = read(class, offset, shape, strides).unwrap_err().to_string();
-        assert!(text.contains("w: ") && text.contains(words), "{text}");
-    };
-    error("FloatStorage", 1, &[2, 2], &[2, 1], "outside");
-    error("FloatStorage", i32::MAX, &[1], &[1], "outside");
-    error("FloatStorage", 0, &[2, 2], &[i32::MAX, 1], "outside");
-    error("FloatStorage", 0, &[i32::MAX; 3], &[0; 3], "larger than the file");
-    error("FloatStorage", 0, &[1000], &[0], "larger than the file");
-    error("FloatStorage", 0, &[0, i32::MAX, i32::MAX, i32::MAX], &[1; 4], "larger than the file");
-    error("FloatStorage", -1, &[1], &[1], "damaged");
-    error("FloatStorage", 0, &[1, 1], &[1], "damaged");
-    error("ComplexFloatStorage", 0, &[1], &[1], "ComplexFloatStorage");
-    let pickle = |bytes: &[u8], words: &str| {
-        let text = checkpoint::read(archive(bytes, &[]).path()).unwrap_err().to_string();
-        assert!(text.contains(words), "{text}");
-    };
-    pickle(b"\x80\x02cnet\nNet\n)\x81}b.", "net.Net");
-    pickle(b"\x80\x02].", "a list");
-    pickle(b"\x80\x02}X\x05\0\0\0epochK\x03s.", "epoch");
-    pickle(b"\x80\x02}X\x01\0\0\0wctorch._utils\n_rebuild_sparse_tensor\n)Rs.", "_rebuild_sparse_tensor");
-    // An integer of forty bytes, over which candle's reader panics in a debug build.
-    pickle(&[b"\x80\x02\x8a\x28".to_vec(), vec![1; 40], b".".to_vec()].concat(), "");
-    pickle(b"\x80\x02", "pickles");
-    let other = tempfile::NamedTempFile::new().unwrap();
-    let mut zip = zip::ZipWriter::new(other.reopen().unwrap());
-    zip.start_file(
-        "readme.txt",
-        zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored),
-    )
-    .unwrap();
-    zip.finish().unwrap();
-    refused(other.path(), "no data.pkl");
-}
-
 #[test]
 fn the_key_of_a_state_dict_can_be_given() {
     let load = |key: &str| {
@@ -376,50 +281,6 @@ fn the_key_of_a_state_dict_can_be_given() {
     assert_eq!(load("model").unwrap().loaded, NAMES);
     let error = load("weights").unwrap_err().to_string();
     assert!(error.contains("no dict under \"weights\"") && error.contains("optimizer"), "{error}");
-}
-
-#[test]
-fn a_file_that_cannot_be_written_leaves_the_old_one() {
-    let folder = tempfile::tempdir().unwrap();
-    let varmap = varmap(DType::F32);
-    let io = |path: &Path| match checkpoint::save(&varmap, path) {
-        Err(error @ Error::Io { .. }) => assert!(error.to_string().contains(path.to_str().unwrap()), "{error}"),
-        other => panic!("{other:?}"),
-    };
-    // A folder has the name that the file should get.
-    let taken = folder.path().join("taken");
-    std::fs::create_dir(&taken).unwrap();
-    io(&taken);
-    io(&folder.path().join("missing").join("file"));
-    assert_eq!(folder.path().read_dir().unwrap().count(), 1);
-    assert!(matches!(checkpoint::save(&varmap, "/"), Err(Error::InvalidArgument { argument: "path", .. })));
-}
-
-/// Runs itself in a process that may not write files of more than a few blocks, which is what a full disk looks like.
-#[test]
-fn a_full_disk_leaves_the_old_file() {
-    const FILE: &str = "CANDLE_DDP_TEST_FULL_DISK";
-    let big = |value: f32| HashMap::from([("w".to_string(), Tensor::full(value, 50_000, &Device::Cpu).unwrap())]);
-    if let Some(file) = std::env::var_os(FILE) {
-        match checkpoint::save_tensors(&big(2.0), &file) {
-            Err(error @ Error::Io { .. }) => assert!(error.to_string().contains("writing"), "{error}"),
-            other => panic!("{other:?}"),
-        }
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("weights");
-    checkpoint::save_tensors(&big(1.0), &file).unwrap();
-    let output = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" --exact a_full_disk_leaves_the_old_file"])
-        .arg(std::env::current_exe().unwrap())
-        .env(FILE, &file)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
-    assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }
 
 #[test]

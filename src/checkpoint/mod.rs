@@ -29,9 +29,13 @@
 //! The variables, buffers among them. The state of an optimizer has a file of its own (see
 //! [`StateDict`](crate::optim::StateDict)).
 //!
+//! Truth values are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
+//! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
+//! like any other name.
+//!
 //! # Trust
-//! A pickle is read without running any of it. One that was made to do harm can still use up memory: from people you do
-//! not trust, take safetensors.
+//! A pickle is read without running any of it, however deep it is. A file that was made to do harm can still use up
+//! memory, with many tensors that show the same storage: from people you do not trust, take safetensors.
 mod distributed;
 mod pickle;
 
@@ -39,14 +43,14 @@ pub use distributed::{load_distributed, save_distributed};
 
 use crate::ddp::NamePredicate;
 use crate::error::describe;
-use crate::file::{read_safetensors, write_safetensors};
+use crate::file::{Readable, parse_safetensors, require_all, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::VarMap;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
@@ -91,8 +95,8 @@ pub struct LoadReport {
 }
 
 /// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
-/// its name, so that there is never half a file, and the old one stays if something fails. One rank of several does
-/// this: see [`save_distributed`].
+/// its name, so that there is never half a file, and the old one stays if something fails. Symbolic links are followed,
+/// and a file that is there keeps its permissions. One rank of several does this: see [`save_distributed`].
 ///
 /// # Errors
 /// [`Error::Io`] says what the system refused.
@@ -133,7 +137,8 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions)
 /// [`Error::CheckpointFile`], [`Error::Io`].
 pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
     let path = path.as_ref();
-    rename(path, read_file(path, None)?, |_| false)
+    let tensors = rename(path, read_file(path, None)?, |_| false)?;
+    require_all(tensors).map_err(|reason| unreadable(path, reason))
 }
 
 fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
@@ -152,12 +157,14 @@ impl Prepared {
         let file = read_file(path, options.key.as_deref())?;
         let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut file = rename(path, file, |name| vars.contains_key(name))?;
+        let vars: BTreeMap<String, Var> = vars.into_iter().collect();
         let (mut report, mut different, mut values) = (LoadReport::default(), Vec::new(), Vec::new());
         for (name, var) in vars {
             let Some(tensor) = file.remove(&name) else {
                 report.missing.push(name);
                 continue;
             };
+            let tensor = tensor.map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
             if tensor.shape() != var.shape() || tensor.dtype().is_float() != var.dtype().is_float() {
                 let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), var.shape()));
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
@@ -193,9 +200,9 @@ impl Prepared {
 /// Takes PyTorch's prefixes off the names, where the model does not know them as they are.
 fn rename(
     path: &Path,
-    file: HashMap<String, Tensor>,
+    file: HashMap<String, Readable>,
     is_known: impl Fn(&str) -> bool,
-) -> Result<HashMap<String, Tensor>> {
+) -> Result<HashMap<String, Readable>> {
     let mut renamed = HashMap::with_capacity(file.len());
     for (name, tensor) in file {
         let own = without_prefixes(&name, &is_known);
@@ -219,23 +226,22 @@ fn without_prefixes(name: &str, is_known: &impl Fn(&str) -> bool) -> String {
 }
 
 /// The tensors of a file, with the names that they have there.
-fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Tensor>> {
+fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>> {
     let io = |error| Error::io(format!("reading {}", path.display()), error);
     let mut file = File::open(path).map_err(io)?;
     let mut start = Vec::new();
     file.by_ref().take(16).read_to_end(&mut start).map_err(io)?;
+    file.rewind().map_err(io)?;
+    // Eight bytes that say how long the following JSON is. They may begin with PK: this comes first. In a zip archive, a
+    // method of compression that does not exist would be there.
+    if start.get(8) == Some(&b'{') {
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(io)?;
+        return parse_safetensors(&bytes)
+            .map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
+    }
     if start.starts_with(b"PK") {
         return pickle::read(path, file, key);
-    }
-    // Eight bytes that say how long the following JSON is.
-    if start.get(8) == Some(&b'{') {
-        return read_safetensors(path).map_err(|error| match error {
-            Error::InvalidArgument { reason, .. } => {
-                let named = format!("{} is ", path.display());
-                unreadable(path, reason.strip_prefix(&named).unwrap_or(&reason).to_string())
-            }
-            error => error,
-        });
     }
     let reason = if start.is_empty() {
         "it is empty"

@@ -1,0 +1,267 @@
+//! Files that `torch.save` writes, made by hand: what is in their pickles, and what must not be.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::Error;
+use candle_ddp::checkpoint::{self, LoadOptions};
+use candle_nn::{Init, VarMap};
+use common::{floats, var};
+use std::collections::HashMap;
+use std::io::Write;
+
+/// An archive as `torch.save` makes it, with this pickle and one storage.
+fn archive(pickle: &[u8], storage: &[u8]) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
+    let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for (name, bytes) in [("archive/data.pkl", pickle), ("archive/data/0", storage)] {
+        zip.start_file(name, options).unwrap();
+        zip.write_all(bytes).unwrap();
+    }
+    zip.finish().unwrap();
+    file
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn global(name: &str) -> Vec<u8> {
+    [b"c", name.as_bytes(), b"\n"].concat()
+}
+
+/// A dict of these names and values.
+fn dict(entries: &[(&str, &[u8])]) -> Vec<u8> {
+    let entries: Vec<u8> = entries.iter().flat_map(|(name, value)| [&text(name), *value].concat()).collect();
+    [b"}(", &entries[..], b"u"].concat()
+}
+
+/// `torch.as_strided(storage, shape, strides, offset)`; `metadata` are further arguments of `_rebuild_tensor_v2`.
+fn tensor(class: &str, offset: i32, shape: &[i32], strides: &[i32], metadata: &[u8]) -> Vec<u8> {
+    let int = |value: i32| [b"J", &value.to_le_bytes()[..]].concat();
+    let tuple = |values: &[i32]| [b"(".to_vec(), values.iter().flat_map(|v| int(*v)).collect(), b"t".to_vec()].concat();
+    [
+        global("torch._utils\n_rebuild_tensor_v2"),
+        b"((".to_vec(),
+        text("storage"),
+        global(&format!("torch\n{class}")),
+        text("0"),
+        text("cpu"),
+        int(4),
+        b"tQ".to_vec(),
+        int(offset),
+        tuple(shape),
+        tuple(strides),
+        b"\x89}".to_vec(),
+        metadata.to_vec(),
+        b"tR".to_vec(),
+    ]
+    .concat()
+}
+
+/// The first `count` floats of the storage.
+fn floats_of(count: i32) -> Vec<u8> {
+    tensor("FloatStorage", 0, &[count], &[1], b"")
+}
+
+fn pickle(value: &[u8]) -> Vec<u8> {
+    [b"\x80\x02", value, b"."].concat()
+}
+
+fn storage() -> Vec<u8> {
+    (0..4).flat_map(|value| (value as f32).to_le_bytes()).collect()
+}
+
+fn read(value: &[u8]) -> Result<HashMap<String, Tensor>, Error> {
+    checkpoint::read(archive(&pickle(value), &storage()).path())
+}
+
+#[test]
+fn pickles_are_checked() {
+    let read = |class: &str, offset, shape: &[i32], strides: &[i32]| {
+        read(&dict(&[("w", &tensor(class, offset, shape, strides, b""))]))
+            .map(|mut tensors| tensors.remove("w").unwrap())
+    };
+    let values = |offset, shape: &[i32], strides: &[i32]| {
+        let tensor = read("FloatStorage", offset, shape, strides).unwrap();
+        let dims: Vec<i32> = tensor.dims().iter().map(|dim| *dim as i32).collect();
+        assert_eq!(dims, shape);
+        floats(&tensor)
+    };
+    assert_eq!(values(0, &[2, 2], &[2, 1]), [0., 1., 2., 3.]);
+    assert_eq!(values(0, &[2, 2], &[1, 2]), [0., 2., 1., 3.]);
+    assert_eq!(values(1, &[2], &[2]), [1., 3.]);
+    assert_eq!(values(1, &[3, 2], &[1, 0]), [1., 1., 2., 2., 3., 3.]);
+    assert_eq!(values(3, &[], &[]), [3.]);
+    assert_eq!(values(3, &[1, 1], &[7, 9]), [3.]);
+    assert_eq!(values(0, &[0, 1000], &[1, 1]).len(), 0);
+    assert_eq!(read("BoolStorage", 2, &[1], &[1]).unwrap().dtype(), DType::U8);
+    let error = |class: &str, offset, shape: &[i32], strides: &[i32], words: &str| {
+        let text = read(class, offset, shape, strides).unwrap_err().to_string();
+        assert!(text.contains("w: ") && text.contains(words), "{text}");
+    };
+    error("FloatStorage", 1, &[2, 2], &[2, 1], "outside");
+    error("FloatStorage", i32::MAX, &[1], &[1], "outside");
+    error("FloatStorage", 0, &[2, 2], &[i32::MAX, 1], "outside");
+    error("FloatStorage", 0, &[i32::MAX; 3], &[0; 3], "larger than the file");
+    error("FloatStorage", 0, &[1000], &[0], "larger than the file");
+    error("FloatStorage", 0, &[0, i32::MAX, i32::MAX, i32::MAX], &[1; 4], "larger than the file");
+    error("FloatStorage", -1, &[1], &[1], "damaged");
+    error("FloatStorage", 0, &[1, 1], &[1], "damaged");
+    error("ComplexFloatStorage", 0, &[1], &[1], "ComplexFloatStorage");
+    let pickle = |bytes: &[u8], words: &str| {
+        let text = checkpoint::read(archive(bytes, &[]).path()).unwrap_err().to_string();
+        assert!(text.contains(words), "{text}");
+    };
+    pickle(b"\x80\x02cnet\nNet\n)\x81}b.", "net.Net");
+    pickle(b"\x80\x02].", "a list");
+    pickle(b"\x80\x02}X\x05\0\0\0epochK\x03s.", "epoch");
+    pickle(b"\x80\x02}X\x01\0\0\0wctorch._utils\n_rebuild_sparse_tensor\n)Rs.", "_rebuild_sparse_tensor");
+    pickle(b"\x80\x02", "ends too early");
+    pickle(b"\x80\x04\x95", "protocol 4");
+    let other = tempfile::NamedTempFile::new().unwrap();
+    let mut zip = zip::ZipWriter::new(other.reopen().unwrap());
+    zip.start_file(
+        "readme.txt",
+        zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored),
+    )
+    .unwrap();
+    zip.finish().unwrap();
+    let text = checkpoint::read(other.path()).unwrap_err().to_string();
+    assert!(text.contains("no data.pkl"), "{text}");
+}
+
+/// uint16 and float8, which PyTorch writes with `_rebuild_tensor_v3`, complex numbers, and what lies outside.
+#[test]
+fn a_tensor_that_cannot_be_read_counts_only_where_it_is_wanted() {
+    let v3 = [global("torch._utils\n_rebuild_tensor_v3"), b")R".to_vec()].concat();
+    let complex = tensor("ComplexFloatStorage", 0, &[2], &[1], b"");
+    let outside = tensor("FloatStorage", 4, &[1], &[1], b"");
+    for (bad, words) in [(v3, "_rebuild_tensor_v3"), (complex, "ComplexFloatStorage"), (outside, "outside")] {
+        let value = dict(&[("scale", &bad), ("w", &floats_of(2)), ("scale2", &bad)]);
+        let file = archive(&pickle(&value), &storage());
+        let varmap = |names: &[&str]| {
+            let varmap = VarMap::new();
+            for name in names {
+                varmap.get(2, name, Init::Const(7.0), DType::F32, &Device::Cpu).unwrap();
+            }
+            varmap
+        };
+        let lenient = LoadOptions { strict: false, ..Default::default() };
+        let fits = varmap(&["w"]);
+        let report = checkpoint::load_with(&fits, file.path(), &lenient).unwrap();
+        assert_eq!((report.loaded, report.unexpected), (vec!["w".into()], vec!["scale".into(), "scale2".into()]));
+        assert_eq!(floats(&var(&fits, "w")), [0.0, 1.0]);
+        let wants = varmap(&["scale2", "w"]);
+        for (result, name) in [
+            (checkpoint::load_with(&wants, file.path(), &lenient).map(|_| ()), "scale2: "),
+            (checkpoint::read(file.path()).map(|_| ()), "scale: "),
+        ] {
+            match result {
+                Err(Error::CheckpointFile { reason, .. }) => {
+                    assert!(reason.starts_with(name) && reason.contains(words), "{reason}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(floats(&var(&wants, "w")), [7.0, 7.0], "nothing has been loaded");
+    }
+}
+
+/// PyTorch writes the storage of a tensor that is negated or conjugated later, and says so.
+#[test]
+fn lazily_negated_tensors_are_refused() {
+    let with = |metadata: &[u8]| read(&dict(&[("w", &tensor("FloatStorage", 0, &[2], &[1], metadata))]));
+    let text = with(&[b"}", &text("neg")[..], b"\x88s"].concat()).unwrap_err().to_string();
+    assert!(text.contains("w: ") && text.contains("neg"), "{text}");
+    for nothing in [&b"}"[..], b"N"] {
+        assert_eq!(floats(&with(nothing).unwrap()["w"]), [0.0, 1.0]);
+    }
+}
+
+/// `{"best": weights, "state_dict": weights}`: the second time a pickle only points to the first.
+#[test]
+fn a_dict_under_two_keys_is_found_under_both() {
+    let dicts = [b"}".to_vec(), [&global("collections\nOrderedDict")[..], b")R"].concat()];
+    for empty in dicts {
+        let weights = [&empty[..], b"q\x05(", &text("a"), &floats_of(2), &text("b"), &floats_of(3), b"u"].concat();
+        for keys in [["best", "state_dict"], ["state_dict", "best"]] {
+            let file = archive(&pickle(&dict(&[(keys[0], &weights), (keys[1], b"h\x05")])), &storage());
+            let tensors = checkpoint::read(file.path()).unwrap();
+            assert_eq!((floats(&tensors["a"]), floats(&tensors["b"])), (vec![0.0, 1.0], vec![0.0, 1.0, 2.0]));
+            for key in keys {
+                let varmap = VarMap::new();
+                varmap.get(2, "a", Init::Const(7.0), DType::F32, &Device::Cpu).unwrap();
+                let options = LoadOptions { strict: false, key: Some(key.to_string()), ..Default::default() };
+                assert_eq!(checkpoint::load_with(&varmap, file.path(), &options).unwrap().loaded, ["a"]);
+            }
+        }
+    }
+    // A dict that holds itself.
+    let own = [&b"}q\x05("[..], &text("w"), &floats_of(2), &text("own"), b"h\x05u"].concat();
+    assert_eq!(read(&own).unwrap().len(), 1);
+}
+
+/// Beside the weights there may be objects of any kind: dicts and lists of classes of their own, and long integers.
+#[test]
+fn other_objects_are_passed_over() {
+    let object = |end: &[u8]| [&global("config\nConfig")[..], b")\x81", end].concat();
+    let hyper = object(&[b"(", &text("lr")[..], b"K\x01u}b"].concat());
+    let queue = object(b"K\x01a(K\x02K\x03e");
+    let long = [&b"\x8a\x28"[..], &[1; 40]].concat();
+    let beside =
+        [("hyper", &hyper[..]), ("queue", &queue), ("long", &long), ("state_dict", &dict(&[("w", &floats_of(2))]))];
+    assert_eq!(floats(&read(&dict(&beside)).unwrap()["w"]), [0.0, 1.0]);
+    // The weights in a dict of a class of its own.
+    let weights = object(&[b"(", &text("w")[..], &floats_of(2), b"u"].concat());
+    assert_eq!(floats(&read(&weights).unwrap()["w"]), [0.0, 1.0]);
+}
+
+/// The depth of a pickle costs no stack: neither while it is read, nor when it is dropped.
+#[test]
+fn deep_pickles_are_read_or_refused() {
+    let deep = |opcode: &[u8]| [b"N".to_vec(), opcode.repeat(1_000_000)].concat();
+    let class = global("m\nC");
+    let refused = |value: &[u8], words: &str| {
+        let text = read(value).unwrap_err().to_string();
+        assert!(text.contains(words), "{text}");
+    };
+    refused(&deep(b"\x85"), "a tuple");
+    refused(&[&class[..], &b")R".repeat(1_000_000)].concat(), "an object");
+    refused(&[b"]".repeat(1_000_000), b"a".repeat(999_999)].concat(), "a list");
+    let deep_beside = dict(&[("best", &deep(b"\x85")), ("w", &floats_of(2))]);
+    assert_eq!(floats(&read(&deep_beside).unwrap()["w"]), [0.0, 1.0]);
+    // A parameter of a parameter of ...
+    let wrap = global("torch._utils\n_rebuild_parameter");
+    let (levels, ends) = (wrap.repeat(100_000), b"\x85R".repeat(100_000));
+    refused(&dict(&[("w", &[&levels[..], &floats_of(2), &ends].concat())]), "w: ");
+    let (levels, ends) = (wrap.repeat(2), b"\x85R".repeat(2));
+    let parameter = dict(&[("w", &[&levels[..], &floats_of(2), &ends].concat())]);
+    assert_eq!(floats(&read(&parameter).unwrap()["w"]), [0.0, 1.0]);
+}
+
+/// Whatever a pickle says, it is read or refused.
+#[test]
+fn damaged_pickles_never_panic() {
+    let other = b"\x88NG12345678K\x01]q\x06(K\x02M\x03\x03eJ\x04\x04\x04\x04h\x06)0";
+    let weights = [&b"}q\x05("[..], &text("a"), &floats_of(2), &text("b"), other, b"u"].concat();
+    let whole = pickle(&dict(&[("best", &weights), ("state_dict", b"h\x05")]));
+    assert_eq!(checkpoint::read(archive(&whole, &storage()).path()).unwrap().len(), 1);
+    let check = |bytes: &[u8]| match checkpoint::read(archive(bytes, &storage()).path()) {
+        Ok(_) => true,
+        Err(Error::CheckpointFile { .. }) => false,
+        Err(other) => panic!("{other:?}"),
+    };
+    let opcodes = b"().0123JKMNQRX]abcdehjlqrstu}\x80\x81\x85\x86\x87\x88\x89\x8a\x8b\x00\xff";
+    let (mut read, mut refused) = (0, 0);
+    for position in 0..whole.len() {
+        assert!(!check(&whole[..position]), "{position}");
+        for opcode in opcodes {
+            let mut bytes = whole.clone();
+            bytes[position] = *opcode;
+            if check(&bytes) { read += 1 } else { refused += 1 }
+        }
+    }
+    assert!(read > 100 && refused > 1000, "{read} {refused}");
+}
