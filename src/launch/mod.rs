@@ -2,13 +2,15 @@
 //!
 //! - Every worker leads a process group of its own, and the kernel kills it when the launcher dies, however that
 //!   happens. What a worker has started is told to end, and killed, with it.
-//! - The first failure ends the others (SIGTERM, then SIGKILL after a grace period) and decides the exit code.
+//! - The first failure ends the others (a second to end by themselves, then SIGTERM, then SIGKILL after a grace period)
+//!   and decides the exit code.
 //! - Output is passed on line by line. Where the launcher writes to a terminal the workers see one too (a
 //!   pseudo-terminal), so that progress bars and colours work as if the program had been started by hand.
 //! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
 //!   (TORCHELASTIC_USE_AGENT_STORE).
 //!
 //! [`Cli`] is the command line as it was typed, [`Config`] what it means; [`run`] does it.
+mod blame;
 mod cargo;
 mod child;
 mod cli;
@@ -122,8 +124,9 @@ fn execute(config: &Config) -> Result<u8> {
         Outcome::Success => 0,
         Outcome::Signalled(signal) => Exit::Signal(signal).code(),
         Outcome::Failure(first) => {
+            let first = blame::culprit(&supervisor.workers, first, &remains);
             let open = remains.open;
-            if let Some(summary) = summary::of_failure(&supervisor.workers, first, remains, &folder) {
+            if let Some(summary) = summary::of_failure(&supervisor.workers, first, &remains, &folder) {
                 if open {
                     // Nobody may be there to read it.
                     let _ = std::io::stderr().write_all(b"\n");

@@ -12,6 +12,10 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
+/// How long the other workers have to end by themselves when one has failed: those that failed because of it say so, and
+/// the one that did so by itself may need a moment to write its error.
+const SETTLE: Duration = Duration::from_secs(1);
+
 /// How long killed processes may take to disappear: one that hangs in the kernel may take for ever.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
@@ -80,6 +84,8 @@ fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> 
 enum Phase {
     /// All is well.
     Running,
+    /// A worker has failed; the others are told to end at this time.
+    Settling(Instant),
     /// The workers were told to end, and are killed at the deadline (`None`: never).
     Ending(Option<Instant>),
     /// They were killed, and are given up at the deadline.
@@ -91,7 +97,7 @@ enum Phase {
 pub(super) enum Outcome {
     /// Every worker ended well.
     Success,
-    /// A worker failed: its index.
+    /// A worker failed: the index of the first that ended so.
     Failure(usize),
     /// This process was sent a signal.
     Signalled(i32),
@@ -138,23 +144,25 @@ impl Supervisor {
         let mut remains = None;
         loop {
             self.reap();
-            if self.phase == Phase::Running {
-                let all_ended = self.workers.iter().all(|worker| worker.ended.is_some());
-                if all_ended || self.outcome != Outcome::Success {
-                    self.end(Signal::TERM);
-                }
+            if matches!(self.phase, Phase::Running | Phase::Settling(_))
+                && self.workers.iter().all(|worker| worker.ended.is_some())
+            {
+                // What they have left behind.
+                self.end(Signal::TERM);
             }
             if !self.workers.iter().any(|worker| worker.group) {
                 break;
             }
             let deadline = match self.phase {
                 Phase::Running => None,
+                Phase::Settling(deadline) => Some(deadline),
                 Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
                 Phase::Killed(deadline) => Some(deadline),
             };
             match events.next(deadline) {
                 Some(Event::Signal(signal)) => self.on_signal(signal),
                 Some(Event::Output(all)) => remains = Some(all),
+                None if matches!(self.phase, Phase::Settling(_)) => self.end(Signal::TERM),
                 None if matches!(self.phase, Phase::Killed(_)) => {
                     super::message("some processes hang in the kernel and could not be killed");
                     break;
@@ -197,8 +205,10 @@ impl Supervisor {
                     self.signal_all(signal);
                 }
             }
-            (_, Phase::Running) => {
-                self.outcome = Outcome::Signalled(number);
+            (_, Phase::Running | Phase::Settling(_)) => {
+                if self.phase == Phase::Running {
+                    self.outcome = Outcome::Signalled(number);
+                }
                 let again = if number == SIGINT { "; SIGINT again kills them at once" } else { "" };
                 super::message(format_args!(
                     "{} passed on to the workers, which have {} s to end{again}",
@@ -253,10 +263,16 @@ impl Supervisor {
             let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
             let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { continue };
             let how = Exit::new(status);
-            let told = self.phase != Phase::Running;
+            let told = match self.phase {
+                Phase::Running | Phase::Settling(_) => false,
+                // Not by this process.
+                Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
+                Phase::Killed(_) => true,
+            };
             worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), told });
-            if how != Exit::Code(0) && !told && self.outcome == Outcome::Success {
+            if how != Exit::Code(0) && self.phase == Phase::Running {
                 self.outcome = Outcome::Failure(index);
+                self.phase = Phase::Settling(Instant::now() + SETTLE);
             }
         }
         self.workers.iter_mut().for_each(Worker::look_at_group);

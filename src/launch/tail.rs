@@ -47,11 +47,11 @@ impl Tail {
     }
 
     /// The lines, the oldest first, without colours and other control sequences, and without empty ones at the end.
-    pub(super) fn into_lines(mut self) -> Vec<String> {
-        if !self.current.is_empty() {
-            self.end_line();
-        }
-        let mut lines: Vec<String> = self.lines.iter().map(|line| plain(&String::from_utf8_lossy(line))).collect();
+    pub(super) fn lines(&self) -> Vec<String> {
+        let unfinished = Some(&self.current).filter(|line| !line.is_empty());
+        let lines = self.lines.iter().chain(unfinished).map(|line| plain(&String::from_utf8_lossy(line)));
+        let mut lines: Vec<String> = lines.collect();
+        lines.drain(..lines.len().saturating_sub(LINES));
         while lines.last().is_some_and(|line| line.trim().is_empty()) {
             lines.pop();
         }
@@ -82,7 +82,7 @@ mod tests {
     fn lines(pieces: &[&str]) -> Vec<String> {
         let mut tail = Tail::default();
         pieces.iter().for_each(|piece| tail.push(piece.as_bytes()));
-        tail.into_lines()
+        tail.lines()
     }
 
     #[test]

@@ -221,7 +221,41 @@ fn workers_that_fail_in_the_same_moment_are_all_named() {
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(7));
     ran.says("failed first: it ended with exit code 7");
-    ran.says("ended with exit code 7 in the same moment");
+    ran.says("ended with exit code 7 by itself");
+}
+
+/// Those that fail because of another rank may end before it.
+#[test]
+fn the_cause_is_named_and_not_who_ended_first() {
+    let script = r#"
+        case $RANK in
+        0) echo 'Error: rank 1 left the group after sequence 5, and cannot take part in barrier()' >&2; exit 1;;
+        1) while [ ! -e other ]; do sleep 0.01; done; sleep 0.2; echo 'no such file' >&2; exit 3;;
+        2) : >other; exec sleep 1000;;
+        esac"#;
+    let ran = Place::new().run(&["--nproc-per-node", "3"], script);
+    assert_eq!(ran.code, Some(3), "{ran:?}");
+    ran.says("rank 1 failed first: it ended with exit code 3");
+    ran.says("its last lines:\n    no such file\n");
+    ran.says("rank 0 ended with exit code 1 by itself\n  its last line:\n    Error: rank 1 left the group");
+    ran.says("rank 2 was killed by SIGTERM after ddprun had told it to end");
+}
+
+/// As when memory is short: giving it back takes the kernel a while.
+#[test]
+fn a_worker_that_was_killed_is_the_cause() {
+    let ran = Place::new().run(&["--nproc-per-node", "2"], "[ $RANK = 0 ] && exit 1; sleep 0.2; kill -KILL $$");
+    assert_eq!(ran.code, Some(137), "{ran:?}");
+    ran.says("rank 1 failed first: it was killed by SIGKILL");
+    ran.says("rank 0 ended with exit code 1 by itself");
+}
+
+#[test]
+fn a_worker_that_ended_too_early_is_named() {
+    let script = "[ $RANK = 1 ] && exit 0; sleep 0.3; exit 5";
+    let ran = Place::new().run(&["--nproc-per-node", "2"], script);
+    assert_eq!(ran.code, Some(5), "{ran:?}");
+    ran.says("rank 1 ended with exit code 0 by itself");
 }
 
 #[test]
