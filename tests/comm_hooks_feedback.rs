@@ -430,7 +430,9 @@ fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec
             Ok([vb.get_with_hints((8, 8), "first", init)?, vb.get_with_hints((8, 8), "last", init)?])
         };
         let (varmap, failing) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, small_buckets())?;
+        // A bucket for each.
+        let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
         ddp.register_comm_hook(hook())?;
         fill(&varmap, 3);
         let pass = |scale: f64| {
