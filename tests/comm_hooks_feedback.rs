@@ -6,7 +6,8 @@ mod weights;
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
-use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result};
+use candle_ddp::optim::StateDict;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use common::{assert_close, fill, floats, ranks, tensor};
 use std::sync::Arc;
@@ -483,4 +484,73 @@ fn parameters_without_elements_are_no_trouble() {
         })
         .unwrap();
     }
+}
+
+/// Saved on each rank after three passes and loaded by new hooks, they go on as if nothing had happened.
+fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let file = folder.path().join(format!("hook-{}", pg.rank()));
+        let straight = model(&pg, hook(), DdpOptions::default())?;
+        let mut broken = model(&pg, hook(), DdpOptions::default())?;
+        for step in 0..6 {
+            if step == 3 {
+                broken.comm_hook_state().expect("a hook").save(&file)?;
+                broken = model(&pg, hook(), DdpOptions::default())?;
+                // Buckets get the order of gradients in the first pass.
+                backward(&broken, &zeros())?;
+                broken.comm_hook_state().expect("a hook").load(&file)?;
+            }
+            let gradients = full(pg.rank(), step);
+            let (expected, found) = (backward(&straight, &gradients)?, backward(&broken, &gradients)?);
+            assert_eq!(flat(&found), flat(&expected), "step {step}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn what_hooks_remember_is_saved_and_loaded() {
+    resume(|| top_k(0.1));
+    resume(|| power_sgd(2));
+    let options = PowerSgdOptions { start_iter: 4, min_compression_rate: 1.01, ..Default::default() };
+    resume(|| PowerSgd::new(options).unwrap());
+}
+
+#[test]
+fn what_another_hook_remembers_is_refused() {
+    ranks(1, |pg| {
+        let [sparse, low_rank] = [0, 1].map(|index| {
+            let ddp = wrap(&pg, SHAPES, DType::F32, DdpOptions::default()).unwrap();
+            if index == 0 { ddp.register_comm_hook(top_k(0.5)) } else { ddp.register_comm_hook(power_sgd(1)) }.unwrap();
+            backward(&ddp, &full(0, 0)).unwrap();
+            ddp
+        });
+        let plain = wrap(&pg, SHAPES, DType::F32, DdpOptions::default())?;
+        assert!(plain.comm_hook_state().is_none());
+        let none = model(&pg, AllReduce::default(), DdpOptions::default())?;
+        let state = sparse.comm_hook_state().expect("a hook").state_dict()?;
+        for other in [&low_rank, &none] {
+            let error = other.comm_hook_state().expect("a hook").load_state_dict(&state).unwrap_err();
+            assert!(matches!(error, Error::Parameter { .. }), "{error}");
+        }
+        // Of a model whose parameters have other shapes.
+        let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
+        let gradients = || shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
+        for (from, index) in [(&sparse, 0), (&low_rank, 1)] {
+            let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
+            if index == 0 {
+                ddp.register_comm_hook(top_k(0.5))?
+            } else {
+                ddp.register_comm_hook(power_sgd(1))?
+            }
+            let state = from.comm_hook_state().expect("a hook").state_dict()?;
+            ddp.comm_hook_state().expect("a hook").load_state_dict(&state)?;
+            let error = backward(&ddp, &gradients()).unwrap_err().to_string();
+            assert!(error.contains("of another model"), "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
 }

@@ -8,6 +8,8 @@ use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{ReduceOp, Result};
+use candle_core::Tensor;
+use std::collections::HashMap;
 
 /// The way of a reducer's buckets. All ranks have the same.
 #[derive(Default)]
@@ -170,6 +172,10 @@ impl HookExchange {
         self.hook.is_local()
     }
 
+    pub(super) fn hook(&mut self) -> &mut dyn RunningHook {
+        &mut *self.hook
+    }
+
     pub(super) fn traffic(&self) -> CommHookTraffic {
         let (gradient_bytes, sent) = self.hook.traffic();
         CommHookTraffic { gradient_bytes, bytes_sent: sent.map(|sent| sent + self.used_bytes) }
@@ -177,12 +183,14 @@ impl HookExchange {
 }
 
 /// A hook with what it has in flight, of whatever type it is.
-trait RunningHook: Send {
+pub(super) trait RunningHook: Send {
     fn begin(&mut self);
     fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()>;
     fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()>;
     fn is_local(&self) -> bool;
     fn traffic(&self) -> (u64, Option<u64>);
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 }
 
 struct Running<H> {
@@ -229,5 +237,13 @@ impl<H: CommHook> RunningHook for Running<H> {
 
     fn traffic(&self) -> (u64, Option<u64>) {
         (self.gradient_bytes, self.hook.bytes_sent())
+    }
+
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.hook.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        self.hook.load_state_dict(state)
     }
 }

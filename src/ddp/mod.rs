@@ -27,7 +27,7 @@ use bucket::BucketCaps;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use comm_hook::{CommHook, CommHookTraffic};
+use comm_hook::{CommHook, CommHookState, CommHookTraffic};
 use reducer::Gradient;
 use registry::{Registry, Role};
 use std::collections::HashSet;
@@ -321,6 +321,11 @@ impl<M> DistributedDataParallel<M> {
     /// What the registered communication hook has been given and has sent so far; None without a hook.
     pub fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
         self.reducer.comm_hook_traffic()
+    }
+
+    /// What the registered communication hook remembers, to be saved and loaded; None without a hook.
+    pub fn comm_hook_state(&self) -> Option<CommHookState<'_>> {
+        self.comm_hook_traffic().map(|_| CommHookState(&self.reducer))
     }
 
     /// The variables that an optimizer trains, in the order in which the model asked for them; ignored ones come last.

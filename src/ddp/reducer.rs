@@ -2,7 +2,7 @@
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
 use super::copy;
-use super::exchange::{Exchange, HookExchange};
+use super::exchange::{Exchange, HookExchange, RunningHook};
 use super::shard::{Fresh, Shard, ShardExchange, Staging};
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
@@ -113,6 +113,16 @@ impl Reducer {
         }
         state.exchange = Exchange::Hook(exchange);
         state.exchange.set_buckets(&state.buckets, &state.parameters)
+    }
+
+    /// Gives the registered hook to `work`.
+    pub(super) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
+        match &mut self.lock().exchange {
+            Exchange::Hook(exchange) => work(exchange.hook()),
+            Exchange::AllReduce | Exchange::Shard(_) => {
+                Err(Error::invalid("comm_hook", "no communication hook is registered"))
+            }
+        }
     }
 
     pub(super) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {

@@ -43,7 +43,7 @@ mod plateau;
 mod rule;
 mod schedule;
 mod sgd;
-mod state;
+pub(crate) mod state;
 mod storage;
 mod zero;
 

@@ -38,14 +38,14 @@ pub trait StateDict {
 }
 
 /// A state that is being loaded: keeps account of what was asked for.
-pub(super) struct Loader<'a> {
+pub(crate) struct Loader<'a> {
     state: &'a HashMap<String, Tensor>,
     taken: std::collections::HashSet<String>,
 }
 
 impl<'a> Loader<'a> {
     /// `kind` is what the state must be of.
-    pub(super) fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
+    pub(crate) fn new(state: &'a HashMap<String, Tensor>, kind: &str) -> Result<Self> {
         let mut loader = Self { state, taken: Default::default() };
         let found = loader.values::<u8>(KIND)?;
         if found != kind.as_bytes() {
@@ -56,7 +56,7 @@ impl<'a> Loader<'a> {
     }
 
     /// The tensor `key`.
-    pub(super) fn tensor(&mut self, key: &str) -> Result<&'a Tensor> {
+    pub(crate) fn tensor(&mut self, key: &str) -> Result<&'a Tensor> {
         match self.state.get(key) {
             Some(tensor) => {
                 self.taken.insert(key.to_string());
@@ -67,7 +67,7 @@ impl<'a> Loader<'a> {
     }
 
     /// The values of the tensor `key`, which must be a list.
-    pub(super) fn values<T: WithDType>(&mut self, key: &str) -> Result<Vec<T>> {
+    pub(crate) fn values<T: WithDType>(&mut self, key: &str) -> Result<Vec<T>> {
         let tensor = self.tensor(key)?;
         if tensor.dtype() != T::DTYPE || tensor.rank() != 1 {
             let is = crate::error::describe(tensor.dtype(), tensor.shape());
@@ -77,7 +77,7 @@ impl<'a> Loader<'a> {
     }
 
     /// `count` values.
-    pub(super) fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
+    pub(crate) fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
         let values = self.values(key)?;
         if values.len() != count {
             let reason = format!("there are {} values in the state, and {count} are needed", values.len());
@@ -87,13 +87,13 @@ impl<'a> Loader<'a> {
     }
 
     /// One value that cannot be negative.
-    pub(super) fn count(&mut self, key: &str) -> Result<u64> {
+    pub(crate) fn count(&mut self, key: &str) -> Result<u64> {
         let value = self.list::<i64>(key, 1)?[0];
         u64::try_from(value).map_err(|_| Error::parameter(key, format!("it cannot be negative, and is {value}")))
     }
 
     /// A tensor of this shape and dtype.
-    pub(super) fn like(&mut self, key: &str, shape: &candle_core::Shape, dtype: DType) -> Result<&'a Tensor> {
+    pub(crate) fn like(&mut self, key: &str, shape: &candle_core::Shape, dtype: DType) -> Result<&'a Tensor> {
         let tensor = self.tensor(key)?;
         if tensor.shape() != shape || tensor.dtype() != dtype {
             let describe = crate::error::describe;
@@ -105,7 +105,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Refuses a state in which something was not asked for.
-    pub(super) fn finish(self) -> Result<()> {
+    pub(crate) fn finish(self) -> Result<()> {
         match self.state.keys().filter(|key| !self.taken.contains(*key)).min() {
             Some(key) => {
                 Err(Error::parameter(key, "the state has it, and nothing here has that name: it is of another model"))
@@ -119,16 +119,16 @@ impl<'a> Loader<'a> {
 const KIND: &str = "kind";
 
 /// The beginning of a state of `kind`.
-pub(super) fn begin(kind: &str) -> Result<HashMap<String, Tensor>> {
+pub(crate) fn begin(kind: &str) -> Result<HashMap<String, Tensor>> {
     Ok(HashMap::from([(KIND.to_string(), list(kind.as_bytes())?)]))
 }
 
 /// Values of a state.
-pub(super) fn list<T: WithDType>(values: &[T]) -> Result<Tensor> {
+pub(crate) fn list<T: WithDType>(values: &[T]) -> Result<Tensor> {
     Ok(Tensor::from_slice(values, values.len(), &Device::Cpu)?)
 }
 
 /// A counter of a state.
-pub(super) fn count(value: u64) -> Result<Tensor> {
+pub(crate) fn count(value: u64) -> Result<Tensor> {
     list(&[value as i64])
 }

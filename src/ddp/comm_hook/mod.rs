@@ -108,11 +108,13 @@ pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use top_k::{TopK, TopKOptions};
 
-use super::copy;
+use super::{Reducer, copy};
 use crate::backend::Work;
+use crate::optim::StateDict;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -140,6 +142,63 @@ pub trait CommHook: Sized + Send + 'static {
     fn bytes_sent(&self) -> Option<u64> {
         None
     }
+
+    /// What this rank's hook remembers from pass to pass, as named tensors, for
+    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state). Default: nothing.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        Ok(HashMap::new())
+    }
+
+    /// Takes over what [`state_dict`](Self::state_dict) gave. What does not fit is refused, and then nothing has changed.
+    /// Default: refuses everything but nothing.
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        match state.keys().min() {
+            Some(key) => Err(Error::parameter(
+                key,
+                format!("{} remembers nothing: this is the state of another hook", self.describe()),
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What the registered communication hook remembers, on this rank: PowerSGD's factors, what was left out and is to be
+/// made up for, and how many passes there were. Each rank saves its own, since ranks remember different things:
+///
+/// ```no_run
+/// # fn step<M>(ddp: &candle_ddp::DistributedDataParallel<M>, rank: usize) -> candle_ddp::Result<()> {
+/// use candle_ddp::optim::StateDict;
+/// if let Some(mut hook) = ddp.comm_hook_state() {
+///     hook.save(format!("hook-{rank}.safetensors"))?;
+///     hook.load(format!("hook-{rank}.safetensors"))?; // after register_comm_hook, in a world of the same size
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub struct CommHookState<'a>(pub(super) &'a Reducer);
+
+impl fmt::Debug for CommHookState<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CommHookState").finish_non_exhaustive()
+    }
+}
+
+impl StateDict for CommHookState<'_> {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.0.with_comm_hook(|hook| hook.state_dict())
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        self.0.with_comm_hook(|hook| hook.load_state_dict(state))
+    }
+}
+
+/// What was remembered of the parameter `name` is not for a gradient as it is now.
+fn of_another_model(name: &str) -> Error {
+    Error::parameter(
+        name,
+        "what the communication hook remembers of it has another shape or dtype: its state is of another model",
+    )
 }
 
 type Continuation<H> = Box<dyn FnOnce(&mut H, &GradBucket, &ProcessGroup) -> Result<HookWork<H>> + Send>;

@@ -1,8 +1,9 @@
 //! PowerSGD: gradients as products of thin matrices.
 use super::compress::all_reduce;
 use super::orthonormal::orthonormal;
-use super::{CommHook, GradBucket, HookWork};
+use super::{CommHook, GradBucket, HookWork, of_another_model};
 use crate::ddp::copy;
+use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};
@@ -81,6 +82,20 @@ struct Memory {
     error: Option<Tensor>,
 }
 
+impl Memory {
+    fn fits(&self, (rows, columns, rank): (usize, usize, usize), dtype: DType) -> bool {
+        let is = |tensor: &Tensor, shape: [usize; 2]| tensor.dims() == shape && tensor.dtype() == dtype;
+        let factors = [&self.start, &self.q].into_iter().all(|factor| is(factor, [rank, columns]));
+        factors && self.error.as_ref().is_none_or(|error| is(error, [rows, columns]))
+    }
+
+    /// Where the gradient is: what was loaded is on the CPU.
+    fn to_device(&self, device: &Device) -> candle_core::Result<Self> {
+        let error = self.error.as_ref().map(|error| error.to_device(device)).transpose()?;
+        Ok(Self { start: self.start.to_device(device)?, q: self.q.to_device(device)?, error })
+    }
+}
+
 /// A matrix on its way. Both factors are kept with their long side along the rows.
 struct Matrix {
     /// Its place in the bucket.
@@ -131,11 +146,15 @@ impl PowerSgd {
             let mut local = gradient.reshape((rows, columns))?.to_dtype(dtype)?;
             // It stays until there is a new one: a backward pass that fails leaves no trace.
             let memory = self.matrices.get(name);
-            if let Some(error) = memory.and_then(|memory| memory.error.as_ref()) {
+            if memory.is_some_and(|memory| !memory.fits((rows, columns, rank), dtype)) {
+                return Err(of_another_model(name));
+            }
+            let memory = memory.map(|memory| memory.to_device(gradient.device())).transpose()?;
+            if let Some(error) = memory.as_ref().and_then(|memory| memory.error.as_ref()) {
                 local = (local + error)?;
             }
             let (start, q) = match memory {
-                Some(Memory { start, q, .. }) if self.options.warm_start => (start.clone(), q.clone()),
+                Some(Memory { start, q, .. }) if self.options.warm_start => (start, q),
                 _ => {
                     let start = self.random(name, (rank, columns), dtype, gradient.device())?;
                     (start.clone(), start)
@@ -253,7 +272,40 @@ impl CommHook for PowerSgd {
     fn bytes_sent(&self) -> Option<u64> {
         Some(self.bytes)
     }
+
+    /// `iteration`, and for each matrix `{parameter}.start`, `{parameter}.q` and, with error feedback,
+    /// `{parameter}.error`.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin(KIND)?;
+        dict.insert("iteration".to_string(), state::count(self.iteration)?);
+        for (name, Memory { start, q, error }) in &self.matrices {
+            let parts = [(START, Some(start)), (Q, Some(q)), (ERROR, error.as_ref())];
+            dict.extend(
+                parts.into_iter().filter_map(|(part, tensor)| Some((format!("{name}{part}"), tensor?.clone()))),
+            );
+        }
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, KIND)?;
+        let iteration = loader.count("iteration")?;
+        let mut matrices = HashMap::new();
+        for name in dict.keys().filter_map(|key| key.strip_suffix(START)) {
+            let mut part = |part: &str| Ok::<_, Error>(loader.tensor(&format!("{name}{part}"))?.copy()?);
+            let error = if self.options.use_error_feedback { Some(part(ERROR)?) } else { None };
+            matrices.insert(name.to_string(), Memory { start: part(START)?, q: part(Q)?, error });
+        }
+        loader.finish()?;
+        (self.iteration, self.matrices) = (iteration, matrices);
+        Ok(())
+    }
 }
+
+const KIND: &str = "PowerSGD";
+const START: &str = ".start";
+const Q: &str = ".q";
+const ERROR: &str = ".error";
 
 /// The next elements of `flat`, as a matrix.
 fn take(flat: &Tensor, offset: &mut usize, shape: (usize, usize)) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! Top-k sparsification: only the largest gradients are sent, the others later.
-use super::{CommHook, GradBucket, HookWork};
+use super::{CommHook, GradBucket, HookWork, of_another_model};
+use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -51,15 +52,19 @@ impl TopK {
     }
 
     /// Adds what was left over from the last pass.
-    fn add_left(&mut self, bucket: &GradBucket, values: &mut [f32]) {
+    fn add_left(&mut self, bucket: &GradBucket, values: &mut [f32]) -> Result<()> {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
             let (part, others) = rest.split_at_mut(gradient.elem_count());
             if let Some(left) = self.left.get(name) {
+                if left.len() != part.len() {
+                    return Err(of_another_model(name));
+                }
                 part.iter_mut().zip(left).for_each(|(value, left)| *value += left);
             }
             rest = others;
         }
+        Ok(())
     }
 
     /// Keeps what was not sent. What is not finite is no gradient, and would not become one by waiting.
@@ -90,7 +95,7 @@ impl CommHook for TopK {
             return Err(Error::invalid("comm_hook", reason));
         }
         let mut values: Vec<f32> = bucket.buffer().to_dtype(DType::F32)?.to_vec1()?;
-        self.add_left(bucket, &mut values);
+        self.add_left(bucket, &mut values)?;
         let k = ((count as f64 * self.options.ratio).ceil() as usize).clamp(count.min(1), count);
         let places = largest(&values, k);
         let chosen: Vec<f32> = places.iter().map(|place| values[*place as usize]).collect();
@@ -121,7 +126,30 @@ impl CommHook for TopK {
     fn bytes_sent(&self) -> Option<u64> {
         Some(self.bytes)
     }
+
+    /// For each parameter, in one dimension, what was not sent.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut dict = state::begin(KIND)?;
+        for (name, left) in &self.left {
+            dict.insert(format!("{LEFT}{name}"), state::list(left)?);
+        }
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, KIND)?;
+        let mut left = HashMap::new();
+        for (key, name) in dict.keys().filter_map(|key| Some((key, key.strip_prefix(LEFT)?))) {
+            left.insert(name.to_string(), loader.values::<f32>(key)?);
+        }
+        loader.finish()?;
+        self.left = left;
+        Ok(())
+    }
 }
+
+const KIND: &str = "top-k";
+const LEFT: &str = "left.";
 
 /// The places of the `k` values that are farthest from zero, ascending; of equal ones, the first. NaN is farthest.
 fn largest(values: &[f32], k: usize) -> Vec<u32> {
