@@ -503,7 +503,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
             }
             let gradients = full(pg.rank(), step);
             let (expected, found) = (backward(&straight, &gradients)?, backward(&broken, &gradients)?);
-            assert_eq!(flat(&found), flat(&expected), "step {step}");
+            assert!(flat(&found) == flat(&expected), "step {step}");
         }
         Ok(())
     })
