@@ -20,7 +20,10 @@ use candle_nn::{BatchNormConfig, Init, VarBuilder};
 /// batches: a rank that leaves one out lets the others wait until their time-out. The collectives run on a
 /// communicator of their own, which all such layers of the group share and which is connected in the first forward
 /// pass in training mode: on that of the gradients' buckets, which become ready at moments that differ from rank to
-/// rank, they would come in different orders on different ranks.
+/// rank, they would come in different orders on different ranks. (On GPUs, NCCL promises that two communicators do not
+/// wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers do. Those
+/// that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once: leave
+/// `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
 ///
 /// Means and variances are calculated in f32 (in f64 for f64 inputs) also for f16 and bf16; parameters and running
 /// statistics may be of another floating-point dtype than the input, as in mixed precision. On the CPU the passes are
