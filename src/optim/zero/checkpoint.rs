@@ -341,7 +341,7 @@ fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
 /// The files of one saving, in the order of ranks, in which their parts of a parameter follow each other.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(format!("reading {}", folder.display()), source);
-    let (mut sizes, mut count) = (std::collections::BTreeSet::new(), 0);
+    let mut sizes = std::collections::BTreeSet::new();
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let name = entry.map_err(io)?.file_name();
         let size = name.to_str().and_then(|name| {
@@ -349,13 +349,16 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
             size.parse::<usize>().ok()
         });
         sizes.extend(size);
-        count += usize::from(size.is_some());
     }
     let invalid = |reason: String| Error::invalid("folder", format!("{} {reason}", folder.display()));
     match sizes.iter().copied().collect::<Vec<_>>()[..] {
         [] => Err(invalid("holds no shard-….safetensors".to_string())),
-        [size] if size > count => Err(invalid(format!("holds {count} of the shards of a world of {size} ranks"))),
-        [size] => Ok((0..size).map(|rank| file(folder, rank, size)).collect()),
+        [size] => (0..size)
+            .map(|rank| {
+                let path = file(folder, rank, size);
+                if path.is_file() { Ok(path) } else { Err(invalid(format!("lacks {}", path.display()))) }
+            })
+            .collect(),
         _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
     }
 }
