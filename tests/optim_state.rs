@@ -4,10 +4,10 @@ mod common;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::Error;
 use candle_ddp::optim::*;
-use candle_nn::Optimizer;
-use common::{assert_close, floats, tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_nn::{Optimizer, VarMap, linear};
+use common::{assert_close, floats, ranks, tensor};
 
 fn parameters(dtype: DType) -> Vec<(String, Var)> {
     let var = |name: &str, shape: &[usize], seed| {
@@ -299,4 +299,15 @@ fn clipping_without_any_gradient_is_refused() {
     none.insert(&vars[2], Tensor::new(3f32, &Device::Cpu).unwrap());
     assert_eq!(clip_grad_norm(&mut none, &vars, 1.).unwrap(), 3.);
     clip_grad_value(&mut none, &vars, 1.).unwrap();
+
+    ranks(2, |pg| {
+        let (build, options) = (|vb| linear(3, 2, vb), DdpOptions::default());
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+        let mut grads = ddp.backward(&ddp.forward(&tensor(&[4, 3], 1))?.sqr()?.mean_all()?)?;
+        refused(clip_grad_norm(&mut grads, &ddp.parameters(), 1.).unwrap_err());
+        assert!(optimizer.clip_grad_norm(1.)? > 0.);
+        Ok(())
+    })
+    .unwrap();
 }
