@@ -145,6 +145,9 @@ impl Default for GradScalerOptions {
 /// Several optimizers share a scaler that was made for the parameters of all, and step together, in one
 /// [`step_with`](Self::step_with): the gradients of all are divided at once, and a second `step` before `update`, as
 /// PyTorch has it for each optimizer, is refused. An overflow leaves out the step of all, where PyTorch decides for each.
+///
+/// It is saved and loaded as optimizers are, by [`StateDict`](crate::optim::StateDict), or as text, by
+/// [`state`](Self::state).
 #[derive(Debug)]
 pub struct GradScaler {
     group: ProcessGroup,

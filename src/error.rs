@@ -1,5 +1,6 @@
 //! The one error type of the crate: what happened, where (rank, peer, parameter), why, and what to do.
 use candle_core::{DType, Shape};
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -7,7 +8,9 @@ use std::time::Duration;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong, with the data a program needs to react.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` writes the same sentence as `Display`, since that is what is shown of an error that `main` returns.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// candle refused an operation.
@@ -166,7 +169,7 @@ pub enum Error {
     /// A peer left the group in good order before it took part in a collective, or in a message.
     #[error(
         "rank {peer} left the group after sequence {left_after}, and cannot take part in {call}, sequence {sequence}: \
-         all ranks of a group must make the same number of calls"
+         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group"
     )]
     PeerLeft {
         /// The rank that left.
@@ -383,18 +386,32 @@ impl Error {
     }
 }
 
-impl From<candle_core::Error> for Error {
-    fn from(error: candle_core::Error) -> Self {
-        Self::Candle(error)
+/// All sources are in the texts already.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
-/// So that model code, which speaks candle's `Result`, can use `?` on ours.
+/// An error of ours that went through candle's `Result` comes out as what it was.
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        match error {
+            candle_core::Error::Io(error) => {
+                error.downcast().unwrap_or_else(|error| Self::Candle(candle_core::Error::Io(error)))
+            }
+            error => Self::Candle(error),
+        }
+    }
+}
+
+/// So that model code, which speaks candle's `Result`, can use `?` on ours. It travels as an `io::Error` of kind `Other`:
+/// that shows its text and gives it back, where candle's own `Wrapped` keeps the text only.
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
-            error => candle_core::Error::wrap(error),
+            error => candle_core::Error::Io(std::io::Error::other(error)),
         }
     }
 }
@@ -406,13 +423,46 @@ pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
 
 /// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
 fn list(lists: &[(&str, &[String])]) -> String {
-    const SHOWN: usize = 20;
     let mut text = String::new();
     for (what, names) in lists.iter().filter(|(_, names)| !names.is_empty()) {
-        text += &format!("; {what} ({}): {}", names.len(), names[..names.len().min(SHOWN)].join(", "));
-        if names.len() > SHOWN {
-            text += &format!(" and {} more", names.len() - SHOWN);
-        }
+        text += &format!("; {what} ({}): {}", names.len(), some(names));
     }
     text
+}
+
+/// `a, b, c`, or the first of very many.
+pub(crate) fn some<S: std::borrow::Borrow<str>>(names: &[S]) -> String {
+    const SHOWN: usize = 20;
+    let text = names[..names.len().min(SHOWN)].join(", ");
+    if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_main_shows_is_the_text() {
+        let error = Error::MissingEnvironment { variable: "RANK", hint: "the launcher sets it".to_string() };
+        assert_eq!(format!("{error:?}"), "the environment variable RANK is not set: the launcher sets it");
+        let error = Error::io("reading x", std::io::Error::other("no such disk"));
+        assert_eq!(format!("{error:?}"), "reading x: no such disk");
+    }
+
+    #[test]
+    fn errors_come_out_of_candles_as_they_went_in() {
+        let through = |error: Error| Error::from(candle_core::Error::from(error));
+        let error = through(Error::RankOutOfRange { rank: 3, world_size: 2 });
+        assert!(matches!(error, Error::RankOutOfRange { rank: 3, world_size: 2 }), "{error}");
+        let ours = Error::invalid("eps", "it is negative");
+        let text = ours.to_string();
+        assert_eq!(candle_core::Error::from(ours).to_string(), text);
+
+        // candle's own stay candle's.
+        let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
+        let text = missing.to_string();
+        for error in [Error::from(candle_core::Error::Io(missing)), through(candle_core::Error::msg(&text).into())] {
+            assert!(matches!(&error, Error::Candle(_)) && error.to_string().starts_with(&text), "{error}");
+        }
+    }
 }

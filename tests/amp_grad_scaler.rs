@@ -5,6 +5,7 @@ mod common;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
 use candle_ddp::amp::GradScalerState;
+use candle_ddp::optim::StateDict;
 use candle_ddp::{Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
 use candle_nn::{Optimizer, SGD};
 use common::{floats, ranks};
@@ -265,6 +266,50 @@ fn gradients_that_are_refused_are_left_as_they_are() {
         let error = scaler.unscale(&mut grads).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "narrow"), "{error}");
         assert_eq!(floats(grads.get(&wide).unwrap()), [65536.]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_scaler_is_saved_and_loaded_like_an_optimizer() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(1, |pg| {
+        let options =
+            GradScalerOptions { init_scale: 8.0, growth_factor: 1.1, backoff_factor: 0.3, ..Default::default() };
+        let mut saved = GradScaler::new(&pg, weight(1.0), options)?;
+        let state = GradScalerState { growth_tracker: 7, growth_interval: 9, ..saved.state() };
+        saved.load_state(state)?;
+        let file = folder.path().join("scaler.safetensors");
+        saved.save(&file)?;
+        let mut loaded = GradScaler::new(&pg, weight(1.0), GradScalerOptions::default())?;
+        let fresh = loaded.state();
+        loaded.load(&file)?;
+        assert_eq!(loaded.state(), state);
+        assert_ne!(fresh, state);
+
+        // What does not fit is refused, and nothing has changed.
+        let dict = saved.state_dict()?;
+        let with = |name: &str, value: Tensor| {
+            let mut dict = dict.clone();
+            dict.insert(name.to_string(), value);
+            dict
+        };
+        let negative = with("scale", Tensor::new(&[-1f64], pg.device())?);
+        let error = loaded.load_state_dict(&negative).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { argument: "scale", .. }), "{error}");
+        let unknown = with("surplus", Tensor::new(&[1f64], pg.device())?);
+        let error = loaded.load_state_dict(&unknown).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "surplus"), "{error}");
+        let error = loaded.load_state_dict(&Default::default()).unwrap_err();
+        assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "kind"), "{error}");
+        assert_eq!(loaded.state(), state);
+
+        // An interval that never ends.
+        let never = GradScalerState { growth_interval: usize::MAX, ..state };
+        saved.load_state(never)?;
+        loaded.load_state_dict(&saved.state_dict()?)?;
+        assert_eq!(loaded.state().growth_interval, i64::MAX as usize);
         Ok(())
     })
     .unwrap();

@@ -520,6 +520,26 @@ fn ignored_parameters_stay_each_ranks_own() {
     assert_eq!(out[0].2, out[1].2);
 }
 
+/// What takes the place of PyTorch's `requires_grad = False`.
+#[test]
+fn parameters_declared_as_buffers_are_frozen() {
+    ranks(2, |pg| {
+        let is_buffer = Arc::new(|name: &str| name.starts_with("second."));
+        let (ddp, varmap) = wrap(&pg, DdpOptions { is_buffer, broadcast_buffers: false, ..Default::default() })?;
+        let trained: Vec<String> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(trained, ["first.weight", "first.bias", "third.weight", "third.bias"]);
+        let before = NET_NAMES.map(|name| floats(&var(&varmap, name)));
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        assert!(grads.get(&var(&varmap, "second.weight")).is_some());
+        SGD::new(ddp.parameters(), 0.1)?.step(&grads)?;
+        for (name, before) in NET_NAMES.into_iter().zip(before) {
+            assert_eq!(floats(&var(&varmap, name)) == before, name.starts_with("second."), "{name}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn vars_without_a_builder_are_averaged_too() {
     struct Raw(Var, Var);
@@ -610,7 +630,8 @@ fn every_rank_hears_of_a_model_that_could_not_be_built() {
         |_, vb| linear(4, 6, vb.pp("ignored")),
         |_| DdpOptions { is_ignored: Arc::new(|_| true), ..Default::default() },
     ) {
-        assert!(error.to_string().contains("no trainable parameter"), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("no trainable parameter") && text.contains("handed to the closure"), "{text}");
     }
 }
 

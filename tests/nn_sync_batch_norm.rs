@@ -4,7 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use common::{assert_close, fill, floats, ranks, tensor, var};
 use std::collections::HashMap;
@@ -404,6 +404,20 @@ fn bad_input_is_named() {
             let error = sync_batch_norm(&pg, 3, config, builder(&VarMap::new())).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn its_errors_come_out_of_ddp_as_they_are() {
+    ranks(1, |pg| {
+        let (varmap, options) = (VarMap::new(), DdpOptions::default());
+        let build = |vb| sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb);
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let error = ddp.forward_t(&tensor(&[2, 5], 1), true).unwrap_err();
+        let argument = "the input of SyncBatchNorm";
+        assert!(matches!(&error, Error::InvalidArgument { argument: found, .. } if *found == argument), "{error}");
         Ok(())
     })
     .unwrap();

@@ -4,10 +4,10 @@ mod common;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::Error;
 use candle_ddp::optim::*;
-use candle_nn::Optimizer;
-use common::{assert_close, floats, tensor};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
+use candle_nn::{Optimizer, VarMap, linear};
+use common::{assert_close, floats, ranks, tensor};
 
 fn parameters(dtype: DType) -> Vec<(String, Var)> {
     let var = |name: &str, shape: &[usize], seed| {
@@ -253,9 +253,11 @@ fn learning_rates_that_make_no_sense_are_refused_and_change_nothing() {
         AdamW::from_named(parameters(DType::F32), ParamsAdamW { lr: 0.5, ..Default::default() }).unwrap();
     let mut dict = optimizer.state_dict().unwrap();
     dict.insert("learning_rates".to_string(), Tensor::new(&[f64::NAN], &Device::Cpu).unwrap());
+    dict.insert("state.fc.bias.step".to_string(), Tensor::new(&[7i64], &Device::Cpu).unwrap());
     assert!(matches!(optimizer.load_state_dict(&dict), Err(Error::InvalidArgument { .. })));
     assert!(optimizer.set_learning_rates(&[-1.]).is_err());
     assert_eq!(optimizer.learning_rates(), [0.5]);
+    assert_eq!(optimizer.state_dict().unwrap()["state.fc.bias.step"].to_vec1::<i64>().unwrap(), [0]);
 }
 
 /// As PyTorch, which adds a decay of zero to nothing.
@@ -277,4 +279,35 @@ fn infinite_parameters_stay_infinite_without_weight_decay() {
     assert_kept(ParamsAdamW { lr: 0.1, weight_decay: 0., ..Default::default() });
     assert_kept(ParamsAdamW { lr: 0.1, weight_decay: 0.01, ..Default::default() });
     assert_kept(ParamsLamb { lr: 0.1, weight_decay: 0., max_grad_norm: None, ..Default::default() });
+}
+
+#[test]
+fn clipping_without_any_gradient_is_refused() {
+    let named = parameters(DType::F32);
+    let vars: Vec<Var> = named.iter().map(|(_, var)| var.clone()).collect();
+    let refused = |error: Error| {
+        let text = error.to_string();
+        assert!(text.starts_with("grads: none of the parameters has a gradient in it"), "{text}");
+        assert!(text.contains("ZeroRedundancyOptimizer, call its `clip_grad_norm`"), "{text}");
+    };
+    let mut none = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().backward().unwrap();
+    refused(clip_grad_norm(&mut none, &vars, 1.).unwrap_err());
+    refused(clip_grad_value(&mut none, &vars, 1.).unwrap_err());
+    assert_eq!(clip_grad_norm(&mut none, &[], 1.).unwrap(), 0.);
+    clip_grad_value(&mut none, &[], 1.).unwrap();
+    // One is enough.
+    none.insert(&vars[2], Tensor::new(3f32, &Device::Cpu).unwrap());
+    assert_eq!(clip_grad_norm(&mut none, &vars, 1.).unwrap(), 3.);
+    clip_grad_value(&mut none, &vars, 1.).unwrap();
+
+    ranks(2, |pg| {
+        let (build, options) = (|vb| linear(3, 2, vb), DdpOptions::default());
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
+        let mut grads = ddp.backward(&ddp.forward(&tensor(&[4, 3], 1))?.sqr()?.mean_all()?)?;
+        refused(clip_grad_norm(&mut grads, &ddp.parameters(), 1.).unwrap_err());
+        assert!(optimizer.clip_grad_norm(1.)? > 0.);
+        Ok(())
+    })
+    .unwrap();
 }

@@ -78,6 +78,28 @@ impl<M> DistributedDataParallel<M> {
     /// device of `group`. Every rank calls it, and starts with the values of rank 0. With
     /// [`DdpOptions::mixed_precision`] the model computes with copies of them in another dtype.
     ///
+    /// A closure that ends in `Ok(…)` has to say which error it could have had:
+    ///
+    /// ```
+    /// # use candle_core::DType;
+    /// # use candle_ddp::{DdpOptions, DistributedDataParallel};
+    /// # use candle_nn::{Linear, VarBuilder, VarMap, linear};
+    /// struct Net(Linear);
+    ///
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// let build = |vb: VarBuilder| {
+    ///     let head = linear(4, 2, vb.pp("head"))?;
+    ///     Ok::<_, candle_core::Error>(Net(head))
+    /// };
+    /// let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    /// # assert_eq!(ddp.parameters().len(), 2);
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// On every rank alike: `build` failed on one of them ([`Error::PeerFailed`]), or they built different models or
     /// gave different options ([`Error::ModelMismatch`], which names the first difference).
@@ -161,6 +183,10 @@ impl<M> DistributedDataParallel<M> {
 
     /// Runs `f` on the model, with every parameter up to date: for models whose forward pass takes other arguments
     /// than one tensor, and for evaluation.
+    ///
+    /// Call it, [`forward`](Self::forward) and [`forward_t`](Self::forward_t) between a forward pass and its
+    /// [`backward`](Self::backward) only while the variables stay as they are: after a change, by
+    /// [`Ema::apply`](crate::optim::Ema::apply) for example, that backward pass would use the new values.
     pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -257,7 +283,7 @@ impl<M> DistributedDataParallel<M> {
         };
         let mut grads = self
             .phase("backward", || loss.backward())
-            .map_err(|error| self.reducer.failure().unwrap_or(Error::Candle(error)))?;
+            .map_err(|error| self.reducer.failure().unwrap_or_else(|| error.into()))?;
         for (index, parameter) in self.parameters.iter().enumerate().rev() {
             if parameter.replica.is_none()
                 && let Some(gradient) = grads.remove(&parameter.var)
@@ -369,7 +395,9 @@ impl<M> DistributedDataParallel<M> {
 /// What the reducer and the broadcasts rely on.
 fn check_parameters(group: &ProcessGroup, parameters: &[Parameter], buffers: &[Buffer]) -> Result<()> {
     if parameters.is_empty() {
-        return Err(Error::invalid("model", "it has no trainable parameter, so that there is nothing to average"));
+        let reason = "it has no trainable parameter, so that there is nothing to average: build it with the VarBuilder \
+                      that is handed to the closure, or wrap it with `from_vars`";
+        return Err(Error::invalid("model", reason));
     }
     let parameters = parameters.iter().map(|Parameter { name, var, .. }| (name, var));
     for (name, var) in parameters.chain(buffers.iter().map(|Buffer { name, var }| (name, var))) {

@@ -4,6 +4,7 @@ use super::comm_hook::{CommHook, CommHookTraffic};
 use super::copy;
 use super::exchange::{Exchange, HookExchange, RunningHook};
 use super::shard::{Fresh, Shard, ShardExchange, Staging};
+use super::usage;
 use crate::process_group::ProcessGroup;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
@@ -28,6 +29,8 @@ struct State {
     phase: Phase,
     /// Whether there was a backward pass.
     begun: bool,
+    /// Whether the first synchronised backward pass is over.
+    trained: bool,
     /// How buckets are sent.
     exchange: Exchange,
     /// The next bucket in line to be sent.
@@ -95,7 +98,9 @@ impl Reducer {
         let state = self.lock();
         let reason = match state.exchange {
             Exchange::Hook(_) => "there is one already, and it cannot be replaced",
-            Exchange::Shard(_) => "a ZeroRedundancyOptimizer has the gradients reduce-scattered instead",
+            Exchange::Shard(_) => {
+                "a ZeroRedundancyOptimizer has the gradients reduce-scattered: it and a hook exclude each other"
+            }
             Exchange::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
             Exchange::AllReduce => return Ok(()),
         };
@@ -136,7 +141,9 @@ impl Reducer {
     pub(crate) fn check_shard(&self) -> Result<()> {
         let state = self.lock();
         let reason = match state.exchange {
-            Exchange::Hook(_) => "its gradients are the business of a communication hook",
+            Exchange::Hook(_) => {
+                "a communication hook has its gradients: a ZeroRedundancyOptimizer and a hook exclude each other"
+            }
             Exchange::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
             Exchange::AllReduce if state.accumulated.contains(&true) => {
                 "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
@@ -331,6 +338,9 @@ impl Reducer {
             // Only a rank that did not contribute has to ask.
             *used = *used || state.anybody_used(index)?;
         }
+        if !std::mem::replace(&mut state.trained, true) && self.group.rank() == 0 {
+            state.warn_of_unused(&used);
+        }
         if let Exchange::Shard(exchange) = &mut state.exchange {
             exchange.set_fresh(used);
             return Ok(state.places.iter().map(|_| Gradient::Absent).collect());
@@ -403,6 +413,17 @@ impl State {
         let converted = converted.collect::<Result<Vec<_>>>()?;
         let gradient = |&(bucket, slot): &(usize, usize)| Gradient::Present(Tensor::clone(&converted[bucket][slot]));
         Ok(self.places.iter().map(gradient).collect())
+    }
+
+    /// Says once which parameters no rank used: hardly ever is that meant.
+    fn warn_of_unused(&self, used: &[bool]) {
+        if matches!(&self.exchange, Exchange::Hook(exchange) if exchange.is_local()) {
+            return; // Nobody knows what the others used.
+        }
+        let names = self.parameters.iter().map(|parameter| parameter.name.as_str());
+        if let Some(warning) = usage::unused(names, used) {
+            log::warn!("{warning}");
+        }
     }
 
     /// Whether any rank used a parameter that this one did not.

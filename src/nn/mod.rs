@@ -2,6 +2,9 @@
 //!
 //! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
 //! - [`LayerNorm`], [`RmsNorm`]: candle's own give no gradients where their input is contiguous; these do, and are fused.
+//!
+//! `candle_nn::ops::softmax_last_dim` and `candle_nn::rotary_emb::rope` have no backward pass either, and no replacement
+//! here: `candle_nn::ops::softmax` and `rope_slow` have one.
 mod channels;
 mod layer_norm;
 mod rms_norm;

@@ -26,7 +26,8 @@ pub struct ClipOptions {
     pub error_if_nonfinite: bool,
 }
 
-/// [`clip_grad_norm_with`] the L2 norm.
+/// [`clip_grad_norm_with`] the L2 norm. With a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), call that one's
+/// [`clip_grad_norm`](super::ZeroRedundancyOptimizer::clip_grad_norm).
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(grads, vars, max_norm, ClipOptions::default())
 }
@@ -39,9 +40,11 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 /// each rank's own: clip them apart, or the norms, and with them the averaged parameters, differ from rank to rank.)
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and for a norm that is not finite if so asked for.
+/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, where none of `vars` has a gradient, and for a norm that is
+/// not finite if so asked for.
 pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
+    check_any_gradient(grads, vars)?;
     let norm = norm(vars.iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
         let reason = format!(
@@ -64,6 +67,16 @@ pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
     Ok(())
 }
 
+/// Clipping nothing at all is never meant.
+fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
+    if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
+        let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
+                      `clip_grad_norm`";
+        return Err(Error::invalid("grads", reason));
+    }
+    Ok(())
+}
+
 /// What gradients of norm `norm` are multiplied by; NaN when that is.
 pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
     let scale = max_norm / (norm + 1e-6);
@@ -74,11 +87,12 @@ pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
 /// `clip_grad_value_`. Contiguous gradients are changed in place.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a negative or NaN `clip_value`.
+/// [`Error::InvalidArgument`] for a negative or NaN `clip_value`, and where none of `vars` has a gradient.
 pub fn clip_grad_value(grads: &mut GradStore, vars: &[Var], clip_value: f64) -> Result<()> {
     if clip_value.is_nan() || clip_value < 0. {
         return Err(Error::invalid("clip_value", format!("it must be at least 0, and is {clip_value}")));
     }
+    check_any_gradient(grads, vars)?;
     change(grads, vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
 }
 

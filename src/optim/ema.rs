@@ -92,7 +92,8 @@ impl Ema {
     }
 
     /// Puts the averages into the variables, to evaluate or save the averaged model, and keeps the weights that were
-    /// there for [`restore`](Self::restore).
+    /// there for [`restore`](Self::restore). Not between a forward pass and its backward pass, which would then use the
+    /// averages if the model is evaluated meanwhile.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] when they are applied already.

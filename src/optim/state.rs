@@ -5,7 +5,8 @@ use candle_core::{DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights.
+/// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights, a
+/// [`GradScaler`](crate::GradScaler).
 pub trait StateDict {
     /// The state as named tensors; those of parameters share storage with the live state, so that they change with it.
     ///

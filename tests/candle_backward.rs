@@ -1,0 +1,92 @@
+//! What the README says of candle's backward passes. A test that fails after an update of candle is good news.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod common;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{ops, rotary_emb};
+use common::{assert_close, floats, tensor};
+
+fn input(shape: &[usize]) -> Var {
+    Var::from_tensor(&tensor(shape, 1)).unwrap()
+}
+
+/// The gradient of the sum of `f` of `x`, weighted so that no two elements count the same.
+fn gradient(x: &Var, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Option<Vec<f32>>> {
+    let y = f(x)?;
+    let loss = (&y * tensor(y.dims(), 2))?.sum_all()?;
+    Ok(loss.backward()?.get(x).map(floats))
+}
+
+#[test]
+fn fused_operations_have_no_backward() {
+    let (x, ones) = (input(&[1, 2, 4, 8]), Tensor::ones(8, DType::F32, &Device::Cpu).unwrap());
+    let (cos, sin) = (tensor(&[4, 4], 3), tensor(&[4, 4], 4));
+    assert_eq!(gradient(&x, |x| ops::layer_norm(x, &ones, &ones, 1e-5)).unwrap(), None);
+    assert_eq!(gradient(&x, |x| ops::rms_norm(x, &ones, 1e-5)).unwrap(), None);
+    assert_eq!(gradient(&x, ops::softmax_last_dim).unwrap(), None);
+    assert_eq!(gradient(&x, |x| rotary_emb::rope(x, &cos, &sin)).unwrap(), None);
+    assert_eq!(gradient(&x, |x| rotary_emb::rope_i(x, &cos, &sin)).unwrap(), None);
+    // Those that do.
+    assert!(gradient(&x, |x| ops::softmax(x, 3)).unwrap().is_some());
+    assert!(gradient(&x, |x| rotary_emb::rope_slow(x, &cos, &sin)).unwrap().is_some());
+    assert!(gradient(&x, |x| rotary_emb::rope_i_slow(x, &cos, &sin)).unwrap().is_some());
+}
+
+#[test]
+fn pooling_by_maximum_has_too_small_a_gradient() {
+    let x = input(&[1, 1, 4, 6]);
+    let pooled = gradient(&x, |x| x.max_pool2d(2)).unwrap().unwrap();
+    let windows = |x: &Tensor| x.reshape((1, 1, 2, 2, 3, 2))?.max(5)?.max(3);
+    let right = gradient(&x, windows).unwrap().unwrap();
+    assert_eq!(floats(&x.max_pool2d(2).unwrap()), floats(&windows(&x).unwrap()));
+    assert_close(&pooled, &right.iter().map(|g| g / 4.0).collect::<Vec<_>>(), 1e-6, "a quarter");
+    assert!(gradient(&x, |x| x.max_pool2d_with_stride(2, 1)).is_err());
+}
+
+#[test]
+fn pooling_by_average_needs_whole_windows() {
+    let mean = |x: &Tensor| x.reshape((1, 1, 2, 2, 3, 2))?.mean(5)?.mean(3);
+    let x = input(&[1, 1, 4, 6]);
+    let (actual, expected) = (gradient(&x, |x| x.avg_pool2d(2)).unwrap(), gradient(&x, mean).unwrap());
+    assert_close(&actual.unwrap(), &expected.unwrap(), 1e-6, "gradient");
+    assert!(gradient(&x, |x| x.avg_pool2d_with_stride(2, 1)).is_err());
+    // The last row and column are in no window, and get a gradient all the same.
+    let x = input(&[1, 1, 5, 7]);
+    let cut = |x: &Tensor| mean(&x.narrow(2, 0, 4)?.narrow(3, 0, 6)?.contiguous()?);
+    let (actual, right) = (gradient(&x, |x| x.avg_pool2d(2)).unwrap().unwrap(), gradient(&x, cut).unwrap().unwrap());
+    assert!(right[6] == 0.0 && actual[6] != 0.0);
+}
+
+#[test]
+fn upsampling_forgets_the_other_uses_of_its_input() {
+    let double = |x: &Tensor| match x.rank() {
+        3 => x.upsample_nearest1d(8)?.reshape((1, 1, 4, 2))?.mean(3),
+        _ => x.upsample_nearest2d(4, 4)?.avg_pool2d(2),
+    };
+    // What is doubled and averaged is what it was: its gradient is that of the identity.
+    for x in [input(&[1, 1, 4]), input(&[1, 1, 2, 2])] {
+        let identity = gradient(&x, |x| x * 1.0).unwrap().unwrap();
+        assert_close(&gradient(&x, double).unwrap().unwrap(), &identity, 1e-6, "alone");
+        let sums = [gradient(&x, |x| double(x)? + (x * 1.0)?), gradient(&x, |x| (x * 1.0)? + double(x)?)];
+        let right: Vec<f32> = identity.iter().map(|g| 2.0 * g).collect();
+        let lost = |sum: Vec<f32>| sum.iter().zip(&right).any(|(sum, right)| (sum - right).abs() > 1e-3);
+        assert!(sums.into_iter().any(|sum| lost(sum.unwrap().unwrap())), "{:?}", x.dims());
+    }
+    let x = input(&[1, 1, 2, 2]);
+    assert!(gradient(&x, |x| x.upsample_nearest2d(4, 6)).is_err());
+    assert!(gradient(&x, |x| x.upsample_nearest2d(3, 3)).is_err());
+    assert!(gradient(&x, |x| x.upsample_bilinear2d(4, 4, false)).is_err());
+}
+
+#[test]
+fn convolutions() {
+    // With stride 2, the width must leave over as much as the height.
+    let kernel = tensor(&[3, 2, 3, 3], 5);
+    for (height, width, works) in [(8, 8, true), (8, 10, true), (8, 7, false)] {
+        let x = input(&[1, 2, height, width]);
+        assert_eq!(gradient(&x, |x| x.conv2d(&kernel, 1, 2, 1, 1)).is_ok(), works, "{height}×{width}");
+    }
+    let x = input(&[1, 2, 8]);
+    let kernel = tensor(&[2, 2, 3], 6);
+    assert!(gradient(&x, |x| x.conv_transpose1d(&kernel, 0, 0, 1, 1, 1)).is_err());
+}

@@ -1,0 +1,54 @@
+//! The README's recipe for runs that go on where others ended.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+#[path = "../common/mod.rs"]
+mod common;
+
+use candle_nn::Optimizer;
+use common::{floats, ranks};
+include!("recipe.rs");
+
+/// Everything, the scaler's and the schedule's states among it, as values.
+fn state(training: &Training) -> Result<Vec<f64>> {
+    let weights = training.ddp.parameters().into_iter().flat_map(|var| floats(&var)).map(f64::from);
+    let mut states = vec![training.optimizer.learning_rate()];
+    for dict in [training.optimizer.state_dict()?, training.schedule.state_dict()?, training.scaler.state_dict()?] {
+        let mut entries: Vec<_> = dict.into_iter().collect();
+        entries.sort_by(|a, b| a.0.cmp(&b.0));
+        for (_, tensor) in entries {
+            states.extend(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?);
+        }
+    }
+    Ok(weights.chain(states).collect())
+}
+
+#[test]
+fn a_run_that_is_resumed_ends_as_one_without_a_break() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = ranks(2, |pg| {
+        let (straight, broken) = (folder.path().join("straight"), folder.path().join("broken"));
+        if pg.rank() == 0 {
+            std::fs::create_dir_all(&straight).and_then(|()| std::fs::create_dir_all(&broken)).unwrap();
+        }
+        pg.barrier()?;
+        // The same first weights for both.
+        let start = Training::new(&pg)?;
+        start.save(&pg, &straight, 0)?;
+        start.save(&pg, &broken, 0)?;
+        pg.barrier()?;
+        let fresh = state(&start)?;
+        let whole = state(&train(&pg, &straight, 5)?)?;
+        let part = state(&train(&pg, &broken, 2)?)?;
+        pg.barrier()?;
+        let resumed = state(&train(&pg, &broken, 5)?)?;
+        assert!(whole != fresh && whole != part);
+        assert_eq!(resumed, whole);
+        Ok(resumed)
+    })
+    .unwrap();
+    assert_eq!(results[0], results[1]);
+}
+
+#[test]
+fn the_readme_shows_what_is_tested_here() {
+    assert!(include_str!("../../README.md").contains(include_str!("recipe.rs")));
+}
