@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, init_process_group};
 use common::{floats, ranks};
+use std::time::{Duration, Instant};
 
 /// Rank r's `count` values: r·100, r·100 + 1, …
 fn mine(pg: &ProcessGroup, count: usize) -> Tensor {
@@ -183,5 +184,33 @@ fn engines_that_are_not_there_say_how_to_get_them() {
         assert_eq!(init(Backend::Auto).unwrap().backend(), Backend::Cpu);
         let error = init(Backend::Nccl).unwrap_err().to_string();
         assert!(error.contains("feature `nccl`"), "{error}");
+    }
+}
+
+/// One rank ends the group in place of making another one out of it.
+#[test]
+fn making_a_group_ends_with_the_group_it_is_made_of() {
+    for absent in 0..3 {
+        let all_know = std::sync::Barrier::new(3);
+        ranks(3, |pg| {
+            let start = Instant::now();
+            let errors = if pg.rank() == absent {
+                std::thread::sleep(Duration::from_millis(200));
+                pg.abort("no disk");
+                vec![]
+            } else {
+                // The second time, it has ended before.
+                [(); 2].map(|()| pg.new_group(&[2, 0, 1]).map(drop).unwrap_err().to_string()).into()
+            };
+            let took = start.elapsed();
+            // It is not by leaving that a rank is heard of.
+            all_know.wait();
+            for error in errors {
+                assert_eq!(error, format!("rank {absent} ended the group: no disk"));
+            }
+            assert!(took < Duration::from_secs(10), "only the time-out ended it");
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -48,6 +48,14 @@ fn rank_of_another_test() {
                 return report(&error.to_string());
             }
         },
+        // Rank 1 does not come to make the new group.
+        "joining" => {
+            exchange(&pg, &folder).unwrap();
+            match pg.rank() {
+                1 => std::thread::sleep(timeout),
+                _ => report(&pg.new_group(&[0, 1, 2]).map(drop).unwrap_err().to_string()),
+            }
+        }
         other => panic!("no such job: {other}"),
     }
 }
@@ -143,11 +151,14 @@ fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
 
 #[test]
 fn the_death_of_a_rank_is_an_error_that_names_it_on_all_others() {
-    let reports = survivors("killed", |child| {
-        rustix::process::kill_process(rustix::process::Pid::from_child(child), rustix::process::Signal::KILL).unwrap();
-    });
-    for report in reports {
-        assert!(report.contains("rank 1 is gone"), "{report}");
+    for job in ["killed", "joining"] {
+        let reports = survivors(job, |child| {
+            let pid = rustix::process::Pid::from_child(child);
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        });
+        for report in reports {
+            assert!(report.contains("rank 1 is gone"), "{job}: {report}");
+        }
     }
 }
 

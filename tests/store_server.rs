@@ -270,7 +270,7 @@ fn all_interfaces_are_served() {
     let server = TcpStoreServer::bind(0).unwrap();
     let mut hosts = vec!["127.0.0.1", "localhost"];
     if server.local_addr().is_ipv6() {
-        hosts.push("::1");
+        hosts.extend(["::1", "[::1]"]);
     }
     for host in hosts {
         let store = TcpStore::connect(host, server.port(), TIMEOUT).unwrap();

@@ -17,8 +17,8 @@ mod work;
 pub use collective::{Collective, ReduceOp};
 pub use work::{Completion, Work};
 
-use crate::Result;
 use crate::rendezvous::Store;
+use crate::{Error, Result};
 use std::sync::Arc;
 
 /// Whether the engines take tensors of `dtype`.
@@ -49,6 +49,11 @@ pub trait Communicator: Send + Sync {
     /// Called again from time to time, it keeps the times exact.
     fn measure_spans(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Why the group has ended, if it has and the engine knows at once.
+    fn failure(&self) -> Option<Error> {
+        None
     }
 
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.

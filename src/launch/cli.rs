@@ -13,6 +13,11 @@ Examples:
 Every worker finds its rank in torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on. \
 Its standard input is empty. Its output is passed on line by line; it sees a terminal where ddprun has one.
 
+A worker ends with ddprun, and what it has started with it. Only when ddprun itself is killed by SIGKILL, the system \
+kills the workers alone: in a wrapper script, start the program with `exec`, so that it is the worker.
+
+torchrun's --monitor-interval and --start-method are accepted and change nothing.
+
 Exit code: 0 when every worker ended with 0; that of the first worker that failed (128 + N when signal N killed it); \
 128 + N after ddprun itself was sent signal N; 2 for a command line that makes no sense; cargo's own when the build \
 failed; 126 or 127 for a program that is not executable or not there; 1 for everything else.";
@@ -156,6 +161,34 @@ pub struct Cli {
     /// torchrun's way to run a Python module; refused with a hint.
     #[arg(short, long, hide = true)]
     pub module: bool,
+
+    /// torchrun's ways to meet; refused with a hint, as are the next four.
+    #[arg(long, alias = "rdzv_backend", value_name = "NAME", hide = true)]
+    pub rdzv_backend: Option<String>,
+
+    /// Where torchrun's nodes meet.
+    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST:PORT", hide = true)]
+    pub rdzv_endpoint: Option<String>,
+
+    /// Settings of that meeting.
+    #[arg(long, alias = "rdzv_conf", value_name = "LIST", hide = true)]
+    pub rdzv_conf: Option<String>,
+
+    /// This machine's address in torchrun's meeting.
+    #[arg(long, alias = "local_addr", value_name = "HOST", hide = true)]
+    pub local_addr: Option<String>,
+
+    /// The ranks whose output torchrun shows.
+    #[arg(long, alias = "local_ranks_filter", value_name = "LIST", hide = true)]
+    pub local_ranks_filter: Option<String>,
+
+    /// How often torchrun looks after its workers; changes nothing, since ddprun hears of their end at once.
+    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", hide = true)]
+    pub monitor_interval: Option<String>,
+
+    /// How torchrun's Python starts processes; changes nothing.
+    #[arg(long, alias = "start_method", value_name = "NAME", hide = true)]
+    pub start_method: Option<String>,
 
     /// The program and its arguments; with --example or --bin the arguments alone.
     #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]

@@ -139,6 +139,18 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
         return Err(Error::invalid("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
+    const MEET: &str = "ddprun's machines meet at --master-addr and --master-port: leave it out, and give these on every \
+                        node";
+    let refused = [
+        ("--rdzv-backend", &cli.rdzv_backend, MEET),
+        ("--rdzv-endpoint", &cli.rdzv_endpoint, MEET),
+        ("--rdzv-conf", &cli.rdzv_conf, MEET),
+        ("--local-addr", &cli.local_addr, "ranks find out where they are reached: leave it out"),
+        ("--local-ranks-filter", &cli.local_ranks_filter, "--redirects says whose output is not shown, as in 1:3,2:3"),
+    ];
+    if let Some((option, _, reason)) = refused.into_iter().find(|(_, value, _)| value.is_some()) {
+        return Err(Error::invalid(option, reason));
+    }
     if cli.max_restarts > 0 {
         let reason = "restarting failed runs is not supported yet: leave it out, and start again from a checkpoint";
         return Err(Error::invalid("--max-restarts", reason));
@@ -189,7 +201,8 @@ fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
         Some(address) if address.trim().is_empty() => {
             return Err(Error::invalid("--master-addr", "is empty: name machine 0, or leave it out on one machine"));
         }
-        Some(address) => address.clone(),
+        // Brackets belong to an IPv6 address with a port.
+        Some(address) => address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address).into(),
         None if topology.nodes > 1 => {
             let reason = "is needed with several machines: the name of machine 0, as all of them know it";
             return Err(Error::invalid("--master-addr", reason));

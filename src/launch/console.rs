@@ -26,7 +26,13 @@ pub(super) struct Console {
     terminal: [bool; 2],
     same: bool,
     open: [Option<Open>; 2],
+    /// Whether it was said that the stream cannot be written.
+    complained: [bool; 2],
 }
+
+/// Nobody reads a stream of ours any more, as after `ddprun … | head`.
+#[derive(Debug)]
+pub(super) struct NoReader;
 
 impl Console {
     /// Looks at where this process's stdout and stderr go.
@@ -35,6 +41,7 @@ impl Console {
             terminal: [io::stdout().is_terminal(), io::stderr().is_terminal()],
             same: identity(io::stdout().as_fd()).is_some_and(|out| identity(io::stderr().as_fd()) == Some(out)),
             open: [None; 2],
+            complained: [false; 2],
         }
     }
 
@@ -56,8 +63,25 @@ impl Console {
         self.open[if self.same { 0 } else { 1 }].is_some()
     }
 
+    /// Shows `bytes`, which came from `source`. What a full disk does not take is missing, which is said once: it does not
+    /// end the training.
+    pub(super) fn show(&mut self, source: usize, target: Target, bytes: &[u8]) -> Result<(), NoReader> {
+        let Err(error) = self.write(source, target, bytes) else { return Ok(()) };
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            return Err(NoReader);
+        }
+        let (name, complained) = match target {
+            Target::Stdout => ("stdout", &mut self.complained[0]),
+            Target::Stderr => ("stderr", &mut self.complained[1]),
+        };
+        if !std::mem::replace(complained, true) {
+            super::message(format_args!("cannot write the workers' output to {name}: {error}. Some of it is missing"));
+        }
+        Ok(())
+    }
+
     /// Writes `bytes`, which came from `source`, at once.
-    pub(super) fn write(&mut self, source: usize, target: Target, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, source: usize, target: Target, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }

@@ -1,7 +1,8 @@
 //! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
 //!
 //! - Every worker leads a process group of its own, and the kernel kills it when the launcher dies, however that
-//!   happens. What a worker has started is told to end, and killed, with it.
+//!   happens. What a worker has started is told to end, and killed, with it, by the launcher: when that is killed by
+//!   SIGKILL, it lives on, as the program in a wrapper script does that starts it without `exec`.
 //! - The first failure ends the others (a second to end by themselves, then SIGTERM, then SIGKILL after a grace period)
 //!   and decides the exit code.
 //! - Output is passed on line by line. Where the launcher writes to a terminal the workers see one too (a
@@ -105,6 +106,7 @@ fn execute(config: &Config) -> Result<u8> {
     };
     let events = Events::listen(&config.signals)?;
     child::adopt_orphans();
+    store::check_address(config)?;
     let (_store, master_port) = store::host(config)?;
     let folder = RunFolder::create(config)?;
     let console = Console::detect();

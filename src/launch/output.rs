@@ -68,9 +68,8 @@ impl Source {
         }
         if let Some(lines) = &mut self.shown {
             let ready = lines.push(bytes);
-            if console.write(index, self.target, &ready).is_err() {
-                // Nobody reads our output any more, as after `ddprun … | head`. Without a log file the worker is told
-                // by its own write failing, as if it had written there itself.
+            if console.show(index, self.target, &ready).is_err() {
+                // Without a log file the worker is told by its own write failing, as if it had written there itself.
                 self.shown = None;
                 if self.file.is_none() {
                     self.fd = None;
@@ -84,7 +83,7 @@ impl Source {
         if let Some(mut lines) = self.shown.take() {
             let rest = lines.finish();
             // The stream has ended: nobody is left to be told.
-            let _ = console.write(index, self.target, &rest);
+            let _ = console.show(index, self.target, &rest);
         }
     }
 }

@@ -2,7 +2,26 @@
 use super::config::Config;
 use crate::rendezvous::TcpStoreServer;
 use crate::{Error, Result};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+
+/// Says when the store's host has no address, as seen from this machine. That ends nothing, since a name server may hear
+/// of it later; it is a thread that asks, since one that does not answer takes its time.
+pub(super) fn check_address(config: &Config) -> Result<()> {
+    let host = config.master_addr.clone();
+    if host.parse::<IpAddr>().is_ok() {
+        return Ok(());
+    }
+    let look_up = move || {
+        if let Err(error) = (host.as_str(), 0).to_socket_addrs() {
+            super::message(format_args!(
+                "--master-addr: the name {host} cannot be resolved on this machine: {error}. Its workers will try again \
+                 until their time-out"
+            ));
+        }
+    };
+    let thread = std::thread::Builder::new().name("ddprun-resolver".into()).spawn(look_up);
+    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
+}
 
 /// Starts the store where it is this machine's task; it serves, and holds its port, until it is dropped. Returns it
 /// and its port.

@@ -120,7 +120,7 @@ impl Starter<'_> {
         if self.console.is_one() && !redirects.any() && !tee.any() {
             // Both end in the same place: one stream keeps them in the order in which they were written.
             let both = self.stream(local_rank, Target::Stdout, false, false)?;
-            let copy = both.try_clone().map_err(|error| Error::io("duplicating a worker's output stream", error))?;
+            let copy = both.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?;
             command.stdout(both).stderr(copy);
         } else {
             command.stdout(self.stream(local_rank, Target::Stdout, redirects.stdout, tee.stdout)?);
@@ -128,7 +128,10 @@ impl Starter<'_> {
         }
         command.process_group(0);
         child::bind_to_launcher(&mut command);
-        let process = command.spawn().map_err(|source| cannot_start(self.program, source))?;
+        let process = command.spawn().map_err(|source| match lack(&source) {
+            Some(_) => cannot("starting a process", rank, source),
+            None => cannot_start(self.program, source),
+        })?;
         let pid = Pid::from_child(&process);
         Ok(Worker { local_rank, rank, pid, ended: None, group: true })
     }
@@ -141,17 +144,18 @@ impl Starter<'_> {
             Target::Stdout => Some(self.folder.log_file(local_rank, "stdout.log")?),
             Target::Stderr => Some(self.folder.log_file(local_rank, "stderr.log")?),
         };
+        let rank = config.topology.rank(local_rank);
         let visible = tee || !redirect;
         let terminal = visible && self.console.is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {
             Some(Ok((ours, theirs))) => {
-                let copy = ours.try_clone().map_err(|error| Error::io("duplicating a pseudo-terminal", error))?;
+                let copy = ours.try_clone().map_err(|error| cannot("duplicating a pseudo-terminal", rank, error))?;
                 self.terminals.push(copy);
                 (ours, theirs)
             }
             // A system without pseudo-terminals.
             Some(Err(_)) | None => {
-                let (reader, writer) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
+                let (reader, writer) = std::io::pipe().map_err(|error| cannot("creating a pipe", rank, error))?;
                 (reader.into(), writer.into())
             }
         };
@@ -160,12 +164,29 @@ impl Starter<'_> {
             template
                 .replace("${role_name}", &config.role)
                 .replace("${local_rank}", &local_rank.to_string())
-                .replace("${rank}", &config.topology.rank(local_rank).to_string())
+                .replace("${rank}", &rank.to_string())
         });
         let shown = visible.then(|| Lines::new(prefix, terminal));
         self.sources.push(Source { fd: Some(ours), local_rank, target, shown, file, tail: Tail::default() });
         Ok(theirs)
     }
+}
+
+/// What to do when the system has run out of something, whatever the program is.
+fn lack(error: &std::io::Error) -> Option<&'static str> {
+    match Errno::from_io_error(error)? {
+        Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
+        Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),
+        Errno::AGAIN => Some("raise the limit on processes, `ulimit -u` or that of the container or job"),
+        Errno::NOMEM => Some("there is too little memory for so many workers"),
+        _ => None,
+    }
+}
+
+/// Something that every worker needs failed, not its program.
+fn cannot(doing: &str, rank: usize, source: std::io::Error) -> Error {
+    let hint = lack(&source).map(|hint| format!(" ({hint})")).unwrap_or_default();
+    Error::io(format!("{doing} for rank {rank}{hint}"), source)
 }
 
 /// Why a program could not be started, and what to do.

@@ -169,8 +169,9 @@ pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<d
     Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
 }
 
-/// The engine of one group.
+/// The engine of one group, made of the ranks of `parent` if that is not the first.
 pub(super) fn communicator(
+    parent: Option<&dyn Communicator>,
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
@@ -182,7 +183,7 @@ pub(super) fn communicator(
         return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));
     }
     let options = cpu::CpuOptions { timeout, address: settings.address, ..Default::default() };
-    Ok(Box::new(cpu::CpuCommunicator::new(store, rank, world_size, options)?))
+    Ok(Box::new(cpu::CpuCommunicator::beside(parent, store, rank, world_size, options)?))
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ struct Settings {
 impl ProcessGroup {
     /// Builds the engine of a group whose rank `rank` is this process. `store` must be the group's own.
     fn connect(store: Arc<dyn Store>, global_ranks: Vec<usize>, rank: usize, settings: Settings) -> Result<Self> {
-        let communicator = init::communicator(Arc::clone(&store), rank, global_ranks.len(), &settings)?;
+        let communicator = init::communicator(None, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
         Ok(Self::around(communicator, store, global_ranks, settings))
     }
 
@@ -121,6 +121,9 @@ impl ProcessGroup {
     /// A group of some of this group's ranks, given as they are numbered here; rank `i` of the new group is `ranks[i]`.
     ///
     /// Every rank of this group calls it with the same `ranks`, also those that are not among them: they get `None`.
+    ///
+    /// # Errors
+    /// Ranks that do not exist; ranks that do not come within the time-out, or, at once, the failure of this group.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
@@ -144,7 +147,8 @@ impl ProcessGroup {
         let communicator = match self.0.communicator.split(ranks, init::engine_store(&store, &settings)) {
             Some(made) => made?,
             None => {
-                let make = |rank| init::communicator(Arc::clone(&store), rank, ranks.len(), &settings);
+                let parent = Some(&*self.0.communicator);
+                let make = |rank| init::communicator(parent, Arc::clone(&store), rank, ranks.len(), &settings);
                 place.map(make).transpose()?
             }
         };
@@ -161,9 +165,11 @@ impl ProcessGroup {
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
-        let store = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
-        let made = Self::connect(store, self.0.global_ranks.clone(), self.rank(), self.0.settings.clone())?;
-        Ok(companion.insert(made).clone())
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
+        let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
+        let parent = Some(&*self.0.communicator);
+        let made = init::communicator(parent, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
+        Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
 
     /// Starts any collective; the methods named after them read better.
@@ -189,7 +195,7 @@ impl ProcessGroup {
     /// For an error after which this rank cannot make the calls that the others wait for.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
-        // Without waiting: one who holds the lock connects, and hears of it from the store or its time-out.
+        // Without waiting: one who holds the lock connects, and hears of it from this group or its time-out.
         if let Ok(companion) = self.0.companion.try_lock()
             && let Some(companion) = &*companion
         {

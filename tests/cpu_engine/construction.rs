@@ -30,6 +30,7 @@ fn a_rank_that_never_comes_is_named() {
         for error in errors(&ranks) {
             let expected = format!("has no connection to rank(s) [{missing}] (time-out 1.5s): they have not");
             assert!(error.contains(&expected), "rank {missing} is missing: {error}");
+            assert!(error.contains("new_group with the same ranks"), "{error}");
         }
     }
 }

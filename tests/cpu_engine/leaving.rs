@@ -124,3 +124,22 @@ fn a_rank_that_left_after_another_call_is_no_dead_rank() {
         assert!(error.to_string().contains("broadcast(f32[5])") || error.to_string().contains("gather"), "{error}");
     }
 }
+
+/// Rank 2 waits for data of rank 1, which took part in the broadcast of rank 0 instead.
+#[test]
+fn a_rank_that_left_after_another_call_is_not_slow() {
+    let errors = on_ranks(3, |communicator| {
+        if communicator.rank() < 2 {
+            communicator.run(broadcast(5, 0)).unwrap();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        Some(until_failure(&communicator, broadcast(5, 1)))
+    });
+    let error = errors[2].as_ref().unwrap();
+    let Error::Desync { sequence: 1, rank_a, rank_b, .. } = error else { panic!("{error:?}") };
+    assert_eq!(rank_a + rank_b, 3, "{error}");
+    // Over some transports, rank 1's header says more.
+    let text = error.to_string();
+    assert!(text.contains("it has left since") || text.contains("broadcast(f32[5], root 0)"), "{text}");
+}

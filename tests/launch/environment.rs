@@ -2,7 +2,7 @@
 use crate::{Place, Ran, Running};
 use candle_ddp::rendezvous::{Store, TcpStore};
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -124,4 +124,21 @@ fn standard_input_is_empty() {
     let _ = stdin.write_all(b"text\n");
     drop(stdin);
     assert_eq!(Ran::of(child).stdout, "end\n");
+}
+
+#[test]
+fn a_master_that_has_no_address_is_told_at_once() {
+    let place = Place::new();
+    let args = ["--nnodes=2", "--node-rank=1", "--master-addr=no-such-host.invalid", "--nproc-per-node=1"];
+    let mut running = place.start(&args, "exec sleep 60");
+    let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
+    let line = lines.find(|line| line.as_ref().unwrap().contains("--master-addr")).unwrap().unwrap();
+    assert!(line.contains("no-such-host.invalid cannot be resolved"), "{line}");
+    assert!(running.child().try_wait().unwrap().is_none(), "it is no end: the name may get an address later");
+}
+
+#[test]
+fn brackets_around_an_address_are_left_out() {
+    let ran = Place::new().run(&["--master-addr=[::1]"], "echo $MASTER_ADDR");
+    assert_eq!(ran.stdout, "::1\n", "{ran:?}");
 }

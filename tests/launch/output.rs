@@ -2,6 +2,7 @@
 use crate::{Place, Ran, Running};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
+use std::process::Stdio;
 
 #[test]
 fn lines_of_different_ranks_never_tear() {
@@ -78,7 +79,7 @@ fn tee_goes_to_files_and_is_shown_with_a_prefix() {
 
 #[test]
 fn a_template_prefixes_all_that_is_shown() {
-    let args = ["--nnodes=2", "--node-rank=1", "--master-addr=a", "--nproc-per-node=1"];
+    let args = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--nproc-per-node=1"];
     let template = ["--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
     let ran = Place::new().run(&[&args[..], &template[..]].concat(), "echo out; echo err >&2");
     assert_eq!(ran.stdout, "<default 0 1> out\n");
@@ -120,4 +121,37 @@ fn a_reader_that_leaves_ends_the_run() {
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(128 + 13));
     ran.says("SIGPIPE");
+}
+
+/// A disk that is full, as /dev/full is, does not end the training.
+#[test]
+#[cfg(target_os = "linux")]
+fn output_that_cannot_be_written_is_told_and_read_on() {
+    let place = Place::new();
+    // More than a pipe holds, on both streams.
+    let script = "i=0; while [ $i -lt 20000 ]; do echo line $i; echo line $i >&2; i=$((i + 1)); done; echo > done";
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let run = |args: &[&str], out: Stdio, err: Stdio| {
+        let _ = std::fs::remove_file(place.path("done"));
+        let mut command = place.ddprun(&[args, &["sh", "-c", script]].concat());
+        let ran = Ran::of(Running::new(command.stdout(out).stderr(err)));
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        assert!(place.path("done").exists());
+        ran
+    };
+    let ran = run(&[], full().into(), Stdio::piped());
+    assert_eq!(ran.stderr.matches("ddprun: cannot write the workers' output to stdout: No space left").count(), 1);
+    assert!(ran.stderr.contains("\nline 19999\n"), "{ran:?}");
+    let ran = run(&[], Stdio::piped(), full().into());
+    assert!(ran.stdout.ends_with("\nline 19999\n"), "{ran:?}");
+    run(&[], full().into(), full().into());
+    // Log files are as complete as ever.
+    let ran = run(&["--log-dir=logs", "--run-id=a", "-t1"], full().into(), Stdio::piped());
+    assert_eq!(ran.stderr.matches("cannot write the workers' output to stdout").count(), 1);
+    assert!(read_to_string(place.path("logs/a/attempt_0/0/stdout.log")).unwrap().ends_with("\nline 19999\n"));
+    // What is written at the very end is missed as well.
+    let mut command = place.ddprun(&["sh", "-c", "printf unfinished"]);
+    let ran = Ran::of(Running::new(command.stdout(full()).stderr(Stdio::piped())));
+    assert_eq!(ran.code, Some(0));
+    ran.says("cannot write the workers' output to stdout: No space left");
 }

@@ -16,6 +16,11 @@ fn nonsense_is_refused_with_code_2() {
         (&["--nnodes", "2", "--node-rank", "0", "x"], "--master-addr"),
         (&["-m", "train"], "python -m"),
         (&["--max-restarts", "3", "x"], "not supported yet"),
+        (&["--rdzv-backend", "c10d", "x"], "--master-addr and --master-port"),
+        (&["--rdzv_endpoint=a:1", "x"], "--master-addr and --master-port"),
+        (&["--rdzv-conf", "timeout=9", "x"], "leave it out"),
+        (&["--local-addr", "a", "x"], "leave it out"),
+        (&["--local_ranks_filter", "0", "x"], "--redirects"),
         (&["--redirects", "7", "x"], "expected 0 (none)"),
     ];
     for (args, hint) in cases {
@@ -79,4 +84,26 @@ fn a_port_that_is_taken_is_named() {
     let ran = run(&place, &["--master-port", &port, "true"]);
     assert_eq!(ran.code, Some(1));
     ran.says(&port);
+}
+
+#[test]
+fn what_changes_nothing_is_accepted() {
+    let place = Place::new();
+    let ran = run(&place, &["--monitor-interval", "0.1", "--start_method=fork", "--no-python", "sh", "-c", "echo x"]);
+    assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "x\n", ""));
+}
+
+#[test]
+fn too_many_workers_for_the_limits_say_which_to_raise() {
+    let place = Place::new();
+    // Pipes, the threads' descriptors, or the start of a process: the limit is hit by one or another.
+    for limit in 30..36 {
+        let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", &script, env!("CARGO_BIN_EXE_ddprun"), "--nproc-per-node=30", "sleep", "60"]);
+        let ran = Ran::new(command.env("TMPDIR", place.path("tmp")));
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        ran.says("ulimit -n");
+        ran.says("Too many open files");
+    }
 }

@@ -134,6 +134,17 @@ impl CpuCommunicator {
     ///
     /// `store` is shared by all ranks and private to this group; it is not needed any more afterwards.
     pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
+        Self::beside(None, store, rank, world_size, options)
+    }
+
+    /// [`new`](Self::new), for a group made of the ranks of `parent`, whose failure ends the waiting for them.
+    pub(crate) fn beside(
+        parent: Option<&dyn Communicator>,
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        options: CpuOptions,
+    ) -> Result<Self> {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
@@ -161,12 +172,16 @@ impl CpuCommunicator {
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
+            parent,
         };
         let Ways { connections, hosts, room, layout } = match world_size {
             1 => Ways::none(),
-            _ => connector.connect().and_then(|connections| {
-                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
-            })?,
+            _ => connector
+                .connect()
+                .and_then(|connections| {
+                    connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
+                })
+                .map_err(|error| connector.cause(error))?,
         };
         let tuning = match layout {
             None => tune(Tuning::TCP),
@@ -245,6 +260,10 @@ impl Communicator for CpuCommunicator {
     fn run(&self, collective: Collective) -> Result<()> {
         let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
         self.lane(channel).run(call, collective)
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.group.failure().map(Error::from)
     }
 
     fn abort(&self, reason: &str) {

@@ -4,6 +4,7 @@
 //! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::hello::{Hello, Kind, Stranger, Terms};
+use crate::backend::Communicator;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -29,7 +30,13 @@ pub(super) struct Connector<'a> {
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
+    /// The group that this one is made of. When it fails, ranks do not come that would have.
+    pub(super) parent: Option<&'a dyn Communicator>,
 }
+
+/// What to do about ranks that do not come.
+const ABSENT: &str = "Have they made this group, too (new_group with the same ranks), or ended? Look for the first error \
+                      in their output";
 
 /// One of the three connections to a peer.
 type Slots = [Option<TcpStream>; Kind::ALL.len()];
@@ -90,6 +97,30 @@ impl Connector<'_> {
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
+    /// How long to wait for a peer before looking after the parent.
+    fn slice(&self) -> Duration {
+        const SLICE: Duration = Duration::from_millis(500);
+        if self.parent.is_some() { self.left().min(SLICE) } else { self.left() }
+    }
+
+    /// The parent's failure.
+    fn heed_parent(&self) -> Result<()> {
+        self.parent.and_then(|parent| parent.failure()).map_or(Ok(()), Err)
+    }
+
+    /// What is behind `error`: a peer may have given up since it heard of the parent's failure a moment before this rank.
+    pub(super) fn cause(&self, error: Error) -> Error {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let until = Instant::now() + PATIENCE;
+        while self.parent.is_some() && Instant::now() < until {
+            if let Err(failure) = self.heed_parent() {
+                return failure;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        error
+    }
+
     pub(super) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
@@ -97,13 +128,19 @@ impl Connector<'_> {
     /// The address of `peer`, and what it says to everybody.
     fn look_up(&self, peer: usize) -> Result<(SocketAddr, Hello)> {
         let key = key(peer);
-        if let Err(error) = self.store.wait(&[&key], Some(self.left())) {
-            if !matches!(error, Error::StoreTimeout { .. }) {
-                return Err(error);
-            }
+        loop {
+            self.heed_parent()?;
+            let error = match self.store.wait(&[&key], Some(self.slice())) {
+                Ok(()) => break,
+                Err(Error::StoreTimeout { .. }) if Instant::now() < self.deadline => continue,
+                Err(Error::StoreTimeout { operation, store, reason, .. }) => {
+                    Error::StoreTimeout { operation, store, timeout: self.timeout, reason }
+                }
+                Err(error) => return Err(error),
+            };
             let is_missing = |peer: &usize| !self.store.check(&[&self::key(*peer)]).unwrap_or(false);
             let missing: Vec<usize> = (0..self.rank).filter(is_missing).collect();
-            return Err(self.failed(&missing, format!("they have not come to the rendezvous ({error})")));
+            return Err(self.failed(&missing, format!("they have not come to the rendezvous ({error}). {ABSENT}")));
         }
         let value = self.store.get(&key)?;
         let text = String::from_utf8_lossy(&value);
@@ -132,6 +169,7 @@ impl Connector<'_> {
     fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
         let mut slots: Vec<Slots> = (0..self.terms.world_size).map(|_| Slots::default()).collect();
         loop {
+            self.heed_parent()?;
             let missing: Vec<usize> = (0..slots.len())
                 .filter(|peer| *peer != self.rank && slots[*peer].iter().any(Option::is_none))
                 .collect();
@@ -143,13 +181,13 @@ impl Connector<'_> {
                 let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
                 // Lower ranks may not answer because they, too, wait for a higher one.
                 return Err(match higher.is_empty() {
-                    false => self.failed(&higher, "they have not connected to this rank"),
+                    false => self.failed(&higher, format!("they have not connected to this rank. {ABSENT}")),
                     true => self.failed(&lower, "they do not answer"),
                 });
             }
             let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
             fds.extend(conversations.iter().map(|conversation| PollFd::new(&conversation.socket, PollFlags::IN)));
-            match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+            match poll(&mut fds, Timespec::try_from(self.slice()).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Error::io("waiting for connections", error)),
             }

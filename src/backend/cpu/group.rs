@@ -9,6 +9,7 @@ use super::lock;
 use super::progress::Progress;
 use super::shm::Room;
 use super::transport::Transport;
+use crate::Error;
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ pub(super) struct Group {
 
 struct State {
     failure: Option<Failure>,
+    /// No call has returned the failure.
+    untold: bool,
     collectives: Progress,
     peers: Vec<Peer>,
     /// Answers to the queries under way, by rank.
@@ -63,6 +66,19 @@ impl State {
             Channel::SendTo(peer) => &mut self.peers[peer].sends,
             Channel::RecvFrom(peer) => &mut self.peers[peer].recvs,
         }
+    }
+
+    /// The failure, for a caller.
+    fn tell(&mut self) -> Result<(), Failure> {
+        self.untold = false;
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// A call that is being carried out: its progress and its sequence number.
+    fn running(&self) -> Option<(&Progress, u64)> {
+        let point_to_point = self.peers.iter().flat_map(|peer| [&peer.sends, &peer.recvs]);
+        let mut all = std::iter::once(&self.collectives).chain(point_to_point);
+        all.find_map(|progress| Some((progress, progress.running()?)))
     }
 
     /// A peer that left before it could take part in call number `sequence` of `channel`.
@@ -94,10 +110,7 @@ impl State {
             let call = progress.call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string());
             format!("{call}, sequence {sequence}")
         };
-        let point_to_point = self.peers.iter().flat_map(|peer| [&peer.sends, &peer.recvs]);
-        let running = std::iter::once(&self.collectives)
-            .chain(point_to_point)
-            .find_map(|progress| progress.running().map(|sequence| describe(progress, sequence)));
+        let running = self.running().map(|(progress, sequence)| describe(progress, sequence));
         running.unwrap_or_else(|| match self.collectives.current() {
             0 => "the time before the first collective".into(),
             last => format!("the time after {}", describe(&self.collectives, last)),
@@ -117,6 +130,7 @@ impl Group {
     ) -> Self {
         let state = State {
             failure: None,
+            untold: false,
             collectives: Progress::default(),
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             queries: HashMap::new(),
@@ -135,9 +149,7 @@ impl Group {
     /// Notes that `call` was started, unless the group has failed.
     pub(super) fn start(&self, channel: Channel, header: Header) -> Result<(), Failure> {
         let mut state = lock(&self.state);
-        if let Some(failure) = &state.failure {
-            return Err(failure.clone());
-        }
+        state.tell()?;
         state.progress(channel).start(header.sequence, header.call);
         Ok(())
     }
@@ -145,9 +157,7 @@ impl Group {
     /// Notes that a call is being carried out, unless the group has failed or a peer that is needed has left.
     pub(super) fn begin(&self, channel: Channel, sequence: u64) -> Result<(), Failure> {
         let mut state = lock(&self.state);
-        if let Some(failure) = &state.failure {
-            return Err(failure.clone());
-        }
+        state.tell()?;
         state.progress(channel).begin(sequence);
         if let Some(failure) = state.peer_left(channel, sequence) {
             drop(state);
@@ -172,6 +182,9 @@ impl Group {
             return first.clone();
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
+        // A call that is being carried out returns it, and this rank knows what it did itself.
+        let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
+        state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
         self.changed.notify_all();
@@ -193,24 +206,33 @@ impl Group {
         if let Some(failure) = self.wait_until(deadline, |state| state.failure.clone()) {
             return failure;
         }
+        let failure = self.left_after_another(channel, &[peer]).unwrap_or_else(|| {
+            let call = lock(&self.state).activity();
+            Failure::PeerGone { rank: self.rank, peer, call: format!("{call} ({reason})") }
+        });
+        self.fail(failure)
+    }
+
+    /// The failure of the call that `channel` is carrying out when one of `peers`, of which it still wants something, has
+    /// left: it made its calls, as many as this rank, but another one here.
+    pub(super) fn left_after_another(&self, channel: Channel, peers: &[usize]) -> Option<Failure> {
         let mut state = lock(&self.state);
-        let call = state.activity();
+        let peer = *peers.iter().find(|peer| state.peers[**peer].farewell.is_some())?;
         let progress = state.progress(channel);
         let sequence = progress.current();
-        let ours = progress.call_at(sequence);
-        let failure = match (state.peers[peer].farewell, ours) {
-            // It made its calls, as many as this rank, and left, but sent nothing for this one.
-            (Some(_), Some(ours)) => Failure::Desync {
-                sequence,
-                rank_a: peer,
-                call_a: "something else (it has left since)".into(),
-                rank_b: self.rank,
-                call_b: ours.to_string(),
-            },
-            _ => Failure::PeerGone { rank: self.rank, peer, call: format!("{call} ({reason})") },
-        };
-        drop(state);
-        self.fail(failure)
+        let ours = progress.call_at(sequence)?;
+        Some(Failure::Desync {
+            sequence,
+            rank_a: peer,
+            call_a: "something else (it has left since)".into(),
+            rank_b: self.rank,
+            call_b: ours.to_string(),
+        })
+    }
+
+    /// Why the group has ended, if it has.
+    pub(super) fn failure(&self) -> Option<Failure> {
+        lock(&self.state).failure.clone()
     }
 
     /// Waits until `found` finds something in the state, at most until `deadline`.
@@ -273,6 +295,16 @@ impl Group {
         self.wait_until(Instant::now() + PATIENCE, |state| {
             self.peers().all(|peer| state.peers[peer].acknowledged || state.peers[peer].closed).then_some(())
         });
+        let state = lock(&self.state);
+        match &state.failure {
+            // After the last call, programs end in many ways.
+            None | Some(Failure::PeerGone { .. }) => {}
+            Some(failure) if state.untold => {
+                let (rank, error) = (self.rank, Error::from(failure.clone()));
+                log::warn!("rank {rank}: the group had failed when it left, and no call has said so: {error}");
+            }
+            Some(_) => {}
+        }
     }
 
     /// Tells the monitor to end.

@@ -225,6 +225,9 @@ impl<'a> Session<'a> {
                 None => reasons.push(format!("rank {peer} is not in this collective: {last}")),
             }
         }
+        if let Some(failure) = self.group.left_after_another(self.channel, peers) {
+            return failure;
+        }
         if reasons.is_empty() {
             reasons.push(format!("all ranks are in it, but ranks {peers:?} are too slow, or the network is"));
         }

@@ -135,6 +135,8 @@ impl Link {
 
 /// The addresses of `host`, looked up on a thread of its own, since a dead name server takes its time.
 fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
+    // Brackets belong to an IPv6 address with a port; they may be there without one.
+    let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
@@ -165,6 +167,7 @@ pub(super) enum ConnectError {
 pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
+    let mut is_warned = false;
     let mut note = |reason: String| {
         // What the deadline cut short says less than what happened before it.
         if last.is_empty() || Instant::now() < deadline {
@@ -175,7 +178,12 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
     loop {
         let mut reason = String::new();
         match resolve(host, port, deadline) {
-            Err(error) => reason = note(error),
+            Err(error) => {
+                if !std::mem::replace(&mut is_warned, true) {
+                    log::warn!("{error}. Trying again until the time-out: is MASTER_ADDR right?");
+                }
+                reason = note(error);
+            }
             Ok(addresses) => {
                 let share = u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
                 for address in addresses {
