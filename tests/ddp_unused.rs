@@ -1,6 +1,8 @@
 //! DDP says once, on rank 0, which parameters no rank used.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
+#[path = "common/logger.rs"]
+mod logger;
 
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::comm_hook::{CommHook, Fp16Compress, Noop};
@@ -8,24 +10,7 @@ use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, nn};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use common::ranks;
-use std::sync::Mutex;
-
-/// Keeps the warnings.
-struct Log(Mutex<Vec<String>>);
-
-impl log::Log for Log {
-    fn enabled(&self, _: &log::Metadata) -> bool {
-        true
-    }
-    fn log(&self, record: &log::Record) {
-        if record.level() <= log::Level::Warn {
-            self.0.lock().unwrap().push(record.args().to_string());
-        }
-    }
-    fn flush(&self) {}
-}
-
-static LOG: Log = Log(Mutex::new(Vec::new()));
+use logger::LOG;
 
 struct Net {
     layers: [Linear; 3],

@@ -1,32 +1,19 @@
 //! Ranks that cannot share memory, or shall not: they use TCP, and say so once.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
+#[path = "common/logger.rs"]
+mod logger;
+
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{HashStore, Store};
 use candle_ddp::{ReduceOp, Result};
-use std::sync::{Arc, Mutex};
+use logger::LOG;
+use std::sync::Arc;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// Keeps the warnings.
-struct Log(Mutex<Vec<String>>);
-
-impl log::Log for Log {
-    fn enabled(&self, _: &log::Metadata) -> bool {
-        true
-    }
-    fn log(&self, record: &log::Record) {
-        if record.level() <= log::Level::Warn {
-            self.0.lock().unwrap().push(record.args().to_string());
-        }
-    }
-    fn flush(&self) {}
-}
-
-static LOG: Log = Log(Mutex::new(Vec::new()));
 
 /// Whether this process maps an engine's memory.
 fn is_mapped() -> bool {

@@ -1,29 +1,16 @@
 //! What only the log tells.
 #![allow(clippy::unwrap_used)]
+#[path = "common/logger.rs"]
+mod logger;
+
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{HashStore, Store, TcpStore};
-use std::sync::{Arc, Barrier, Mutex};
+use logger::LOG;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
-
-/// Keeps the warnings.
-struct Log(Mutex<Vec<String>>);
-
-impl log::Log for Log {
-    fn enabled(&self, _: &log::Metadata) -> bool {
-        true
-    }
-    fn log(&self, record: &log::Record) {
-        if record.level() <= log::Level::Warn {
-            self.0.lock().unwrap().push(record.args().to_string());
-        }
-    }
-    fn flush(&self) {}
-}
-
-static LOG: Log = Log(Mutex::new(Vec::new()));
 
 /// The warnings of `body`.
 fn warnings(body: impl FnOnce()) -> Vec<String> {

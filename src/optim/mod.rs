@@ -41,7 +41,6 @@ mod fused;
 mod lamb;
 mod plateau;
 mod rule;
-mod scaler;
 mod schedule;
 mod sgd;
 pub(crate) mod state;

@@ -1,0 +1,275 @@
+//! Scaling losses, and leaving out steps that overflow.
+use super::state::GradScalerState;
+use super::unscale::unscale;
+use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, TensorId, Var};
+use candle_nn::Optimizer;
+use std::collections::HashSet;
+
+/// How a [`GradScaler`] chooses the scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerOptions {
+    /// The first scale. Default: 65536.
+    pub init_scale: f64,
+    /// What the scale is multiplied by after `growth_interval` steps without overflow; 1 lets it never grow. Default: 2.
+    pub growth_factor: f64,
+    /// What the scale is multiplied by after an overflow; 1 lets it never shrink. Default: 0.5.
+    pub backoff_factor: f64,
+    /// How many steps without overflow it takes to try a larger scale. Default: 2000.
+    pub growth_interval: usize,
+    /// Whether it does anything at all: otherwise losses and gradients stay as they are and no step is left out.
+    /// Default: true.
+    pub enabled: bool,
+}
+
+impl Default for GradScalerOptions {
+    fn default() -> Self {
+        Self { init_scale: 65536.0, growth_factor: 2.0, backoff_factor: 0.5, growth_interval: 2000, enabled: true }
+    }
+}
+
+/// Multiplies losses by a scale, so that small gradients do not vanish in f16, divides the gradients by it again, and
+/// leaves out steps whose gradients have overflowed, on all ranks: PyTorch's `GradScaler`.
+///
+/// A training step calls [`scale`](Self::scale); [`unscale`](Self::unscale), if it looks at the gradients or clips them;
+/// [`step`](Self::step); and [`update`](Self::update); all ranks alike. An overflow on one rank counts for all.
+///
+/// Several optimizers share a scaler that was made for the parameters of all, and step together, in one
+/// [`step_with`](Self::step_with): the gradients of all are divided at once, and a second `step` before `update`, as
+/// PyTorch has it for each optimizer, is refused. An overflow leaves out the step of all, where PyTorch decides for each.
+///
+/// It is saved and loaded as optimizers are, by [`StateDict`](crate::optim::StateDict), or as text, by
+/// [`state`](Self::state).
+#[derive(Debug)]
+pub struct GradScaler {
+    group: ProcessGroup,
+    parameters: Vec<(String, Var)>,
+    options: GradScalerOptions,
+    scale: f64,
+    /// Steps without overflow since the scale has changed.
+    clean_steps: usize,
+    stage: Stage,
+}
+
+/// How far a training step has come; `overflow`: whether an infinity or NaN was found, on any rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stage {
+    Scaled,
+    Unscaled { overflow: bool },
+    Stepped { overflow: bool },
+}
+
+impl GradScaler {
+    /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which agrees over the ranks of `group`.
+    ///
+    /// # Errors
+    /// Options that cannot work: a scale that is not positive and finite, a growth factor below 1 or not finite, a
+    /// backoff factor that is not above 0 or is above 1, a growth interval of 0.
+    pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
+        let mut seen: HashSet<TensorId> = HashSet::new();
+        let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
+        let state = GradScalerState {
+            scale: options.init_scale,
+            growth_factor: options.growth_factor,
+            backoff_factor: options.backoff_factor,
+            growth_interval: options.growth_interval,
+            growth_tracker: 0,
+        };
+        state.check()?;
+        let (scale, stage) = (options.init_scale, Stage::Scaled);
+        Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage })
+    }
+
+    /// `loss` times the scale, in f32 at least: what `backward` is called with.
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if !self.options.enabled {
+            return Ok(loss.clone());
+        }
+        let dtype = if loss.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        Ok((loss.to_dtype(dtype)? * self.scale)?)
+    }
+
+    /// Divides the parameters' gradients in `grads` by the scale, in place, and finds out whether any of them, on any
+    /// rank, is infinite or NaN: PyTorch's `unscale_`. For a look at the gradients, or clipping, before
+    /// [`step`](Self::step), which otherwise does it itself. Call it when all gradients have been accumulated.
+    ///
+    /// Returns whether all are finite.
+    ///
+    /// # Errors
+    /// A second call in the same step ([`Error::GradScaler`]); gradients in f16, which cannot hold what they are divided
+    /// to ([`Error::Parameter`]).
+    pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
+        self.unscale_parameters(grads, |_, overflow| {
+            overflow.ok_or_else(|| {
+                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
+                              `unscale` first";
+                Error::invalid("grads", reason)
+            })
+        })
+    }
+
+    /// [`unscale`](Self::unscale) of gradients of which some are not in `grads`: `divide_others` as `divide` of
+    /// [`unscale_with`](Self::unscale_with).
+    pub(crate) fn unscale_sharded(
+        &mut self,
+        grads: &mut GradStore,
+        divide_others: impl FnOnce(f64) -> Result<bool>,
+    ) -> Result<bool> {
+        self.unscale_parameters(grads, |factor, overflow| Ok(divide_others(factor)? || overflow == Some(true)))
+    }
+
+    /// `verdict` is given the factor, and whether `grads` has infinities or NaNs, and says whether there are any.
+    fn unscale_parameters(
+        &mut self,
+        grads: &mut GradStore,
+        verdict: impl FnOnce(f64, Option<bool>) -> Result<bool>,
+    ) -> Result<bool> {
+        let parameters = std::mem::take(&mut self.parameters);
+        let result = self.unscale_with(|factor| verdict(factor, unscale(&parameters, grads, factor)?));
+        self.parameters = parameters;
+        result
+    }
+
+    /// [`unscale`](Self::unscale) for gradients that are not in a `GradStore`: `divide` is given what they are to be
+    /// multiplied by, and says whether this rank has infinities or NaNs among them.
+    ///
+    /// # Errors
+    /// As with `unscale`, and those of `divide`.
+    pub fn unscale_with(&mut self, divide: impl FnOnce(f64) -> Result<bool>) -> Result<bool> {
+        if !self.options.enabled {
+            return Ok(true);
+        }
+        match self.stage {
+            Stage::Scaled => {}
+            Stage::Unscaled { .. } => {
+                return Err(misuse("unscale", "it was called in this step before, for all parameters"));
+            }
+            Stage::Stepped { .. } => return Err(misuse("unscale", STEPPED)),
+        }
+        // As PyTorch: the reciprocal in f64, rounded to f32.
+        let here = divide(f64::from((1.0 / self.scale) as f32));
+        // A rank that fails here takes part, so that the others do not wait for it.
+        let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
+        let overflow = if self.group.world_size() > 1 {
+            let overflow = Tensor::new(&[flag], self.group.device())?;
+            self.group.all_reduce(&overflow, ReduceOp::Max)?;
+            overflow.to_vec1::<f32>()?[0] > 0.0
+        } else {
+            flag > 0.0
+        };
+        here?;
+        self.stage = Stage::Unscaled { overflow };
+        Ok(!overflow)
+    }
+
+    /// Divides the gradients, unless [`unscale`](Self::unscale) has, and calls `optimizer.step` with them if all are
+    /// finite on all ranks. Returns whether it did.
+    ///
+    /// # Errors
+    /// A second call in the same step ([`Error::GradScaler`]), and those of `unscale`.
+    pub fn step<O: Optimizer>(&mut self, optimizer: &mut O, grads: &mut GradStore) -> Result<bool> {
+        self.step_with(grads, |grads| Ok(optimizer.step(grads)?))
+    }
+
+    /// [`step`](Self::step) for optimizers that are not candle's [`Optimizer`], and for several: `step` is called if all
+    /// gradients are finite on all ranks.
+    ///
+    /// ```
+    /// # use candle_core::backprop::GradStore;
+    /// # use candle_ddp::{GradScaler, Result};
+    /// # use candle_nn::Optimizer;
+    /// # fn two(scaler: &mut GradScaler, encoder: &mut impl Optimizer, decoder: &mut impl Optimizer, grads: &mut GradStore) -> Result<()> {
+    /// scaler.step_with(grads, |grads| {
+    ///     encoder.step(grads)?;
+    ///     Ok(decoder.step(grads)?)
+    /// })?;
+    /// scaler.update()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn step_with(&mut self, grads: &mut GradStore, step: impl FnOnce(&GradStore) -> Result<()>) -> Result<bool> {
+        if !self.options.enabled {
+            step(grads)?;
+            return Ok(true);
+        }
+        if self.stage == Stage::Scaled {
+            self.unscale(grads)?;
+        }
+        let Stage::Unscaled { overflow } = self.stage else {
+            return Err(misuse("step", STEPPED));
+        };
+        if !overflow {
+            step(grads)?;
+        }
+        self.stage = Stage::Stepped { overflow };
+        Ok(!overflow)
+    }
+
+    /// Ends a training step: after an overflow the scale shrinks, after `growth_interval` steps without it grows.
+    ///
+    /// # Errors
+    /// If neither `unscale` nor `step` was called in this step ([`Error::GradScaler`]).
+    pub fn update(&mut self) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        let (Stage::Unscaled { overflow } | Stage::Stepped { overflow }) = self.stage else {
+            return Err(misuse("update", "neither `unscale` nor `step` was called in this step"));
+        };
+        self.stage = Stage::Scaled;
+        if overflow {
+            self.scale *= self.options.backoff_factor;
+            self.clean_steps = 0;
+            return Ok(());
+        }
+        self.clean_steps += 1;
+        if self.clean_steps >= self.options.growth_interval {
+            self.clean_steps = 0;
+            // Beyond what f32 can hold it stays where it is.
+            let larger = self.scale * self.options.growth_factor;
+            if (larger as f32).is_finite() {
+                self.scale = larger;
+            }
+        }
+        Ok(())
+    }
+
+    /// What losses are multiplied by at present; 1 if the scaler is not enabled.
+    pub fn current_scale(&self) -> f64 {
+        if self.options.enabled { self.scale } else { 1.0 }
+    }
+
+    /// What a checkpoint has to hold; its `Display` is text that its `FromStr` reads.
+    pub fn state(&self) -> GradScalerState {
+        GradScalerState {
+            scale: self.scale,
+            growth_factor: self.options.growth_factor,
+            backoff_factor: self.options.backoff_factor,
+            growth_interval: self.options.growth_interval,
+            growth_tracker: self.clean_steps,
+        }
+    }
+
+    /// Goes on from where the scaler was whose `state` it is; call it between training steps.
+    pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
+        state.check()?;
+        if self.stage != Stage::Scaled {
+            return Err(misuse("load_state", "a training step is under way: call `update` first"));
+        }
+        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = state;
+        self.options = GradScalerOptions { growth_factor, backoff_factor, growth_interval, ..self.options };
+        (self.scale, self.clean_steps) = (scale, growth_tracker);
+        Ok(())
+    }
+}
+
+/// Not "call `update` first" alone: then a second optimizer would divide the same gradients once more.
+const STEPPED: &str = "`step` was called in this step before: `update` has to come before the next backward pass, and \
+                       several optimizers step together, in one `step_with`";
+
+fn misuse(call: &'static str, reason: &str) -> Error {
+    let reason = format!("{reason} (each training step: scale, unscale if needed, step, update)");
+    Error::GradScaler { call, reason }
+}

@@ -1,0 +1,109 @@
+//! What a checkpoint has to hold of a gradient scaler.
+use super::grad_scaler::GradScaler;
+use crate::optim::StateDict;
+use crate::optim::state::{self, Loader};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::collections::HashMap;
+use std::fmt;
+use std::str::FromStr;
+
+/// What is left of a [`GradScaler`] in a checkpoint: PyTorch's `state_dict`, with its names.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerState {
+    /// What losses are multiplied by.
+    pub scale: f64,
+    /// See [`GradScalerOptions`](super::GradScalerOptions).
+    pub growth_factor: f64,
+    /// See [`GradScalerOptions`](super::GradScalerOptions).
+    pub backoff_factor: f64,
+    /// See [`GradScalerOptions`](super::GradScalerOptions).
+    pub growth_interval: usize,
+    /// Steps without overflow since the scale has changed.
+    pub growth_tracker: usize,
+}
+
+impl GradScalerState {
+    pub(super) fn check(&self) -> Result<()> {
+        let refuse = |argument, value: f64, rule| Err(Error::invalid(argument, format!("{value} is not {rule}")));
+        if !(self.scale > 0.0 && self.scale.is_finite()) {
+            return refuse("scale", self.scale, "positive and finite");
+        }
+        if !(self.growth_factor >= 1.0 && self.growth_factor.is_finite()) {
+            return refuse("growth_factor", self.growth_factor, "at least 1 and finite");
+        }
+        if !(self.backoff_factor > 0.0 && self.backoff_factor <= 1.0) {
+            return refuse("backoff_factor", self.backoff_factor, "above 0 and at most 1");
+        }
+        if self.growth_interval == 0 {
+            return Err(Error::invalid("growth_interval", "it must be at least 1"));
+        }
+        Ok(())
+    }
+}
+
+/// A line `name value` for each field.
+impl fmt::Display for GradScalerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "scale {}", self.scale)?;
+        writeln!(f, "growth_factor {}", self.growth_factor)?;
+        writeln!(f, "backoff_factor {}", self.backoff_factor)?;
+        writeln!(f, "growth_interval {}", self.growth_interval)?;
+        writeln!(f, "growth_tracker {}", self.growth_tracker)
+    }
+}
+
+impl FromStr for GradScalerState {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        fn field<T: FromStr>(text: &str, name: &str) -> Result<T> {
+            let mut lines = text.lines().filter_map(|line| line.trim().split_once(' '));
+            let value = lines.find(|(key, _)| *key == name).map(|(_, value)| value.trim());
+            let refuse = |what: String| Error::invalid("the state of a GradScaler", what);
+            let value = value.ok_or_else(|| refuse(format!("it has no line `{name} …`")))?;
+            value.parse().map_err(|_| refuse(format!("{name} is {value:?}, which is not a number of its kind")))
+        }
+        let state = Self {
+            scale: field(text, "scale")?,
+            growth_factor: field(text, "growth_factor")?,
+            backoff_factor: field(text, "backoff_factor")?,
+            growth_interval: field(text, "growth_interval")?,
+            growth_tracker: field(text, "growth_tracker")?,
+        };
+        state.check()?;
+        Ok(state)
+    }
+}
+
+/// The fields of [`GradScalerState`]. As that, it is the same on every rank.
+impl StateDict for GradScaler {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = self.state();
+        // An interval of usize::MAX, which means never, is more than a file holds.
+        let count = |value: usize| state::count(value.min(i64::MAX as usize) as u64);
+        let mut dict = state::begin("GradScaler")?;
+        dict.insert("scale".to_string(), state::list(&[scale])?);
+        dict.insert("growth_factor".to_string(), state::list(&[growth_factor])?);
+        dict.insert("backoff_factor".to_string(), state::list(&[backoff_factor])?);
+        dict.insert("growth_interval".to_string(), count(growth_interval)?);
+        dict.insert("growth_tracker".to_string(), count(growth_tracker)?);
+        Ok(dict)
+    }
+
+    /// # Errors
+    /// Beside the others: values that cannot be ([`InvalidArgument`](crate::Error::InvalidArgument)), and in the middle of a training step
+    /// ([`Error::GradScaler`](crate::Error::GradScaler)).
+    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
+        let mut loader = Loader::new(dict, "GradScaler")?;
+        let state = GradScalerState {
+            scale: loader.list("scale", 1)?[0],
+            growth_factor: loader.list("growth_factor", 1)?[0],
+            backoff_factor: loader.list("backoff_factor", 1)?[0],
+            growth_interval: loader.count("growth_interval")? as usize,
+            growth_tracker: loader.count("growth_tracker")? as usize,
+        };
+        loader.finish()?;
+        self.load_state(state)
+    }
+}

@@ -1,0 +1,82 @@
+//! Dividing gradients by the scale, and finding out whether they have overflowed.
+use crate::element::{Element, dispatch, slice_mut};
+use crate::kernels;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Tensor, Var, WithDType};
+use std::cell::Cell;
+
+/// Multiplies this rank's gradients, and says whether any is infinite or NaN; `None` if `grads` has none of them.
+pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<Option<bool>> {
+    let present = |(_, var): &&(String, Var)| grads.get(var).is_some();
+    let parameters: Vec<_> = parameters.iter().filter(present).collect();
+    // Before any is changed.
+    if let Some((name, _)) = parameters.iter().find(|(_, var)| grads.get(var).map(Tensor::dtype) == Some(DType::F16)) {
+        let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, and let \
+                      mixed_precision.param_dtype be F16";
+        return Err(Error::parameter(name, reason));
+    }
+    let mut overflow = false;
+    // On GPUs all are looked at together, with one wait for the result.
+    let mut on_gpu = Vec::new();
+    // Where there is no kernel, the sum over all gradients of zeros, or NaN.
+    let mut zeros: Option<Tensor> = None;
+    for (_, var) in &parameters {
+        let Some(grad) = grads.get(var) else { continue };
+        if grad.device().is_cpu() && grad.is_contiguous() && grad.elem_count() > 0 {
+            let scaling = Unscale { factor, overflow: Cell::new(false) };
+            grad.inplace_op1(&scaling)?;
+            overflow |= scaling.overflow.get();
+        } else if kernels::take(grad.device(), grad.dtype()) {
+            let contiguous = grad.detach().contiguous()?;
+            if !grad.is_contiguous() {
+                grads.insert(var, contiguous.clone());
+            }
+            on_gpu.push(contiguous);
+        } else {
+            let grad = grad.detach().affine(factor, 0.0)?;
+            let zero = grad.sub(&grad)?.sum_all()?.to_dtype(DType::F32)?;
+            zeros = Some(match zeros {
+                Some(zeros) => (&zeros + zero.to_device(zeros.device())?)?,
+                None => zero,
+            });
+            grads.insert(var, grad);
+        }
+    }
+    if !on_gpu.is_empty() {
+        let extent = kernels::rescale_measured(&on_gpu.iter().collect::<Vec<_>>(), factor)?;
+        overflow |= !extent.largest.is_finite();
+    }
+    if let Some(zeros) = zeros {
+        overflow |= zeros.to_scalar::<f32>()? != 0.0;
+    }
+    Ok((!parameters.is_empty()).then_some(overflow))
+}
+
+/// Multiplies a tensor by a factor, and notes whether a number in it was infinite or NaN.
+struct Unscale {
+    factor: f64,
+    overflow: Cell<bool>,
+}
+
+impl InplaceOp1 for Unscale {
+    fn name(&self) -> &'static str {
+        "unscale"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        dispatch!(storage.dtype(), self.name(), T => {
+            type Acc = <T as Element>::Acc;
+            let factor = Acc::from_f64(self.factor);
+            let mut finite = true;
+            for value in slice_mut::<T>(storage, layout)? {
+                let wide = value.widen();
+                finite &= wide.is_finite();
+                *value = T::narrow(wide * factor);
+            }
+            self.overflow.set(!finite);
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,19 @@
+//! A logger that keeps the warnings of a test's process.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+use std::sync::Mutex;
+
+pub(crate) struct Log(pub(crate) Mutex<Vec<String>>);
+
+impl log::Log for Log {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record) {
+        if record.level() <= log::Level::Warn {
+            self.0.lock().unwrap().push(record.args().to_string());
+        }
+    }
+    fn flush(&self) {}
+}
+
+pub(crate) static LOG: Log = Log(Mutex::new(Vec::new()));
