@@ -41,7 +41,7 @@ fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
     drop(guard);
     match grads {
         Ok(grads) => Ok((grads, found)),
-        Err(error) => Err(failure.unwrap_or(Error::Candle(error))),
+        Err(error) => Err(failure.unwrap_or_else(|| error.into())),
     }
 }
 

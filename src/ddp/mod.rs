@@ -281,9 +281,7 @@ impl<M> DistributedDataParallel<M> {
         } else {
             None
         };
-        let mut grads = self
-            .phase("backward", || loss.backward())
-            .map_err(|error| self.reducer.failure().unwrap_or_else(|| error.into()))?;
+        let mut grads = self.phase("backward", || loss.backward())?;
         for (index, parameter) in self.parameters.iter().enumerate().rev() {
             if parameter.replica.is_none()
                 && let Some(gradient) = grads.remove(&parameter.var)

@@ -38,8 +38,6 @@ struct State {
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     accumulated: Vec<bool>,
     rebuild: Rebuild,
-    /// The error of a hook, typed; candle carries only its text.
-    failure: Option<Error>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq)]
@@ -226,7 +224,6 @@ impl Reducer {
         state.exchange.begin();
         state.begun = true;
         state.next = 0;
-        state.failure = None;
         state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
         if synchronise && matches!(state.rebuild, Rebuild::Recording) {
             state.rebuild = Rebuild::Recorded(Vec::new());
@@ -234,18 +231,14 @@ impl Reducer {
         Ok(())
     }
 
-    /// Takes a gradient from a hook; the error is kept, because candle carries only its text.
+    /// Takes a gradient from a hook.
     pub(super) fn gradient_from_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
         let mut state = self.lock();
         if state.phase == Phase::Outside {
             let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
             return Err(Error::BackwardOutsideDdp { parameter }.into());
         }
-        self.take(&mut state, index, gradient).map_err(|error| {
-            let text = error.to_string();
-            state.failure = Some(error);
-            candle_core::Error::msg(text)
-        })
+        Ok(self.take(&mut state, index, gradient)?)
     }
 
     /// Takes the gradient of a parameter without a hook.
@@ -295,11 +288,6 @@ impl Reducer {
         state.exchange.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
         state.next += 1;
         Ok(())
-    }
-
-    /// The typed error of a hook, if that is what ended the backward pass.
-    pub(super) fn failure(&self) -> Option<Error> {
-        self.lock().failure.take()
     }
 
     /// Ends a backward pass that failed: what was collected is forgotten.
