@@ -90,3 +90,88 @@ fn convolutions() {
     let kernel = tensor(&[2, 2, 3], 6);
     assert!(gradient(&x, |x| x.conv_transpose1d(&kernel, 0, 0, 1, 1, 1)).is_err());
 }
+
+#[test]
+fn convolutions_in_one_dimension() {
+    // Two samples and two output channels: PyTorch's gradients of Σ y · (0, 1, …, 11).
+    let x = Var::from_tensor(&Tensor::arange(0f32, 8., &Device::Cpu).unwrap().reshape((2, 1, 4)).unwrap()).unwrap();
+    let kernel = Var::from_tensor(&Tensor::new(&[[[1f32, 2.]], [[3., 5.]]], &Device::Cpu).unwrap()).unwrap();
+    let gradients = |y: Tensor| {
+        let weights = Tensor::arange(0f32, y.elem_count() as f32, &Device::Cpu).unwrap();
+        let loss = (y.flatten_all().unwrap() * weights).unwrap().sum_all().unwrap();
+        let grads = loss.backward().unwrap();
+        [&x, &kernel].map(|var| floats(grads.get(var).unwrap()))
+    };
+    let dx = [9., 28., 39., 29., 33., 94., 105., 71.];
+    let dw = [112., 136., 166., 208.];
+    let [wrong_dx, wrong_dw] = gradients(x.conv1d(&kernel, 0, 1, 1, 1).unwrap());
+    assert!(wrong_dx != dx && wrong_dw == [67., 82., 175., 226.], "{wrong_dx:?} {wrong_dw:?}");
+    // As a convolution in two dimensions it is right.
+    let flat = x.unsqueeze(2).unwrap().conv2d(&kernel.unsqueeze(2).unwrap(), 0, 1, 1, 1).unwrap();
+    let [right_dx, right_dw] = gradients(flat);
+    assert_eq!((&right_dx[..], &right_dw[..]), (&dx[..], &dw[..]));
+}
+
+#[test]
+fn convolutions_in_one_dimension_are_wrong_forward() {
+    let apart = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).any(|(a, b)| (a - b).abs() > 0.1);
+    let sample = |x: &Tensor, index| x.narrow(0, index, 1).unwrap().contiguous().unwrap();
+    // Each sample by itself is right.
+    let (x, kernel) = (tensor(&[2, 2, 5], 1), tensor(&[2, 3, 3], 6));
+    let transposed = |x: &Tensor| floats(&x.conv_transpose1d(&kernel, 0, 0, 1, 1, 1).unwrap());
+    let right = [transposed(&sample(&x, 0)), transposed(&sample(&x, 1))].concat();
+    let flat = |x: &Tensor| x.unsqueeze(2).unwrap().conv_transpose2d(&kernel.unsqueeze(2).unwrap(), 0, 0, 1, 1);
+    assert_close(&floats(&flat(&x).unwrap()), &right, 1e-6, "in two dimensions");
+    assert!(apart(&transposed(&x), &right));
+    // The same kernel in another layout.
+    let kernel = tensor(&[3, 2, 3], 7);
+    let strided = kernel.t().unwrap().contiguous().unwrap().t().unwrap();
+    let [right, wrong] = [&kernel, &strided].map(|kernel| floats(&x.conv1d(kernel, 0, 1, 1, 1).unwrap()));
+    assert!(apart(&wrong, &right));
+}
+
+/// candle exchanges the gradients that `scatter` and `scatter_add` have for the tensor that is written to.
+#[test]
+fn scattering() {
+    let source = tensor(&[2], 3);
+    let index = Tensor::new(&[1u32, 2], &Device::Cpu).unwrap();
+    let x = input(&[2]);
+    let seen = tensor(&[2], 2).to_vec1::<f32>().unwrap();
+    // Overwritten elements have no influence, and get a gradient.
+    assert_eq!(gradient(&x, |x| x.scatter(&Tensor::new(&[1u32, 0], x.device())?, &source, 0)).unwrap(), Some(seen));
+    // Elements that are added to keep theirs, and lose it.
+    let lost = gradient(&x, |x| x.scatter_add(&Tensor::new(&[1u32, 0], x.device())?, &source, 0)).unwrap();
+    assert_eq!(lost, Some(vec![0., 0.]));
+    // With a source smaller than the tensor there is no backward pass of `scatter_add`.
+    let x = input(&[4]);
+    assert!(gradient(&x, |x| x.scatter_add(&index, &source, 0)).is_err());
+    let added = gradient(&x, |x| x.index_add(&index, &source, 0)).unwrap().unwrap();
+    assert_eq!(added, floats(&tensor(&[4], 2)));
+}
+
+/// Where a function has no derivative, candle and PyTorch choose differently.
+#[test]
+fn conventions_at_kinks() {
+    let ones = |x: &[f32], f: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>| {
+        let x = Var::new(x, &Device::Cpu).unwrap();
+        floats(f(&x).unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap())
+    };
+    assert_eq!(ones(&[-1., 0., 1.], &|x| x.relu()), [0., 1., 1.]); // PyTorch: 0 at 0
+    assert_eq!(ones(&[-1., 0., 1.], &|x| x.abs()), [-1., 1., 1.]); // PyTorch: 0 at 0
+    assert_eq!(ones(&[-1., 0., 2.], &|x| x.clamp(0f32, 1f32)), [0., 0.5, 0.]); // PyTorch: 1 at the bound
+    assert_eq!(ones(&[3., 1., 3.], &|x| x.max(0)), [1., 0., 1.]); // PyTorch: to one of the equal ones
+}
+
+/// The gradient of `gelu_erf` multiplies by 0.398942, which is 1/√(2π) to six digits.
+#[test]
+fn gelu_is_differentiated_to_six_digits() {
+    let x = Var::new(&[1f64], &Device::Cpu).unwrap();
+    let gradient = |x: &Var| {
+        let grads = x.gelu_erf().unwrap().sum_all().unwrap().backward().unwrap();
+        grads.get(x).unwrap().to_vec1::<f64>().unwrap()[0]
+    };
+    // Φ(1) + φ(1).
+    let right = 0.841_344_746_068_542_9 + 0.241_970_724_519_143_37;
+    let error = (gradient(&x) - right).abs();
+    assert!(1e-8 < error && error < 1e-6, "{error}");
+}

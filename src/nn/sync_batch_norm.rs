@@ -28,6 +28,9 @@ use candle_nn::{BatchNormConfig, Init, VarBuilder};
 /// Means and variances are calculated in f32 (in f64 for f64 inputs) also for f16 and bf16; parameters and running
 /// statistics may be of another floating-point dtype than the input, as in mixed precision. On the CPU the passes are
 /// fused loops, on other devices they are made of candle's operations.
+///
+/// As with candle's `BatchNorm`, PyTorch's `momentum=None` (a cumulative average) and `track_running_stats=False` are not
+/// offered.
 #[derive(Clone, Debug)]
 pub struct SyncBatchNorm {
     group: ProcessGroup,

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
-/// How the length of all gradients together is measured.
+/// How the length of all gradients together is measured. PyTorch's other norms, such as the 1-norm, are not offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NormType {
     /// The square root of the sum of the squares.

@@ -11,6 +11,9 @@ use crate::{Error, Result};
 /// the moments `m` and `v` of Adam (bias-corrected if asked for), a parameter's update is
 /// `u = m / (sqrt(v) + eps) + weight_decay · p`, and `p -= lr · ‖p‖ / ‖u‖ · u`. The *trust ratio* `‖p‖ / ‖u‖` is 1 if a
 /// norm is zero, and for parameters without weight decay, unless `use_nvlamb` is set.
+///
+/// The bias correction of a parameter counts the steps in which it had a gradient, as PyTorch's Adam does. Apex counts
+/// all steps of the group, so that results differ for parameters without a gradient in some of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsLamb {
     /// Learning rate. Default: 0.001.

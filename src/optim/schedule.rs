@@ -257,7 +257,9 @@ pub enum Anneal {
 }
 
 /// Up from `max_lr / div_factor` to `max_lr`, and down to `max_lr / div_factor / final_div_factor`, where `max_lr` is the
-/// group's own learning rate. After `total_steps` it stays at the end (PyTorch raises an error there).
+/// group's own learning rate. After `total_steps` it stays at the end (PyTorch raises an error there). Where `pct_start`
+/// leaves a phase without steps, as 1 does the way down, and a peak at step 0 the way up, the phase is left out (PyTorch
+/// divides by zero).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsOneCycleLr {
     /// Steps of the whole cycle.
