@@ -59,10 +59,8 @@ pub mod checkpoint;
 pub mod data;
 pub mod data_parallel;
 pub mod ddp;
-mod element;
 pub mod error;
 mod file;
-mod float16;
 mod kernels;
 #[cfg(feature = "launcher")]
 pub mod launch;
@@ -71,7 +69,7 @@ pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
 mod seed;
-mod simd;
+mod tensor;
 pub mod trace;
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};

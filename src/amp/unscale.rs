@@ -1,6 +1,7 @@
 //! Dividing gradients by the scale, and finding out whether they have overflowed.
-use crate::element::{Element, dispatch, slice_mut};
 use crate::kernels;
+use crate::tensor::borrow::slice_mut;
+use crate::tensor::{Element, dispatch};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
@@ -67,7 +68,7 @@ impl InplaceOp1 for Unscale {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         dispatch!(storage.dtype(), self.name(), T => {
-            type Acc = <T as Element>::Acc;
+            type Acc = <T as Element>::Real;
             let factor = Acc::from_f64(self.factor);
             let mut finite = true;
             for value in slice_mut::<T>(storage, layout)? {

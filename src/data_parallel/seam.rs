@@ -3,7 +3,7 @@
 use super::apply::on_each;
 use super::replica::Place;
 use super::scatter_gather::{gather, scatter, transfer};
-use crate::ddp::copy::snapshot;
+use crate::tensor::copy::snapshot;
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;

@@ -1,7 +1,7 @@
 //! Which gradient lies where: the plan of the buckets, and their storage.
-use super::copy;
 use crate::backend::Work;
 use crate::kernels::Assignment;
+use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 

@@ -1,11 +1,11 @@
 //! What becomes of the full buckets: how they are sent, and how all ranks learn who used which parameter.
 use super::bucket::{self, Bucket, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
-use super::copy;
 use super::shard::ShardExchange;
 use super::usage::Usage;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{ReduceOp, Result};
 use candle_core::Tensor;

@@ -1,7 +1,7 @@
 //! The replica of a parameter: what the model computes with, and how its gradient comes out of backward.
-use super::copy;
 use super::reducer::Reducer;
 use crate::Result;
+use crate::tensor::copy;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
 use std::sync::Arc;
 

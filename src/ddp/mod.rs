@@ -2,8 +2,7 @@
 //! averaged while they come out of backward.
 mod bucket;
 pub mod comm_hook;
-pub(crate) mod copy;
-mod exchange;
+pub(crate) mod exchange;
 mod hook;
 mod options;
 mod reducer;
@@ -21,6 +20,7 @@ pub(crate) use verify::agree;
 
 use crate::backend;
 use crate::process_group::{ProcessGroup, panic_message};
+use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use bucket::BucketCaps;

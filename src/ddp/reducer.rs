@@ -1,11 +1,11 @@
 //! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
-use super::copy;
 use super::exchange::{Exchange, HookExchange, RunningHook};
 use super::shard::{Fresh, Shard, ShardExchange, Staging};
 use super::usage;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::Tensor;

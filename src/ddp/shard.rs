@@ -1,9 +1,9 @@
 //! ZeRO-1's way of the buckets: each rank gets the mean of its part of each, and no more.
 use super::bucket::Bucket;
-use super::copy;
 use super::usage::Usage;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::trace::Trace;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};

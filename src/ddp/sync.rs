@@ -1,7 +1,7 @@
 //! Rank 0's values for everybody: parameters at construction, buffers at every step.
-use super::copy;
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::{DType, DeviceLocation, Tensor, Var};
 

@@ -3,7 +3,8 @@
 //!
 //! A batch may be empty. On a GPU most of candle's operations on storages, and some on tensors, refuse that, since a
 //! kernel cannot be launched without threads; the composites therefore leave them out.
-use crate::element::{Element, dispatch, slice, with_slice};
+use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::{Element, dispatch};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::{Add, Mul, Sub};
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
@@ -47,7 +48,7 @@ pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
     }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => with_slice::<T, _>(x, |x| {
-        type Acc = <T as Element>::Acc;
+        type Acc = <T as Element>::Real;
         let count = (extents.samples * extents.spatial).max(1) as f64;
         let mut moments = if centred {
             channel_sums(extents, |_, range| sums(&x[range.clone()], &x[range], |x: Acc, _| [x]))
@@ -84,7 +85,7 @@ pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Te
     }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
-        type Acc = <T as Element>::Acc;
+        type Acc = <T as Element>::Real;
         let mean = mean.to_vec1::<Acc>()?;
         with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
             let sums = channel_sums(extents, |channel, range| {
@@ -115,7 +116,7 @@ pub(super) fn normalise(
 ) -> Result<(CpuStorage, Shape)> {
     let extents = Extents::of(layout.dims());
     let storage = dispatch!(x.dtype(), "batch normalisation", T => {
-        type Acc = <T as Element>::Acc;
+        type Acc = <T as Element>::Real;
         let x = slice::<T>(x, layout)?;
         let (mean, scale, shift) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?, shift.to_vec1::<Acc>()?);
         let y = channel_map::<T>(extents, |channel, range, y| {
@@ -162,7 +163,7 @@ pub(super) fn input_gradient(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Ten
         return input_gradient_composite(x, dy, [mean, scale, a, b]);
     }
     dispatch!(x.dtype(), "batch normalisation", T => {
-        type Acc = <T as Element>::Acc;
+        type Acc = <T as Element>::Real;
         let (mean, scale) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?);
         let (a, b) = (a.to_vec1::<Acc>()?, b.to_vec1::<Acc>()?);
         let dx = with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
@@ -223,8 +224,12 @@ fn channel_sums<A: WithDType, const K: usize>(
 }
 
 /// The sums over pairs of elements of what `terms` makes of them.
-fn sums<T: Element, const K: usize>(a: &[T], b: &[T], terms: impl Fn(T::Acc, T::Acc) -> [T::Acc; K]) -> [T::Acc; K] {
-    let zero = T::Acc::from_f64(0.0);
+fn sums<T: Element, const K: usize>(
+    a: &[T],
+    b: &[T],
+    terms: impl Fn(T::Real, T::Real) -> [T::Real; K],
+) -> [T::Real; K] {
+    let zero = T::Real::from_f64(0.0);
     let mut lanes = [[zero; LANES]; K];
     let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let rest = a.remainder().iter().zip(b.remainder());

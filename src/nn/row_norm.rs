@@ -3,9 +3,9 @@
 //! f32.
 use super::channels::accumulator;
 use crate::Error;
-use crate::element::{Accumulator, Element, dispatch, slice, with_slice};
 use crate::kernels::{self, NormOperands, NormStatistics};
-use crate::simd;
+use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::{self, Element, Real, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -76,7 +76,7 @@ impl RowNorm {
     ) -> Result<(CpuStorage, Shape)> {
         let size = weight.1.dims()[0];
         let storage = dispatch!(x.0.dtype(), "a norm", T => {
-            type Acc = <T as Element>::Acc;
+            type Acc = <T as Element>::Real;
             let (source, weight) = (slice::<T>(x.0, x.1)?, slice::<Acc>(weight.0, weight.1)?);
             let bias = bias.map(|(storage, layout)| slice::<Acc>(storage, layout)).transpose()?;
             let mut y = vec![T::from_f64(0.0); source.len()];
@@ -85,7 +85,7 @@ impl RowNorm {
             let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
             blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
                 let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
-                simd::vectorise(|| {
+                tensor::vectorise(|| {
                     for ((y, x), statistics) in rows.zip(statistics) {
                         let (mean, scale) = row_statistics(x, self.eps, self.centred);
                         normalise_row(y, x, weight, bias, mean, scale);
@@ -117,7 +117,7 @@ impl RowNorm {
             None => candle_core::bail!("the norm's forward pass did not run"),
         };
         dispatch!(x.dtype(), "a norm", T => {
-            type Acc = <T as Element>::Acc;
+            type Acc = <T as Element>::Real;
             let weight = weight.to_vec1::<Acc>()?;
             let mut dx = vec![T::from_f64(0.0); x.elem_count()];
             let rows = block_rows(size);
@@ -127,7 +127,7 @@ impl RowNorm {
                     let zeros = vec![Acc::from_f64(0.0); size];
                     let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
                     let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
-                    simd::vectorise(|| {
+                    tensor::vectorise(|| {
                         for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
                             let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
                             let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));
@@ -161,17 +161,17 @@ fn block_rows(size: usize) -> usize {
 
 /// A row's mean and 1 / √(variance + eps).
 #[inline(always)]
-fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Acc, T::Acc) {
-    let count = T::Acc::from_f64(x.len() as f64);
-    let mean = if centred { sum(x, |x| x) / count } else { T::Acc::from_f64(0.0) };
+fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Real, T::Real) {
+    let count = T::Real::from_f64(x.len() as f64);
+    let mean = if centred { sum(x, |x| x) / count } else { T::Real::from_f64(0.0) };
     let variance = sum(x, |x| (x - mean) * (x - mean)) / count;
-    let one = T::Acc::from_f64(1.0);
-    (mean, one / (variance + T::Acc::from_f64(eps)).square_root())
+    let one = T::Real::from_f64(1.0);
+    (mean, one / (variance + T::Real::from_f64(eps)).sqrt())
 }
 
 #[inline(always)]
-fn sum<T: Element>(x: &[T], term: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
-    let mut lanes = [T::Acc::from_f64(0.0); LANES];
+fn sum<T: Element>(x: &[T], term: impl Fn(T::Real) -> T::Real) -> T::Real {
+    let mut lanes = [T::Real::from_f64(0.0); LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
         for (lane, x) in lanes.iter_mut().zip(chunk) {
@@ -185,7 +185,7 @@ fn sum<T: Element>(x: &[T], term: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
 }
 
 #[inline(always)]
-fn fold<A: Accumulator>(lanes: [A; LANES]) -> A {
+fn fold<A: Real>(lanes: [A; LANES]) -> A {
     lanes.into_iter().fold(A::from_f64(0.0), |sum, lane| sum + lane)
 }
 
@@ -193,10 +193,10 @@ fn fold<A: Accumulator>(lanes: [A; LANES]) -> A {
 fn normalise_row<T: Element>(
     y: &mut [T],
     x: &[T],
-    weight: &[T::Acc],
-    bias: Option<&[T::Acc]>,
-    mean: T::Acc,
-    scale: T::Acc,
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+    mean: T::Real,
+    scale: T::Real,
 ) {
     let rows = y.iter_mut().zip(x).zip(weight);
     match bias {
@@ -219,14 +219,14 @@ fn normalise_row<T: Element>(
 fn row_sums<T: Element>(
     x: &[T],
     dy: &[T],
-    weight: &[T::Acc],
-    mean: T::Acc,
-    scale: T::Acc,
-    (d_weight, d_bias): (&mut [T::Acc], &mut [T::Acc]),
-) -> [T::Acc; 2] {
-    let zero = T::Acc::from_f64(0.0);
+    weight: &[T::Real],
+    mean: T::Real,
+    scale: T::Real,
+    (d_weight, d_bias): (&mut [T::Real], &mut [T::Real]),
+) -> [T::Real; 2] {
+    let zero = T::Real::from_f64(0.0);
     let (mut plain, mut weighted) = ([zero; LANES], [zero; LANES]);
-    let mut element = |lane: usize, x: T, dy: T, weight: T::Acc, d_weight: &mut T::Acc, d_bias: &mut T::Acc| {
+    let mut element = |lane: usize, x: T, dy: T, weight: T::Real, d_weight: &mut T::Real, d_bias: &mut T::Real| {
         let (normal, dy) = ((x.widen() - mean) * scale, dy.widen());
         *d_weight += dy * normal;
         *d_bias += dy;
@@ -257,14 +257,14 @@ fn input_gradient_row<T: Element>(
     dx: &mut [T],
     x: &[T],
     dy: &[T],
-    weight: &[T::Acc],
-    mean: T::Acc,
-    scale: T::Acc,
-    [plain, weighted]: [T::Acc; 2],
+    weight: &[T::Real],
+    mean: T::Real,
+    scale: T::Real,
+    [plain, weighted]: [T::Real; 2],
     centred: bool,
 ) {
-    let count = T::Acc::from_f64(x.len() as f64);
-    let a = if centred { plain / count } else { T::Acc::from_f64(0.0) };
+    let count = T::Real::from_f64(x.len() as f64);
+    let a = if centred { plain / count } else { T::Real::from_f64(0.0) };
     let b = weighted / count * scale;
     for (((dx, x), dy), weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
         *dx = T::narrow(scale * (dy.widen() * *weight - a - (x.widen() - mean) * b));

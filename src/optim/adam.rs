@@ -1,8 +1,9 @@
 //! Adam, and Adam with decoupled weight decay.
-use super::element::{Element, Real};
 use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
 use crate::Result;
 use crate::kernels::{Rule, Scalars, scalars};
+use crate::tensor::{Element, Real};
+use candle_core::WithDType;
 use candle_nn::ParamsAdamW;
 
 /// The options of [`Adam`](super::Adam), with the meaning and the defaults of PyTorch's `torch.optim.Adam` (`amsgrad`
@@ -47,17 +48,17 @@ fn update<E: Element>(
 ) {
     let [m, v] = slices.states else { return };
     let rates = MomentRates::new(beta1, beta2);
-    let real = <E::Real as Real>::from_f64;
+    let real = E::Real::from_f64;
     let step_size = real(lr / bias_correction(beta1, moment.step));
     let root = real(1. / bias_correction(beta2, moment.step).sqrt());
     let (eps, scale, coupled) = (real(eps), real(moment.gradient_scale), real(decay.coupled));
     let keep = real(1. - lr * decay.decoupled);
     let states = m.iter_mut().zip(v.iter_mut());
     for ((parameter, gradient), (m, v)) in slices.parameter.iter_mut().zip(slices.gradient).zip(states) {
-        let value = parameter.load();
-        let gradient = (gradient.load() * scale).plus_decay(value, coupled);
+        let value = parameter.widen();
+        let gradient = (gradient.widen() * scale).plus_decay(value, coupled);
         let (m, v) = moments(m, v, gradient, &rates);
-        *parameter = E::store(value * keep - m * step_size / (v.sqrt() * root + eps));
+        *parameter = E::narrow(value * keep - m * step_size / (v.sqrt() * root + eps));
     }
 }
 

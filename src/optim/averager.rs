@@ -1,9 +1,10 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
 use super::state::{self, Loader, StateDict};
 use crate::backend::ReduceOp;
-use crate::ddp::{agree, copy};
+use crate::ddp::agree;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::{DType, DeviceLocation, Tensor, Var};
 use std::collections::HashMap;

@@ -1,10 +1,11 @@
 //! Gradients that are too large.
-use super::element::{largest, sum_of_squares};
-use super::storage::{self, dispatch};
+use super::sums::{largest, sum_of_squares};
 use crate::kernels;
+use crate::tensor::borrow::{with_slice, with_slice_mut};
+use crate::tensor::{Element, dispatch};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Tensor, Var, WithDType};
 
 /// How the length of all gradients together is measured. PyTorch's other norms, such as the 1-norm, are not offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -138,14 +139,13 @@ fn change(
     }
 }
 
-fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change) -> Result<()> {
-    use super::element::Real;
-    let real = <E::Real as Real>::from_f64;
+fn change_in_place<E: Element>(gradient: &Tensor, change: Change) -> Result<()> {
+    let real = E::Real::from_f64;
     Ok(match change {
         Change::Scale(scale) => {
             let scale = real(scale);
-            storage::write::<E>(gradient, |values| {
-                values.iter_mut().for_each(|value| *value = E::store(value.load() * scale));
+            with_slice_mut::<E>(gradient, |values| {
+                values.iter_mut().for_each(|value| *value = E::narrow(value.widen() * scale));
             })
         }
         Change::Clamp(limit) => {
@@ -160,8 +160,8 @@ fn change_in_place<E: super::element::Element>(gradient: &Tensor, change: Change
                     x
                 }
             };
-            storage::write::<E>(gradient, |values| {
-                values.iter_mut().for_each(|value| *value = E::store(clamp(value.load())));
+            with_slice_mut::<E>(gradient, |values| {
+                values.iter_mut().for_each(|value| *value = E::narrow(clamp(value.widen())));
             })
         }
     }?)
@@ -209,8 +209,8 @@ fn part(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
     if gradient.device().is_cpu() {
         let contiguous = gradient.contiguous()?;
         return dispatch!(gradient.dtype(), E => Ok(match norm_type {
-            NormType::L2 => storage::read::<E, _>(&contiguous, sum_of_squares)?,
-            NormType::Inf => storage::read::<E, _>(&contiguous, largest)?,
+            NormType::L2 => with_slice(&contiguous, |values| Ok(sum_of_squares::<E>(values)))?,
+            NormType::Inf => with_slice(&contiguous, |values| Ok(largest::<E>(values)))?,
         }), else => composite(gradient, norm_type));
     }
     composite(gradient, norm_type)

@@ -1,9 +1,10 @@
 //! Exponential moving averages of weights.
-use super::element::{DTYPES, Element, Real, state_dtype};
+use super::fused::state_dtype;
 use super::state::{self, Loader, StateDict};
-use super::storage::{self, dispatch};
+use crate::tensor::borrow::zip;
+use crate::tensor::{DTYPES, Element, dispatch};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Tensor, Var, WithDType};
 use std::collections::HashMap;
 
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
@@ -170,11 +171,11 @@ fn widen(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
 
 /// `average += (weights - average) × weight`, as PyTorch's lerp has it: with weight 1 the weights themselves.
 fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<()> {
-    let weight = <E::Real as Real>::from_f64(weight);
-    let whole = <E::Real as Real>::from_f64(1.);
-    Ok(storage::zip::<E::Real, E>(average, weights, |averages, weights| {
+    let weight = E::Real::from_f64(weight);
+    let whole = E::Real::from_f64(1.);
+    Ok(zip::<E::Real, E>(average, weights, |averages, weights| {
         for (average, value) in averages.iter_mut().zip(weights) {
-            let value = value.load();
+            let value = value.widen();
             *average = if weight == whole { value } else { *average + (value - *average) * weight };
         }
     })?)

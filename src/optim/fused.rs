@@ -1,11 +1,11 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
 use super::clip;
-use super::element::{DTYPES, state_dtype};
 use super::rule::{Moment, UpdateRule, limit, not_negative};
 use super::state::{self, Loader, StateDict};
-use super::storage::{self, Part};
+use super::update::{self, Part};
 use crate::error::describe;
 use crate::kernels;
+use crate::tensor::DTYPES;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -82,6 +82,15 @@ impl Slot {
     /// The names of its states in a state dict.
     fn key(&self, part: &str) -> String {
         format!("state.{}.{part}", self.name)
+    }
+}
+
+/// The dtype of arithmetic and state for parameters of `dtype`; none if there is no kernel for it.
+pub(super) fn state_dtype(dtype: DType) -> Option<DType> {
+    match dtype {
+        DType::F64 => Some(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Some(DType::F32),
+        _ => None,
     }
 }
 
@@ -230,7 +239,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
                 parts.push(Part { rule: options, moment, parameter: &slot.flat, gradient, states: &slot.states });
             }
         }
-        storage::update_whole(&parts)?;
+        update::update_whole(&parts)?;
         let slots = self.groups.iter_mut().flat_map(|group| &mut group.slots);
         for (slot, gradient) in slots.zip(gradients.iter().flatten()) {
             slot.steps += u64::from(gradient.is_some());

@@ -1,9 +1,11 @@
 //! LAMB: Adam whose step is as long as the parameter's norm allows.
 use super::adam::MOMENTS;
-use super::element::{Element, Real, sum_of_squares};
 use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
+use super::sums::sum_of_squares;
 use crate::kernels::{Rule, Scalars, scalars};
+use crate::tensor::{Element, Real};
 use crate::{Error, Result};
+use candle_core::WithDType;
 
 /// The options of [`Lamb`](super::Lamb), with the meaning and the defaults of Apex's `FusedLAMB`.
 ///
@@ -98,7 +100,7 @@ impl Kernel for ParamsLamb {
     #[inline(always)]
     fn prepare<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) -> Sums {
         let [m, v] = slices.states else { return Sums::default() };
-        let real = <E::Real as Real>::from_f64;
+        let real = E::Real::from_f64;
         let rates = MomentRates::with_rate1(self.beta1, self.beta2, self.rate1());
         let (scale, coupled) = (real(moment.gradient_scale), real(self.decays().0));
         let direction = Direction::new(self, moment);
@@ -109,11 +111,11 @@ impl Kernel for ParamsLamb {
         let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
         for ((p, g), (m, v)) in slices.parameter.chunks(BLOCK).zip(slices.gradient.chunks(BLOCK)).zip(states) {
             for ((p, g), (m, v)) in p.iter().zip(g).zip(m.iter_mut().zip(v.iter_mut())) {
-                moments(m, v, (g.load() * scale).plus_decay(p.load(), coupled), &rates);
+                moments(m, v, (g.widen() * scale).plus_decay(p.widen(), coupled), &rates);
             }
             if adapt {
                 for (((update, p), m), v) in updates.iter_mut().zip(p).zip(m).zip(v) {
-                    *update = direction.of(p.load(), *m, *v);
+                    *update = direction.of(p.widen(), *m, *v);
                 }
                 norm += sum_of_squares(p);
                 update_norm += sum_of_squares(updates.get(..p.len()).unwrap_or_default());
@@ -127,11 +129,11 @@ impl Kernel for ParamsLamb {
     fn update<E: Element>(&self, moment: Moment, [norm, update_norm]: Sums, slices: Slices<'_, '_, E>) {
         let [m, v] = slices.states else { return };
         let ratio = if norm != 0. && update_norm != 0. { (norm / update_norm).sqrt() } else { 1. };
-        let rate = <E::Real as Real>::from_f64(self.lr * ratio);
+        let rate = E::Real::from_f64(self.lr * ratio);
         let direction = Direction::new(self, moment);
         for (parameter, (m, v)) in slices.parameter.iter_mut().zip(m.iter().zip(v.iter())) {
-            let value = parameter.load();
-            *parameter = E::store(value - direction.of(value, *m, *v) * rate);
+            let value = parameter.widen();
+            *parameter = E::narrow(value - direction.of(value, *m, *v) * rate);
         }
     }
 

@@ -35,7 +35,6 @@
 mod adam;
 mod averager;
 mod clip;
-mod element;
 mod ema;
 mod fused;
 mod lamb;
@@ -44,7 +43,8 @@ mod rule;
 mod schedule;
 mod sgd;
 pub(crate) mod state;
-mod storage;
+mod sums;
+mod update;
 mod zero;
 
 pub use adam::ParamsAdam;

@@ -1,6 +1,6 @@
 //! What an optimizer does to one parameter: the part that differs between optimizers.
-use super::element::{Element, Real};
 use crate::kernels::{Rule, Scalars};
+use crate::tensor::{Element, Real};
 use crate::{Error, Result};
 use std::fmt::Debug;
 

@@ -1,8 +1,9 @@
 //! Stochastic gradient descent.
-use super::element::{Element, Real};
 use super::rule::{Kernel, Moment, Slices, Sums, not_negative};
 use crate::kernels::{Rule, Scalars, scalars};
+use crate::tensor::{Element, Real};
 use crate::{Error, Result};
+use candle_core::WithDType;
 
 /// The options of [`Sgd`](super::Sgd), with the meaning and the defaults of PyTorch's `torch.optim.SGD`.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,13 +56,13 @@ impl Kernel for ParamsSgd {
 
     #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, _: Sums, slices: Slices<'_, '_, E>) {
-        let real = <E::Real as Real>::from_f64;
+        let real = E::Real::from_f64;
         let (lr, decay, scale) = (real(self.lr), real(self.weight_decay), real(moment.gradient_scale));
         let pairs = slices.parameter.iter_mut().zip(slices.gradient);
         let [direction] = slices.states else {
             for (parameter, gradient) in pairs {
-                let value = parameter.load();
-                *parameter = E::store(value - (gradient.load() * scale).plus_decay(value, decay) * lr);
+                let value = parameter.widen();
+                *parameter = E::narrow(value - (gradient.widen() * scale).plus_decay(value, decay) * lr);
             }
             return;
         };
@@ -71,17 +72,17 @@ impl Kernel for ParamsSgd {
         let share = real(self.share(moment));
         if self.nesterov {
             for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
-                let value = parameter.load();
-                let gradient = (gradient.load() * scale).plus_decay(value, decay);
+                let value = parameter.widen();
+                let gradient = (gradient.widen() * scale).plus_decay(value, decay);
                 *direction = *direction * momentum + gradient * share;
-                *parameter = E::store(value - (gradient + *direction * momentum) * lr);
+                *parameter = E::narrow(value - (gradient + *direction * momentum) * lr);
             }
         } else {
             for ((parameter, gradient), direction) in pairs.zip(direction.iter_mut()) {
-                let value = parameter.load();
-                let gradient = (gradient.load() * scale).plus_decay(value, decay);
+                let value = parameter.widen();
+                let gradient = (gradient.widen() * scale).plus_decay(value, decay);
                 *direction = *direction * momentum + gradient * share;
-                *parameter = E::store(value - *direction * lr);
+                *parameter = E::narrow(value - *direction * lr);
             }
         }
     }

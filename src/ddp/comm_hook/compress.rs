@@ -1,8 +1,8 @@
 //! Hooks of one stage: all-reduce as it is, in half the precision, or not at all.
 use super::{CommHook, GradBucket, HookWork};
-use crate::ddp::copy;
 use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Tensor};
 

@@ -108,10 +108,11 @@ pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use top_k::{TopK, TopKOptions};
 
-use super::{Reducer, copy};
+use super::Reducer;
 use crate::backend::Work;
 use crate::optim::StateDict;
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;

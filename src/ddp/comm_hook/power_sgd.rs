@@ -2,9 +2,9 @@
 use super::compress::all_reduce;
 use super::orthonormal::orthonormal;
 use super::{CommHook, GradBucket, HookWork, of_another_model};
-use crate::ddp::copy;
 use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::HashMap;

@@ -5,11 +5,12 @@ mod layout;
 use super::clip::{self, NormType};
 use super::fused::{LearningRates, ParameterGroup};
 use super::rule::{Moment, Sums, UpdateRule, limit};
-use super::storage::{self, Part};
+use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::Work;
-use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, Staged, Staging, agree, copy};
+use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, Staged, Staging, agree};
 use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
@@ -132,7 +133,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         for shard in &self.shards {
             let (numbers, parts) = self.parts(shard, &fresh, &scales)?;
             let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
-            storage::update(&parts, &sums)?;
+            update::update(&parts, &sums)?;
             let gathering = Gathering::start(shard, &self.parameters, &self.staging, &self.process_group)?;
             if let Some(previous) = in_flight.replace(gathering) {
                 previous.finish(&self.parameters, &self.staging)?;
@@ -181,7 +182,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut sums = vec![Sums::default(); fresh.len()];
         for shard in &self.shards {
             let (numbers, parts) = self.parts(shard, fresh, scales)?;
-            for (number, [a, b]) in numbers.into_iter().zip(storage::prepare(&parts)?) {
+            for (number, [a, b]) in numbers.into_iter().zip(update::prepare(&parts)?) {
                 let sums = &mut sums[number];
                 (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
             }

@@ -5,9 +5,8 @@ use super::block_kernels::{self, Reduction};
 use super::call::Element;
 use super::slot::Slot;
 use crate::backend::ReduceOp;
-use crate::float16;
+use crate::tensor;
 use half::{bf16, f16};
-use std::ops::{Add, Mul};
 
 /// The part of one rank.
 #[derive(Clone, Copy)]
@@ -71,49 +70,6 @@ fn in_blocks(reduction: Reduction, sources: &[Source], out: &mut [u8], result: O
     }
 }
 
-/// An element that is summed in registers.
-trait Summand: Copy {
-    /// What it is accumulated in.
-    type Wide: Copy + Default + Add<Output = Self::Wide> + Mul<Output = Self::Wide>;
-
-    fn widen(self) -> Self::Wide;
-    fn narrow(wide: Self::Wide) -> Self;
-}
-
-macro_rules! wide_is_itself {
-    ($($float:ty),*) => {$(
-        impl Summand for $float {
-            type Wide = Self;
-            #[inline(always)]
-            fn widen(self) -> Self {
-                self
-            }
-            #[inline(always)]
-            fn narrow(wide: Self) -> Self {
-                wide
-            }
-        }
-    )*};
-}
-wide_is_itself!(f32, f64);
-
-macro_rules! wide_is_f32 {
-    ($($float:ty: $widen:path, $narrow:path);*) => {$(
-        impl Summand for $float {
-            type Wide = f32;
-            #[inline(always)]
-            fn widen(self) -> f32 {
-                $widen(self)
-            }
-            #[inline(always)]
-            fn narrow(wide: f32) -> Self {
-                $narrow(wide)
-            }
-        }
-    )*};
-}
-wide_is_f32!(f16: float16::f16_to_f32, float16::f32_to_f16; bf16: float16::bf16_to_f32, float16::f32_to_bf16);
-
 /// Where [`sum_as`] reads and writes.
 struct Pointers<'a, T> {
     sources: &'a [*const T],
@@ -123,7 +79,7 @@ struct Pointers<'a, T> {
 }
 
 /// The sum of `sources`, times `factor` if there is one, in one pass.
-fn sum<T: Summand>(sources: &[Source], out: &mut [u8], result: Option<Slot>, factor: Option<T::Wide>) {
+fn sum<T: tensor::Element>(sources: &[Source], out: &mut [u8], result: Option<Slot>, factor: Option<T::Real>) {
     let count = out.len() / size_of::<T>();
     let out: *mut T = out.as_mut_ptr().cast();
     let pointers: Vec<*const T> = sources
@@ -156,7 +112,7 @@ fn sum<T: Summand>(sources: &[Source], out: &mut [u8], result: Option<Slot>, fac
 /// As [`sum_as`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn sum_avx512<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
+unsafe fn sum_avx512<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Real>) {
     // SAFETY: the caller's.
     unsafe { sum_as(pointers, factor) }
 }
@@ -165,7 +121,7 @@ unsafe fn sum_avx512<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>)
 /// As [`sum_as`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn sum_avx2<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
+unsafe fn sum_avx2<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Real>) {
     // SAFETY: the caller's.
     unsafe { sum_as(pointers, factor) }
 }
@@ -174,7 +130,7 @@ unsafe fn sum_avx2<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
 /// All pointers are valid for `count` elements, to read (`sources`) or to write; `sources` is not empty. Nothing needs to
 /// be aligned, and what lies in shared memory may change meanwhile: the values are only computed with.
 #[inline(always)]
-unsafe fn sum_as<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
+unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Real>) {
     /// Elements of a step, which stay in registers.
     const STEP: usize = 32;
     let Pointers { sources, out, result, count } = pointers;
@@ -186,7 +142,7 @@ unsafe fn sum_as<T: Summand>(pointers: Pointers<T>, factor: Option<T::Wide>) {
         while start < whole {
             // Loops, since closures become functions of their own, without the vector instructions.
             let mut block: [T; STEP] = first.add(start).cast::<[T; STEP]>().read_unaligned();
-            let mut values = [T::Wide::default(); STEP];
+            let mut values = [T::Real::default(); STEP];
             for (value, element) in values.iter_mut().zip(block) {
                 *value = element.widen();
             }

@@ -1,8 +1,8 @@
 //! Writing into tensors that are already there: slices of buckets, replicas.
+use super::borrow::{slice, slice_mut};
+use super::{Element, dispatch, vectorise};
 use crate::Result;
-use crate::element::{Element, dispatch, slice, slice_mut};
 use crate::kernels::{self, Assignment};
-use crate::simd;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
 
@@ -55,7 +55,7 @@ pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
 }
 
 /// Multiplies the contiguous `tensor`, of a floating-point dtype, in place.
-pub(super) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
+pub(crate) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
     if scale == 1.0 {
         return Ok(());
     }
@@ -103,7 +103,7 @@ impl InplaceOp1 for Scale {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> CandleResult<()> {
         dispatch!(storage.dtype(), self.name(), T => {
-            let scale = <T as Element>::Acc::from_f64(self.0);
+            let scale = <T as Element>::Real::from_f64(self.0);
             slice_mut::<T>(storage, layout)?.iter_mut().for_each(|value| *value = T::narrow(value.widen() * scale));
             Ok(())
         })
@@ -119,8 +119,8 @@ impl ScaledCopy {
     /// One pass over both, calculated in f32, or in f64 where the destination is f64.
     #[inline(always)]
     fn apply<T: Element, S: Element>(&self, dst: &mut [T], src: &[S]) {
-        let scale = T::Acc::from_f64(self.scale);
-        let value = |src: &S| T::Acc::from_f64(src.widen().to_f64());
+        let scale = T::Real::from_f64(self.scale);
+        let value = |src: &S| T::Real::from_f64(src.widen().to_f64());
         let pairs = dst.iter_mut().zip(src);
         if self.accumulate {
             pairs.for_each(|(dst, src)| *dst = T::narrow((dst.widen() + value(src)) * scale));
@@ -138,7 +138,7 @@ impl InplaceOp2 for ScaledCopy {
     fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> CandleResult<()> {
         dispatch!(dst.dtype(), self.name(), T => dispatch!(src.dtype(), self.name(), S => {
             let (dst, src) = (slice_mut(dst, dst_l)?, slice(src, src_l)?);
-            simd::vectorise(|| self.apply::<T, S>(dst, src));
+            vectorise(|| self.apply::<T, S>(dst, src));
             Ok(())
         }))
     }

@@ -1,0 +1,99 @@
+//! The elements of contiguous tensors on the CPU, borrowed in place.
+//!
+//! candle lends the storage of one tensor mutably, by an in-place operation, so for several such operations are nested.
+use super::Element;
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType};
+use std::cell::RefCell;
+
+/// The elements that `layout` shows of `storage`.
+pub(crate) fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    let values = storage.as_slice::<T>()?;
+    match layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end)) {
+        Some(values) => Ok(values),
+        None => candle_core::bail!("a contiguous tensor is needed, got {layout:?}"),
+    }
+}
+
+/// The elements that `layout` shows of `storage`, to be changed.
+pub(crate) fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [T]> {
+    let dtype = candle_core::backend::BackendStorage::dtype(storage);
+    match (T::values_mut(storage), layout.contiguous_offsets()) {
+        (Some(values), Some((start, end))) if end <= values.len() => Ok(&mut values[start..end]),
+        _ => candle_core::bail!("a contiguous tensor of {:?} is needed, got {dtype:?}, {layout:?}", T::DTYPE),
+    }
+}
+
+/// Gives `work` the elements of `tensor`.
+pub(crate) fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => work(slice(storage, layout)?),
+        _ => candle_core::bail!("a tensor on the CPU is needed, got one on {:?}", tensor.device().location()),
+    }
+}
+
+/// Gives `work` the elements of `tensor`, to be changed.
+pub(crate) fn with_slice_mut<E: Element>(tensor: &Tensor, work: impl Fn(&mut [E])) -> Result<()> {
+    with_slices_mut::<E>(std::slice::from_ref(tensor), &mut |slices| {
+        slices.iter_mut().for_each(|slice| work(slice));
+    })
+}
+
+/// Gives `work` the elements of two tensors, of which it may change the first; they may differ in dtype.
+pub(crate) fn zip<D: Element, S: Element>(
+    destination: &Tensor,
+    source: &Tensor,
+    work: impl Fn(&mut [D], &[S]),
+) -> Result<()> {
+    destination.inplace_op2(source, &Zip(work, std::marker::PhantomData))
+}
+
+struct Zip<D, S, F>(F, std::marker::PhantomData<(D, S)>);
+
+impl<D: Element, S: Element, F: Fn(&mut [D], &[S])> InplaceOp2 for Zip<D, S, F> {
+    fn name(&self) -> &'static str {
+        "zip"
+    }
+
+    fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> Result<()> {
+        (self.0)(slice_mut(dst, dst_l)?, slice(src, src_l)?);
+        Ok(())
+    }
+}
+
+type Work<'f, E> = &'f mut dyn FnMut(&mut [&mut [E]]);
+type Opened<'o, 'f, E> = (Vec<&'o mut [E]>, Work<'f, E>);
+
+/// Gives `work` the elements of all `tensors`, to be changed. Their storages must differ.
+pub(crate) fn with_slices_mut<E: Element>(tensors: &[Tensor], work: Work<E>) -> Result<()> {
+    open(tensors, Vec::with_capacity(tensors.len()), work)
+}
+
+fn open<E: Element>(tensors: &[Tensor], mut opened: Vec<&mut [E]>, work: Work<E>) -> Result<()> {
+    match tensors.split_first() {
+        None => {
+            work(&mut opened);
+            Ok(())
+        }
+        Some((first, rest)) => first.inplace_op1(&Open { rest, state: RefCell::new(Some((opened, work))) }),
+    }
+}
+
+/// Adds the storage of one more tensor to those that are open.
+struct Open<'a, 'o, 'f, E> {
+    rest: &'a [Tensor],
+    state: RefCell<Option<Opened<'o, 'f, E>>>,
+}
+
+impl<E: Element> InplaceOp1 for Open<'_, '_, '_, E> {
+    fn name(&self) -> &'static str {
+        "open"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        // candle calls this once; a second call would have nothing to do.
+        let Some((mut opened, work)) = self.state.take() else { return Ok(()) };
+        opened.push(slice_mut(storage, layout)?);
+        open(self.rest, opened, work)
+    }
+}

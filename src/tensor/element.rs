@@ -1,0 +1,119 @@
+//! Floating-point elements of CPU tensors, for loops that are written once for all of them.
+use super::float16;
+use candle_core::{CpuStorage, DType, WithDType};
+use half::{bf16, f16};
+use std::ops::Neg;
+
+/// What arithmetic is done in: f32 or f64.
+pub trait Real: Element<Real = Self> + Neg<Output = Self> + Default {
+    /// The square root.
+    fn sqrt(self) -> Self;
+    /// Without the sign.
+    fn abs(self) -> Self;
+
+    /// This plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
+    #[inline(always)]
+    fn plus_decay(self, value: Self, decay: Self) -> Self {
+        if decay == Self::default() { self } else { self + value * decay }
+    }
+}
+
+/// What a tensor of floating-point numbers consists of. f16 and bf16 are calculated with in f32.
+pub trait Element: WithDType {
+    /// What is calculated with, and what optimizers keep their state in.
+    type Real: Real;
+    /// The same value.
+    fn widen(self) -> Self::Real;
+    /// The nearest value that can be stored.
+    fn narrow(value: Self::Real) -> Self;
+    /// The elements of `storage`, if it holds this kind.
+    fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+/// The dtypes of [`Element`]s.
+pub(crate) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+macro_rules! element {
+    ($kind:ty, $variant:ident, $real:ty, $widen:expr, $narrow:expr) => {
+        impl Element for $kind {
+            type Real = $real;
+
+            #[inline(always)]
+            fn widen(self) -> $real {
+                $widen(self)
+            }
+
+            #[inline(always)]
+            fn narrow(value: $real) -> Self {
+                $narrow(value)
+            }
+
+            fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+macro_rules! real {
+    ($kind:ident, $variant:ident) => {
+        element!($kind, $variant, $kind, std::convert::identity, std::convert::identity);
+
+        impl Real for $kind {
+            #[inline(always)]
+            fn sqrt(self) -> Self {
+                $kind::sqrt(self)
+            }
+
+            #[inline(always)]
+            fn abs(self) -> Self {
+                $kind::abs(self)
+            }
+        }
+    };
+}
+
+real!(f32, F32);
+real!(f64, F64);
+element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16);
+element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16);
+
+/// A tensor's dtype as a type: `dispatch!(dtype, E => expression with E, else => otherwise)`, or
+/// `dispatch!(dtype, operation, E => expression)`, where another dtype is candle's error that names the operation.
+macro_rules! dispatch {
+    ($dtype:expr, $E:ident => $body:expr, else => $otherwise:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $E = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $E = f64;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $E = half::f16;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $E = half::bf16;
+                $body
+            }
+            _ => $otherwise,
+        }
+    };
+    ($dtype:expr, $operation:expr, $E:ident => $body:expr) => {{
+        let dtype = $dtype;
+        $crate::tensor::dispatch!(dtype, $E => $body, else => Err(candle_core::Error::from(
+            $crate::Error::UnsupportedDType {
+                operation: $operation.to_string(),
+                dtype,
+                supported: "f32, f64, f16, bf16",
+            },
+        )))
+    }};
+}
+pub(crate) use dispatch;

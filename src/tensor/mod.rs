@@ -1,0 +1,9 @@
+//! Tensors and their elements: what loops over them are written in, on the CPU and on GPUs.
+pub(crate) mod borrow;
+pub(crate) mod copy;
+pub(crate) mod element;
+mod float16;
+mod simd;
+
+pub(crate) use element::{DTYPES, Element, Real, dispatch};
+pub(crate) use simd::vectorise;
