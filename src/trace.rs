@@ -7,6 +7,7 @@
 //! `ddprun --merge-traces FOLDER` makes one file of all ranks'.
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+use crate::backend::Work;
 use crate::{Error, Result};
 use std::fmt::Display;
 use std::fs::File;
@@ -71,6 +72,15 @@ impl Trace {
         self.write(format_args!(
             ",\n{{\"name\":\"{name}\",\"ph\":\"X\",\"ts\":{at:.1},\"dur\":{duration:.1},\"pid\":{rank},\"tid\":{row}}}"
         ));
+    }
+
+    /// Records a collective that was waited for. On a GPU it may have its end before it.
+    pub(crate) fn collective(&self, work: &Work, name: impl Display) {
+        if work.synchronize().is_ok()
+            && let Some((start, end)) = work.span()
+        {
+            self.span(Row::Communication, name, start, end);
+        }
     }
 
     /// Records that something happened at `at`.

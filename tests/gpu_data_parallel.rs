@@ -1,11 +1,11 @@
 //! DataParallel on GPUs, or on one GPU and the CPU:
 //!
 //! ```text
-//! cargo test --release --features nccl --test gpu_data_parallel
+//! cargo test --release --features cuda --test gpu_data_parallel
 //! ```
 //!
 //! Without a GPU every test says that it is skipped, or fails where CANDLE_DDP_REQUIRE_GPU is set.
-#![cfg(feature = "nccl")]
+#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
 

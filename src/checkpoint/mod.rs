@@ -41,9 +41,9 @@ mod pickle;
 
 pub use distributed::{load_distributed, save_distributed};
 
-use crate::ddp::NamePredicate;
 use crate::error::describe;
 use crate::file::{Readable, parse_safetensors, require_all, write_safetensors};
+use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::VarMap;

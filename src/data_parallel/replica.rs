@@ -1,8 +1,8 @@
 //! A model on each device, and the `VarBuilder` that it is built with.
 use super::device_name;
 use super::scatter_gather::transfer_whole;
-use crate::ddp::{check_shared, not_in_varmap};
 use crate::kernels;
+use crate::tensor::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;

@@ -100,7 +100,7 @@ struct Arrival {
     accumulate: bool,
 }
 
-/// One flat tensor with the gradients of some parameters, and behind them the tail: one element per parameter, which
+/// One flat tensor with the gradients of some parameters, and behind them the used flags: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
     pub(super) tensor: Tensor,
@@ -110,9 +110,9 @@ pub(super) struct Bucket {
     /// Views of `tensor`, in the shapes of the members.
     pub(super) gradients: Vec<Tensor>,
     /// The view of `tensor` behind the gradients.
-    pub(super) tail: Tensor,
-    /// What the tail holds when this rank used all members: the common case, made once.
-    pub(super) tail_all_used: Tensor,
+    pub(super) used_flags: Tensor,
+    /// What the used flags are when this rank used all members: the common case, made once.
+    pub(super) all_used: Tensor,
     /// Which members' gradients have arrived in this backward pass.
     pub(super) arrived: Vec<bool>,
     pub(super) missing: usize,
@@ -125,13 +125,13 @@ impl Bucket {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
-        let (with_tail, in_parts) = (elements + members.len(), elements.next_multiple_of(world_size));
-        let storage = Tensor::zeros(with_tail.max(in_parts), dtype, device)?;
-        let tensor = storage.narrow(0, 0, with_tail)?;
+        let (with_flags, in_parts) = (elements + members.len(), elements.next_multiple_of(world_size));
+        let storage = Tensor::zeros(with_flags.max(in_parts), dtype, device)?;
+        let tensor = storage.narrow(0, 0, with_flags)?;
         let gradients = copy::views(&tensor, members.iter().map(|index| &parameters[*index].shape))?;
         Ok(Self {
-            tail: tensor.narrow(0, elements, members.len())?,
-            tail_all_used: tail(&vec![true; members.len()], 1.0 / world_size as f64, dtype, device)?,
+            used_flags: tensor.narrow(0, elements, members.len())?,
+            all_used: used_flags(&vec![true; members.len()], 1.0 / world_size as f64, dtype, device)?,
             parts: storage.narrow(0, 0, in_parts)?,
             arrived: vec![false; members.len()],
             missing: members.len(),
@@ -149,11 +149,11 @@ impl Bucket {
         self.arrived[slot] = true;
         self.missing -= 1;
         // On a CPU at once, while it is in the cache. On a GPU all of a bucket together: launches are what takes time.
-        if self.tensor.device().is_cpu() || self.missing == 0 { self.settle() } else { Ok(()) }
+        if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
     }
 
     /// Everything that has come is in its place afterwards.
-    pub(super) fn settle(&mut self) -> Result<()> {
+    pub(super) fn flush(&mut self) -> Result<()> {
         let assignments: Vec<Assignment> = (self.arrivals.iter())
             .map(|arrival| Assignment {
                 destination: &self.gradients[arrival.slot],
@@ -186,8 +186,8 @@ impl Bucket {
     }
 }
 
-/// A tail's content: `scale` where this rank used the parameter.
-pub(super) fn tail(used: &[bool], scale: f64, dtype: DType, device: &Device) -> Result<Tensor> {
+/// Used flags: `scale` where this rank used the parameter, 0 elsewhere.
+pub(super) fn used_flags(used: &[bool], scale: f64, dtype: DType, device: &Device) -> Result<Tensor> {
     let values: Vec<f64> = used.iter().map(|used| if *used { scale } else { 0.0 }).collect();
     Ok(Tensor::from_vec(values, used.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
 }

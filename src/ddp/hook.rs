@@ -36,7 +36,7 @@ impl CustomOp1 for GradHook {
     /// Hands the gradient over. Returning `None` keeps candle from storing it for the variable: the reducer does so
     /// when it is averaged.
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        self.reducer.gradient_from_hook(self.index, gradient)?;
+        self.reducer.autograd_hook(self.index, gradient)?;
         Ok(None)
     }
 }

@@ -2,21 +2,22 @@
 //! averaged while they come out of backward.
 mod bucket;
 pub mod comm_hook;
-pub(crate) mod exchange;
 mod hook;
+mod mixed_precision;
 mod options;
+mod parameter;
 mod reducer;
+mod reduction;
 mod registry;
-mod shard;
 mod sync;
 mod usage;
 mod verify;
 
-pub use options::{DdpOptions, NamePredicate};
+pub use crate::tensor::variables::NamePredicate;
+pub use mixed_precision::MixedPrecision;
+pub use options::DdpOptions;
 pub(crate) use reducer::Reducer;
-pub(crate) use registry::{check_shared, not_in_varmap};
-pub(crate) use shard::{Fresh, Shard, Staged, Staging};
-pub(crate) use verify::agree;
+pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 
 use crate::backend;
 use crate::process_group::{ProcessGroup, panic_message};
@@ -28,8 +29,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use comm_hook::{CommHook, CommHookState, CommHookTraffic};
+use parameter::{Buffer, Parameter, Role};
 use reducer::Gradient;
-use registry::{Registry, Role};
+use registry::Registry;
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -57,20 +59,6 @@ pub struct DistributedDataParallel<M> {
     ignored: Vec<Buffer>,
     options: DdpOptions,
     no_sync: AtomicUsize,
-}
-
-/// A trainable variable, and the tensor that the model holds for it; its dtype may be another one.
-struct Parameter {
-    name: String,
-    var: Var,
-    /// None for models that were not built from a `VarBuilder`: they hold the variable itself.
-    replica: Option<Tensor>,
-}
-
-/// A variable without an averaged gradient.
-struct Buffer {
-    name: String,
-    var: Var,
 }
 
 impl<M> DistributedDataParallel<M> {
@@ -274,7 +262,7 @@ impl<M> DistributedDataParallel<M> {
         if self.reducer.trace().is_some() {
             self.group.measure_spans()?;
         }
-        self.reducer.begin(synchronise)?;
+        self.reducer.prepare_for_backward(synchronise)?;
         // The backward pass does not read buffers, so that their way to the other ranks costs no time.
         let buffers = if synchronise && self.options.broadcast_buffers {
             Some(sync::broadcast(&self.group, self.buffers.iter().map(|buffer| &buffer.var))?)
@@ -289,7 +277,7 @@ impl<M> DistributedDataParallel<M> {
                 self.reducer.gradient(index, &gradient)?;
             }
         }
-        let averaged = self.phase("wait for buckets", || self.reducer.finish())?;
+        let averaged = self.phase("wait for buckets", || self.reducer.finalize_backward())?;
         for (parameter, gradient) in self.parameters.iter().zip(averaged) {
             if let Gradient::Present(gradient) = gradient {
                 grads.insert(&parameter.var, gradient);

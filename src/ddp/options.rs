@@ -1,13 +1,11 @@
-use super::registry::Role;
-use crate::amp::MixedPrecision;
+use super::mixed_precision::MixedPrecision;
+use super::parameter::Role;
+use crate::tensor::variables::NamePredicate;
 use crate::trace;
 use candle_core::DType;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-/// A choice among variables by their full names, such as `layer1.0.bn1.running_mean`.
-pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// How DistributedDataParallel works. All ranks give the same.
 ///

@@ -1,8 +1,9 @@
 //! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
-use super::exchange::{Exchange, HookExchange, RunningHook};
-use super::shard::{Fresh, Shard, ShardExchange, Staging};
+use super::reduction::Reduction;
+use super::reduction::hook::{HookReduction, RunningHook};
+use super::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
 use super::usage;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
@@ -25,14 +26,14 @@ struct State {
     parameters: Vec<ParameterInfo>,
     buckets: Vec<Bucket>,
     /// For each parameter, its bucket and its place among that bucket's members.
-    places: Vec<(usize, usize)>,
+    slot_of: Vec<(usize, usize)>,
     phase: Phase,
     /// Whether there was a backward pass.
     begun: bool,
     /// Whether the first synchronised backward pass is over.
     trained: bool,
     /// How buckets are sent.
-    exchange: Exchange,
+    reduction: Reduction,
     /// The next bucket in line to be sent.
     next: usize,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
@@ -88,19 +89,19 @@ impl Reducer {
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
-        state.lay_out(&order, self.group.world_size())
+        state.rebuild_buckets(&order, self.group.world_size())
     }
 
     /// Whether a communication hook may be registered now.
     pub(super) fn check_comm_hook(&self) -> Result<()> {
         let state = self.lock();
-        let reason = match state.exchange {
-            Exchange::Hook(_) => "there is one already, and it cannot be replaced",
-            Exchange::Shard(_) => {
+        let reason = match state.reduction {
+            Reduction::Hook(_) => "there is one already, and it cannot be replaced",
+            Reduction::Shard(_) => {
                 "a ZeroRedundancyOptimizer has the gradients reduce-scattered: it and a hook exclude each other"
             }
-            Exchange::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
-            Exchange::AllReduce => return Ok(()),
+            Reduction::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
+            Reduction::AllReduce => return Ok(()),
         };
         Err(Error::invalid("comm_hook", reason))
     }
@@ -109,44 +110,44 @@ impl Reducer {
     pub(super) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let mut state = self.lock();
         let state = &mut *state;
-        let exchange = HookExchange::new(hook);
-        if exchange.is_local() {
+        let reduction = HookReduction::new(hook);
+        if reduction.is_local() {
             // An order that suits rank 0 need not suit the others, and telling it would be communication.
             state.rebuild = Rebuild::Done;
         }
-        state.exchange = Exchange::Hook(exchange);
-        state.exchange.set_buckets(&state.buckets, &state.parameters)
+        state.reduction = Reduction::Hook(reduction);
+        state.reduction.set_buckets(&state.buckets, &state.parameters)
     }
 
     /// Gives the registered hook to `work`.
     pub(super) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
-        match &mut self.lock().exchange {
-            Exchange::Hook(exchange) => work(exchange.hook()),
-            Exchange::AllReduce | Exchange::Shard(_) => {
+        match &mut self.lock().reduction {
+            Reduction::Hook(reduction) => work(reduction.hook()),
+            Reduction::AllReduce | Reduction::Shard(_) => {
                 Err(Error::invalid("comm_hook", "no communication hook is registered"))
             }
         }
     }
 
     pub(super) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
-        match &self.lock().exchange {
-            Exchange::AllReduce | Exchange::Shard(_) => None,
-            Exchange::Hook(exchange) => Some(exchange.traffic()),
+        match &self.lock().reduction {
+            Reduction::AllReduce | Reduction::Shard(_) => None,
+            Reduction::Hook(reduction) => Some(reduction.traffic()),
         }
     }
 
     /// Whether [`shard`](Self::shard) is possible now.
     pub(crate) fn check_shard(&self) -> Result<()> {
         let state = self.lock();
-        let reason = match state.exchange {
-            Exchange::Hook(_) => {
+        let reason = match state.reduction {
+            Reduction::Hook(_) => {
                 "a communication hook has its gradients: a ZeroRedundancyOptimizer and a hook exclude each other"
             }
-            Exchange::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
-            Exchange::AllReduce if state.accumulated.contains(&true) => {
+            Reduction::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
+            Reduction::AllReduce if state.accumulated.contains(&true) => {
                 "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
             }
-            Exchange::AllReduce => return Ok(()),
+            Reduction::AllReduce => return Ok(()),
         };
         Err(Error::invalid("ddp", reason))
     }
@@ -157,40 +158,40 @@ impl Reducer {
         self.check_shard()?;
         let mut state = self.lock();
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
-            state.lay_out(&order, self.group.world_size())?;
+            state.rebuild_buckets(&order, self.group.world_size())?;
         }
-        let exchange = ShardExchange::new(&state.buckets, &self.group)?;
-        let shards = exchange.shards();
-        state.exchange = Exchange::Shard(exchange);
+        let reduction = ShardReduction::new(&state.buckets, &self.group)?;
+        let shards = reduction.shards();
+        state.reduction = Reduction::Shard(reduction);
         Ok(shards)
     }
 
     /// Gradients are all-reduced again.
     pub(crate) fn unshard(&self) {
-        self.lock().exchange = Exchange::AllReduce;
+        self.lock().reduction = Reduction::AllReduce;
     }
 
     /// What the shards hold.
-    pub(crate) fn fresh(&self) -> Result<Fresh> {
-        self.with_shards(|exchange| exchange.fresh().cloned())
+    pub(crate) fn pending(&self) -> Result<PendingGradients> {
+        self.with_shards(|reduction| reduction.pending().cloned())
     }
 
     /// Has the next user of the shards' gradients multiply them by `factor`.
-    pub(crate) fn scale_fresh(&self, factor: f64) -> Result<()> {
-        self.with_shards(|exchange| exchange.fresh().map(|fresh| fresh.scale *= factor))
+    pub(crate) fn scale_pending(&self, factor: f64) -> Result<()> {
+        self.with_shards(|reduction| reduction.pending().map(|pending| pending.scale *= factor))
     }
 
     /// The shards' gradients were used.
-    pub(crate) fn forget_fresh(&self) -> Result<()> {
-        self.with_shards(|exchange| {
-            exchange.forget();
+    pub(crate) fn clear_pending(&self) -> Result<()> {
+        self.with_shards(|reduction| {
+            reduction.clear_pending();
             Ok(())
         })
     }
 
-    fn with_shards<T>(&self, work: impl FnOnce(&mut ShardExchange) -> Result<T>) -> Result<T> {
-        match &mut self.lock().exchange {
-            Exchange::Shard(exchange) => work(exchange),
+    fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
+        match &mut self.lock().reduction {
+            Reduction::Shard(reduction) => work(reduction),
             _ => Err(Error::invalid("ddp", "its gradients are not sharded")),
         }
     }
@@ -213,15 +214,15 @@ impl Reducer {
     }
 
     /// Opens a backward pass.
-    pub(super) fn begin(&self, synchronise: bool) -> Result<()> {
+    pub(super) fn prepare_for_backward(&self, synchronise: bool) -> Result<()> {
         let mut state = self.lock();
         if let Rebuild::Due(order) = &state.rebuild {
             let order = order.clone();
-            state.lay_out(&order, self.group.world_size())?;
+            state.rebuild_buckets(&order, self.group.world_size())?;
             state.rebuild = Rebuild::Done;
         }
         state.buckets.iter_mut().for_each(Bucket::reset);
-        state.exchange.begin();
+        state.reduction.begin();
         state.begun = true;
         state.next = 0;
         state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
@@ -232,22 +233,22 @@ impl Reducer {
     }
 
     /// Takes a gradient from a hook.
-    pub(super) fn gradient_from_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
+    pub(super) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
         let mut state = self.lock();
         if state.phase == Phase::Outside {
             let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
             return Err(Error::BackwardOutsideDdp { parameter }.into());
         }
-        Ok(self.take(&mut state, index, gradient)?)
+        Ok(self.mark_parameter_ready(&mut state, index, gradient)?)
     }
 
     /// Takes the gradient of a parameter without a hook.
     pub(super) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        self.take(&mut self.lock(), index, gradient)
+        self.mark_parameter_ready(&mut self.lock(), index, gradient)
     }
 
-    fn take(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
-        let (bucket, slot) = state.places[index];
+    fn mark_parameter_ready(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
+        let (bucket, slot) = state.slot_of[index];
         let parameter = &state.parameters[index];
         if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.arrives_as {
             let expected = crate::error::describe(parameter.arrives_as, &parameter.shape);
@@ -255,7 +256,7 @@ impl Reducer {
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
         let synchronised = state.phase == Phase::Synchronised;
-        let scale = if synchronised { state.exchange.scale(self.group.world_size()) } else { 1.0 };
+        let scale = if synchronised { state.reduction.scale(self.group.world_size()) } else { 1.0 };
         state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
         match state.phase {
             Phase::Synchronised => {
@@ -285,7 +286,7 @@ impl Reducer {
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
-        state.exchange.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
+        state.reduction.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
         state.next += 1;
         Ok(())
     }
@@ -303,12 +304,12 @@ impl Reducer {
 
     /// Closes a backward pass: launches what is left, waits for everything, and returns each parameter's gradient in
     /// registration order.
-    pub(super) fn finish(&self) -> Result<Vec<Gradient>> {
+    pub(super) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         let mut state = self.lock();
         let state = &mut *state;
         if state.phase == Phase::Local {
             state.phase = Phase::Outside;
-            state.buckets.iter_mut().try_for_each(Bucket::settle)?;
+            state.buckets.iter_mut().try_for_each(Bucket::flush)?;
             let gradients = state.gradients()?;
             let accumulated = |(gradient, accumulated)| if accumulated { gradient } else { Gradient::Absent };
             return Ok(gradients.into_iter().zip(state.accumulated.iter().copied()).map(accumulated).collect());
@@ -318,7 +319,7 @@ impl Reducer {
             self.complete(state, &mut used)?;
             self.launch_full_buckets(state)?;
         }
-        state.exchange.finish(&state.buckets, &used, &self.group, self.trace())?;
+        state.reduction.finish(&state.buckets, &used, &self.group, self.trace())?;
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
@@ -329,9 +330,9 @@ impl Reducer {
         if !std::mem::replace(&mut state.trained, true) && self.group.rank() == 0 {
             state.warn_of_unused(&used);
         }
-        if let Exchange::Shard(exchange) = &mut state.exchange {
-            exchange.set_fresh(used);
-            return Ok(state.places.iter().map(|_| Gradient::Absent).collect());
+        if let Reduction::Shard(reduction) = &mut state.reduction {
+            reduction.set_pending(used);
+            return Ok(state.slot_of.iter().map(|_| Gradient::Absent).collect());
         }
         let present = |(gradient, used)| if used { gradient } else { Gradient::Absent };
         Ok(state.gradients()?.into_iter().zip(used).map(present).collect())
@@ -339,9 +340,9 @@ impl Reducer {
 
     /// Fills up the next bucket, of which not all gradients have come, and sends it off.
     fn complete(&self, state: &mut State, used: &mut [bool]) -> Result<()> {
-        let scale = state.exchange.scale(self.group.world_size());
+        let scale = state.reduction.scale(self.group.world_size());
         let bucket = &mut state.buckets[state.next];
-        bucket.settle()?;
+        bucket.flush()?;
         for (slot, &index) in bucket.members.iter().enumerate() {
             if bucket.arrived[slot] {
                 continue;
@@ -379,17 +380,17 @@ impl Reducer {
 
 impl State {
     /// Makes the buckets for gradients that come in `order`.
-    fn lay_out(&mut self, order: &[usize], world_size: usize) -> Result<()> {
+    fn rebuild_buckets(&mut self, order: &[usize], world_size: usize) -> Result<()> {
         // The old storage goes first, unless gradients of the last backward pass still hold on to it.
         self.buckets.clear();
         let plan = bucket::plan(&self.parameters, order, self.caps);
         let bucket = |members| Bucket::new(&self.parameters, members, world_size);
         self.buckets = plan.into_iter().map(bucket).collect::<Result<_>>()?;
-        self.exchange.set_buckets(&self.buckets, &self.parameters)?;
-        self.places = vec![(0, 0); self.parameters.len()];
+        self.reduction.set_buckets(&self.buckets, &self.parameters)?;
+        self.slot_of = vec![(0, 0); self.parameters.len()];
         for (number, bucket) in self.buckets.iter().enumerate() {
             for (slot, &index) in bucket.members.iter().enumerate() {
-                self.places[index] = (number, slot);
+                self.slot_of[index] = (number, slot);
             }
         }
         Ok(())
@@ -400,12 +401,12 @@ impl State {
         let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
         let converted = converted.collect::<Result<Vec<_>>>()?;
         let gradient = |&(bucket, slot): &(usize, usize)| Gradient::Present(Tensor::clone(&converted[bucket][slot]));
-        Ok(self.places.iter().map(gradient).collect())
+        Ok(self.slot_of.iter().map(gradient).collect())
     }
 
     /// Says once which parameters no rank used: hardly ever is that meant.
     fn warn_of_unused(&self, used: &[bool]) {
-        if matches!(&self.exchange, Exchange::Hook(exchange) if exchange.is_local()) {
+        if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
             return; // Nobody knows what the others used.
         }
         let names = self.parameters.iter().map(|parameter| parameter.name.as_str());
@@ -416,7 +417,7 @@ impl State {
 
     /// Whether any rank used a parameter that this one did not.
     fn anybody_used(&self, index: usize) -> Result<bool> {
-        let (bucket, slot) = self.places[index];
-        self.exchange.anybody_used(index, &self.buckets[bucket], slot)
+        let (bucket, slot) = self.slot_of[index];
+        self.reduction.anybody_used(index, &self.buckets[bucket], slot)
     }
 }

@@ -1,10 +1,10 @@
 //! The `VarBuilder` that a model is built with under DDP: it hands out replicas and writes down what was asked for.
-use super::bucket::ParameterInfo;
 use super::hook;
+use super::options::DdpOptions;
+use super::parameter::{Buffer, Parameter, Role};
 use super::reducer::Reducer;
-use super::{Buffer, DdpOptions, Parameter};
 use crate::Error;
-use crate::error::describe;
+use crate::tensor::variables::{check_shared, not_in_varmap};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
 use candle_nn::var_builder::SimpleBackend;
@@ -110,51 +110,6 @@ impl Registry {
         registered.handed_out.insert(name.to_string(), tensor.clone());
         Ok(tensor)
     }
-}
-
-/// How DDP treats a variable.
-pub(super) enum Role {
-    /// Its gradient is averaged over the ranks.
-    Parameter,
-    /// It has no gradient; rank 0's value is broadcast.
-    Buffer,
-    /// It is each rank's own business.
-    Ignored,
-}
-
-impl Parameter {
-    /// The dtype with which the model computes.
-    pub(super) fn held_as(&self) -> DType {
-        self.replica.as_ref().map_or(self.var.dtype(), Tensor::dtype)
-    }
-
-    pub(super) fn info(&self, reduce_dtype: Option<DType>) -> ParameterInfo {
-        ParameterInfo {
-            name: self.name.clone(),
-            shape: self.var.shape().clone(),
-            dtype: reduce_dtype.unwrap_or(self.held_as()),
-            arrives_as: self.held_as(),
-            leaves_as: self.var.dtype(),
-            device: self.var.device().clone(),
-        }
-    }
-}
-
-/// A variable that was handed out as `tensor` is asked for once more (tied weights).
-pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Shape) -> candle_core::Result<()> {
-    if tensor.shape() != shape {
-        candle_core::bail!(
-            "{name} was asked for as {} and as {}: a shared variable has one shape",
-            describe(tensor.dtype(), tensor.shape()),
-            describe(dtype, shape)
-        )
-    }
-    Ok(())
-}
-
-/// A variable that is asked for without a shape has to be there.
-pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
-    candle_core::Error::msg(format!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made"))
 }
 
 impl SimpleBackend for Registry {

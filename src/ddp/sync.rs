@@ -2,11 +2,9 @@
 use crate::backend::Work;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
+use crate::tensor::pack::packs;
 use crate::{Error, Result};
-use candle_core::{DType, DeviceLocation, Tensor, Var};
-
-/// How many bytes travel together: enough that the time per message does not matter, little beside a model.
-const PACK_BYTES: usize = 32 << 20;
+use candle_core::{Tensor, Var};
 
 /// Variables on their way from rank 0.
 #[must_use]
@@ -16,39 +14,21 @@ pub(super) struct Broadcast<'a> {
 }
 
 /// Variables that travel together.
-struct Pack<'a> {
-    kind: (DType, DeviceLocation),
-    bytes: usize,
-    vars: Vec<&'a Var>,
-}
-
 struct Chunk<'a> {
     vars: Vec<&'a Var>,
     flat: Tensor,
     work: Work,
 }
 
-/// Starts sending rank 0's values of `vars`, which every rank lists in the same order. They travel packed by dtype and
-/// device, so that many small ones do not cost a message each.
+/// Starts sending rank 0's values of `vars`, which every rank lists in the same order. They travel in
+/// [packs].
 pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
     let is_source = group.rank() == 0;
     let mut chunks = Vec::new();
     if group.world_size() == 1 {
         return Ok(Broadcast { chunks, is_source });
     }
-    let mut packs: Vec<Pack> = Vec::new();
-    for var in vars {
-        let kind = (var.dtype(), var.device().location());
-        let bytes = var.elem_count() * var.dtype().size_in_bytes();
-        match packs.iter_mut().rev().find(|pack| pack.kind == kind && pack.bytes < PACK_BYTES) {
-            Some(pack) => {
-                pack.vars.push(var);
-                pack.bytes += bytes;
-            }
-            None => packs.push(Pack { kind, bytes, vars: vec![var] }),
-        }
-    }
-    for Pack { vars, .. } in packs {
+    for vars in packs(vars) {
         let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
         let flat = Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?;
         if is_source {

@@ -1,4 +1,4 @@
-//! Which parameters any rank used, where the tails of the buckets cannot tell.
+//! Which parameters any rank used, where the used flags in the buckets cannot tell.
 use crate::backend::Work;
 use crate::error::some;
 use crate::process_group::ProcessGroup;

@@ -6,7 +6,7 @@ use candle_core::{CudaStorage, DType, Device, Tensor};
 fn absent() -> Error {
     Error::Unavailable {
         what: "a kernel for CUDA".to_string(),
-        hint: "candle-ddp was built without the feature `nccl`: build with `--features nccl`".to_string(),
+        hint: "candle-ddp was built without the feature `cuda`: build with `--features cuda`, or `nccl`, which includes it".to_string(),
     }
 }
 

@@ -1,4 +1,7 @@
-//! Where candle's tensors lie in the GPU's memory.
+//! Where candle's tensors lie in the GPU's memory: what kernels and NCCL are given.
+//!
+//! An address is good as long as the storage lives. It is asked for with the stream of the storage's own device and no
+//! other, which keeps candle's tracking of events, where it is on, as it is.
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
@@ -6,8 +9,8 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 use half::{bf16, f16};
 use std::cell::Cell;
 
-/// The address of a contiguous tensor that a kernel will read.
-pub(super) fn input(tensor: &Tensor) -> Result<u64> {
+/// The address of a contiguous tensor that will be read.
+pub(crate) fn input(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cuda(storage) => read_address(storage, layout),
@@ -15,44 +18,8 @@ pub(super) fn input(tensor: &Tensor) -> Result<u64> {
     }
 }
 
-/// The address of contiguous elements that a kernel will read.
-pub(super) fn read_address(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
-    fn part<T: CudaDType>(storage: &CudaStorage, (start, end): (usize, usize)) -> Result<u64> {
-        let stream = storage.device().cuda_stream();
-        match storage.as_cuda_slice::<T>()?.try_slice(start..end) {
-            Some(view) => Ok(view.device_ptr(&stream).0),
-            None => bail!("the layout reaches beyond the storage"),
-        }
-    }
-    match storage.dtype() {
-        DType::F32 => part::<f32>(storage, offsets(layout)?),
-        DType::F64 => part::<f64>(storage, offsets(layout)?),
-        DType::F16 => part::<f16>(storage, offsets(layout)?),
-        DType::BF16 => part::<bf16>(storage, offsets(layout)?),
-        dtype => bail!("there is no kernel for {dtype:?}"),
-    }
-}
-
-/// The address of contiguous elements that a kernel will change.
-pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Result<u64> {
-    fn part<T: CudaDType>(storage: &mut CudaStorage, (start, end): (usize, usize)) -> Result<u64> {
-        let stream = storage.device().cuda_stream();
-        match storage.as_cuda_slice_mut::<T>()?.try_slice_mut(start..end) {
-            Some(mut view) => Ok(view.device_ptr_mut(&stream).0),
-            None => bail!("the layout reaches beyond the storage"),
-        }
-    }
-    match storage.dtype() {
-        DType::F32 => part::<f32>(storage, offsets(layout)?),
-        DType::F64 => part::<f64>(storage, offsets(layout)?),
-        DType::F16 => part::<f16>(storage, offsets(layout)?),
-        DType::BF16 => part::<bf16>(storage, offsets(layout)?),
-        dtype => bail!("there is no kernel for {dtype:?}"),
-    }
-}
-
-/// The address of a contiguous tensor that a kernel will change.
-pub(super) fn output(tensor: &Tensor) -> Result<u64> {
+/// The address of a contiguous tensor that will be changed; 0 for one without elements.
+pub(crate) fn output(tensor: &Tensor) -> Result<u64> {
     let locate = Locate(Cell::new(0));
     // candle takes the strides of some empty shapes for an overlap.
     if tensor.elem_count() > 0 {
@@ -61,11 +28,47 @@ pub(super) fn output(tensor: &Tensor) -> Result<u64> {
     Ok(locate.0.get())
 }
 
-fn offsets(layout: &Layout) -> Result<(usize, usize)> {
-    match layout.contiguous_offsets() {
-        Some(offsets) => Ok(offsets),
-        None => bail!("the tensor is not contiguous: {layout:?}"),
+/// The same code for shared and exclusive borrows.
+macro_rules! address {
+    ($storage:expr, $layout:expr, $part:ident) => {{
+        let Some((start, end)) = $layout.contiguous_offsets() else {
+            bail!("the tensor is not contiguous: {:?}", $layout)
+        };
+        match $storage.dtype() {
+            DType::F32 => $part::<f32>($storage, start, end),
+            DType::F64 => $part::<f64>($storage, start, end),
+            DType::F16 => $part::<f16>($storage, start, end),
+            DType::BF16 => $part::<bf16>($storage, start, end),
+            DType::I64 => $part::<i64>($storage, start, end),
+            DType::U32 => $part::<u32>($storage, start, end),
+            DType::U8 => $part::<u8>($storage, start, end),
+            dtype => bail!("tensors of {dtype:?} on GPUs are not supported"),
+        }
+    }};
+}
+
+/// The address of contiguous elements that will be read.
+pub(super) fn read_address(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
+    fn part<T: CudaDType>(storage: &CudaStorage, start: usize, end: usize) -> Result<u64> {
+        let stream = storage.device().cuda_stream();
+        match storage.as_cuda_slice::<T>()?.try_slice(start..end) {
+            Some(view) => Ok(view.device_ptr(&stream).0),
+            None => bail!("the layout reaches beyond the storage"),
+        }
     }
+    address!(storage, layout, part)
+}
+
+/// The address of contiguous elements that will be changed.
+pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Result<u64> {
+    fn part<T: CudaDType>(storage: &mut CudaStorage, start: usize, end: usize) -> Result<u64> {
+        let stream = storage.device().cuda_stream();
+        match storage.as_cuda_slice_mut::<T>()?.try_slice_mut(start..end) {
+            Some(mut view) => Ok(view.device_ptr_mut(&stream).0),
+            None => bail!("the layout reaches beyond the storage"),
+        }
+    }
+    address!(storage, layout, part)
 }
 
 /// An in-place operation that only looks where the storage is.

@@ -6,39 +6,39 @@
 #![allow(unsafe_code)]
 
 // Without the feature, the same names refuse politely.
-#[cfg(not(feature = "nccl"))]
+#[cfg(not(feature = "cuda"))]
 mod absent;
-#[cfg(feature = "nccl")]
-mod address;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
+pub(crate) mod address;
+#[cfg(feature = "cuda")]
 mod compile;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(test)]
 mod host;
-#[cfg(any(feature = "nccl", test))]
+#[cfg(any(feature = "cuda", test))]
 mod norm;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 mod norm_tensors;
 #[cfg(test)]
 mod norm_tests;
 mod operands;
-#[cfg(any(feature = "nccl", test))]
+#[cfg(any(feature = "cuda", test))]
 mod program;
-#[cfg(any(feature = "nccl", test))]
-#[cfg_attr(not(feature = "nccl"), allow(dead_code))] // what only NVRTC needs
+#[cfg(any(feature = "cuda", test))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // what only NVRTC needs
 mod source;
-#[cfg(any(feature = "nccl", test))]
+#[cfg(any(feature = "cuda", test))]
 mod table;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 mod tensors;
 #[cfg(test)]
 mod tests;
 
-#[cfg(not(feature = "nccl"))]
+#[cfg(not(feature = "cuda"))]
 pub(crate) use absent::*;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 pub(crate) use norm_tensors::*;
 pub(crate) use operands::{Assignment, NormOperands, Operands, Rule, Scalars, scalars};
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 pub(crate) use tensors::*;

@@ -25,7 +25,7 @@ pub enum Rule {
 
 /// One part of a parameter, contiguous, on a GPU, with all that belongs to it: a gradient of the same dtype, and at most
 /// two states. All have the same number of elements, and do not overlap.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct Operands<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) gradient: &'a Tensor,
@@ -52,7 +52,7 @@ impl<'a> Assignment<'a> {
 
 /// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and, of the dtype of arithmetic, its weight
 /// and bias.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct NormOperands<'a> {
     pub(crate) x: (&'a CudaStorage, &'a Layout),
     pub(crate) weight: (&'a CudaStorage, &'a Layout),
@@ -68,7 +68,7 @@ pub(crate) struct Extent {
     pub(crate) largest: f64,
 }
 
-#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 impl Extent {
     /// That of both.
     pub(crate) fn and(self, other: Self) -> Self {

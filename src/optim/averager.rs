@@ -1,16 +1,13 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
 use super::state::{self, Loader, StateDict};
 use crate::backend::ReduceOp;
-use crate::ddp::agree;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
+use crate::tensor::pack::packs;
 use crate::{Error, Result};
-use candle_core::{DType, DeviceLocation, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::HashMap;
-
-/// How many bytes travel together: enough that the time per message does not matter, little beside a model.
-const PACK_BYTES: usize = 32 << 20;
 
 /// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
 ///
@@ -83,7 +80,7 @@ impl PeriodicModelAverager {
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
-        match agree(&self.group, Ok(described.clone()), "it has no parameters")? {
+        match self.group.compare(Ok(described.clone()), "it has no parameters")? {
             Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
             None => {
                 self.agreed = Some(described);
@@ -97,7 +94,7 @@ impl PeriodicModelAverager {
 fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
     let scale = 1. / group.world_size() as f64;
     let mut messages = Vec::new();
-    for vars in packs(parameters) {
+    for vars in packs(parameters.iter().map(|(_, var)| var)) {
         let parts = vars.iter().map(|var| var.as_detached_tensor().flatten_all());
         let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
         // Divided first, as gradients are, so that the sum cannot overflow. The product is never a variable's storage.
@@ -111,23 +108,6 @@ fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
         vars.iter().zip(&means).try_for_each(|(var, mean)| var.set(mean))?;
     }
     Ok(())
-}
-
-/// The variables that travel together: of one dtype and device, up to [`PACK_BYTES`].
-fn packs<'a>(parameters: &[&'a (String, Var)]) -> Vec<Vec<&'a Var>> {
-    let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&'a Var>)> = Vec::new();
-    for (_, var) in parameters {
-        let kind = (var.dtype(), var.device().location());
-        let bytes = var.elem_count() * var.dtype().size_in_bytes();
-        match packs.iter_mut().rev().find(|(of, size, _)| *of == kind && size + bytes <= PACK_BYTES) {
-            Some((_, size, vars)) => {
-                vars.push(var);
-                *size += bytes;
-            }
-            None => packs.push((kind, bytes, vec![var])),
-        }
-    }
-    packs.into_iter().map(|(_, _, vars)| vars).collect()
 }
 
 /// `step`.

@@ -1,4 +1,5 @@
 //! Process groups: the ranks of a job, and the collectives among them.
+mod compare;
 mod init;
 mod spawn;
 

@@ -3,7 +3,9 @@ pub(crate) mod borrow;
 pub(crate) mod copy;
 pub(crate) mod element;
 mod float16;
+pub(crate) mod pack;
 mod simd;
+pub(crate) mod variables;
 
 pub(crate) use element::{DTYPES, Element, Real, dispatch};
 pub(crate) use simd::vectorise;

@@ -128,7 +128,7 @@ impl NcclCommunicator {
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<Flight>> {
         let streams = &self.link.streams;
-        let plan = self.plan(&collective, streams)?;
+        let plan = self.plan(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let flight = self.flight(call, collective, streams.clone(), blocks_host);
         let started = {
@@ -153,7 +153,7 @@ impl NcclCommunicator {
             Entry::Occupied(lane) => lane.into_mut(),
             Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
         };
-        let plan = self.plan(&collective, &lane.streams)?;
+        let plan = self.plan(&collective)?;
         let flight = self.flight(call, collective, lane.streams.clone(), false);
         self.group.begin(channel, call, flight.done.clone())?;
         let ready = lane.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
@@ -161,11 +161,11 @@ impl NcclCommunicator {
         Ok(flight)
     }
 
-    fn plan(&self, collective: &Collective, streams: &Streams) -> Result<Plan> {
+    fn plan(&self, collective: &Collective) -> Result<Plan> {
         let Group { rank, world_size, .. } = *self.group;
         let address = self.link.streams.address(&self.token);
         let token = Memory { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
-        Ok(Plan::new(collective, &Place { rank, world_size, candle: streams.candle(), token })?)
+        Ok(Plan::new(collective, &Place { rank, world_size, token })?)
     }
 
     fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {

@@ -5,7 +5,6 @@ use super::handle::Handle;
 use super::status::{CallResult, Status};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{Result, Tensor};
-use cudarc::driver::CudaStream;
 use cudarc::nccl::sys::ncclRedOp_t;
 
 /// A collective that was checked, with the memory that it moves.
@@ -40,57 +39,50 @@ pub(super) enum Plan {
     },
 }
 
-/// Where the calling rank stands, and what it lends to the plan.
-pub(super) struct Place<'a> {
+/// Where the calling rank stands.
+pub(super) struct Place {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    pub(super) candle: &'a CudaStream,
     /// One element, for barriers.
     pub(super) token: Memory,
 }
 
 impl Plan {
     pub(super) fn new(collective: &Collective, place: &Place) -> Result<Self> {
-        let Place { rank, world_size, candle, token } = *place;
+        let Place { rank, world_size, token } = *place;
         let parts = |memory: Memory| (0..world_size).map(move |peer| (peer, memory.part(peer, world_size))).collect();
         Ok(match collective {
-            Collective::AllReduce { tensor, op } => {
-                Self::AllReduce { memory: output(tensor, candle)?, op: nccl_op(*op) }
-            }
-            Collective::Broadcast { tensor, root } => Self::Broadcast { memory: output(tensor, candle)?, root: *root },
+            Collective::AllReduce { tensor, op } => Self::AllReduce { memory: output(tensor)?, op: nccl_op(*op) },
+            Collective::Broadcast { tensor, root } => Self::Broadcast { memory: output(tensor)?, root: *root },
             Collective::Reduce { tensor, root, op } => {
-                Self::Reduce { memory: output(tensor, candle)?, op: nccl_op(*op), root: *root, is_root: *root == rank }
+                Self::Reduce { memory: output(tensor)?, op: nccl_op(*op), root: *root, is_root: *root == rank }
             }
             Collective::AllGather { output: all, input: own } => {
-                Self::AllGather { output: output(all, candle)?, input: input(own, candle)? }
+                Self::AllGather { output: output(all)?, input: input(own)? }
             }
             Collective::ReduceScatter { output: own, input: all, op } => {
-                Self::ReduceScatter { output: output(own, candle)?, input: input(all, candle)?, op: nccl_op(*op) }
+                Self::ReduceScatter { output: output(own)?, input: input(all)?, op: nccl_op(*op) }
             }
             Collective::AllToAll { output: to, input: from } => {
-                Self::Messages { sends: parts(input(from, candle)?), recvs: parts(output(to, candle)?) }
+                Self::Messages { sends: parts(input(from)?), recvs: parts(output(to)?) }
             }
             Collective::Gather { output: all, input: own, root } => Self::Messages {
-                sends: vec![(*root, input(own, candle)?)],
+                sends: vec![(*root, input(own)?)],
                 recvs: match all {
-                    Some(all) => parts(output(all, candle)?),
+                    Some(all) => parts(output(all)?),
                     None => Vec::new(),
                 },
             },
             Collective::Scatter { output: own, input: all, root } => Self::Messages {
                 sends: match all {
-                    Some(all) => parts(input(all, candle)?),
+                    Some(all) => parts(input(all)?),
                     None => Vec::new(),
                 },
-                recvs: vec![(*root, output(own, candle)?)],
+                recvs: vec![(*root, output(own)?)],
             },
             // Between two ranks only: on a communicator whose rank 0 sends and rank 1 receives.
-            Collective::Send { tensor, .. } => {
-                Self::Messages { sends: vec![(1, input(tensor, candle)?)], recvs: Vec::new() }
-            }
-            Collective::Recv { tensor, .. } => {
-                Self::Messages { sends: Vec::new(), recvs: vec![(0, output(tensor, candle)?)] }
-            }
+            Collective::Send { tensor, .. } => Self::Messages { sends: vec![(1, input(tensor)?)], recvs: Vec::new() },
+            Collective::Recv { tensor, .. } => Self::Messages { sends: Vec::new(), recvs: vec![(0, output(tensor)?)] },
             Collective::Barrier => Self::AllReduce { memory: token, op: ncclRedOp_t::ncclSum },
         })
     }

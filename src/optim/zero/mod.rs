@@ -8,7 +8,7 @@ use super::rule::{Moment, Sums, UpdateRule, limit};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::Work;
-use crate::ddp::{DistributedDataParallel, Fresh, Reducer, Shard, Staged, Staging, agree};
+use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
@@ -91,7 +91,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             reducer.check_shard()?;
             Ok(trained)
         });
-        let verdict = agree(&process_group, built.as_ref().map(|_| described), "it could not make its optimizer");
+        let verdict = process_group.compare(built.as_ref().map(|_| described), "it could not make its optimizer");
         let parameters = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
@@ -125,13 +125,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
             return Err(Error::parameter(&own.name, reason));
         }
-        let fresh = self.reducer.fresh()?;
-        let scales = self.gradient_scales(&fresh)?;
-        let fresh = fresh.present;
-        let sums = if R::NEEDS_SUMS { self.sums(&fresh, &scales)? } else { vec![Sums::default(); fresh.len()] };
+        let pending = self.reducer.pending()?;
+        let scales = self.gradient_scales(&pending)?;
+        let pending = pending.present;
+        let sums = if R::NEEDS_SUMS { self.sums(&pending, &scales)? } else { vec![Sums::default(); pending.len()] };
         let mut in_flight: Option<Gathering> = None;
         for shard in &self.shards {
-            let (numbers, parts) = self.parts(shard, &fresh, &scales)?;
+            let (numbers, parts) = self.parts(shard, &pending, &scales)?;
             let sums: Vec<Sums> = numbers.into_iter().map(|number| sums[number]).collect();
             update::update(&parts, &sums)?;
             let gathering = Gathering::start(shard, &self.parameters, &self.staging, &self.process_group)?;
@@ -142,23 +142,23 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         if let Some(last) = in_flight {
             last.finish(&self.parameters, &self.staging)?;
         }
-        for (parameter, fresh) in self.parameters.iter_mut().zip(fresh) {
-            parameter.steps += u64::from(fresh);
+        for (parameter, pending) in self.parameters.iter_mut().zip(pending) {
+            parameter.steps += u64::from(pending);
         }
-        self.reducer.forget_fresh()
+        self.reducer.clear_pending()
     }
 
     /// The updates of a shard, and the numbers of the parameters that they are of.
     fn parts<'a>(
         &'a self,
         shard: &'a OwnShard,
-        fresh: &[bool],
+        pending: &[bool],
         scales: &[f64],
     ) -> Result<(Vec<usize>, Vec<Part<'a, R>>)> {
         let (mut numbers, mut parts) = (Vec::new(), Vec::new());
         for piece in &shard.pieces {
             let parameter = &self.parameters[piece.parameter];
-            if !fresh[piece.parameter] {
+            if !pending[piece.parameter] {
                 continue;
             }
             let moment = Moment { step: parameter.steps + 1, gradient_scale: scales[parameter.group] };
@@ -171,17 +171,17 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     /// What gradients are multiplied by, for each group.
-    fn gradient_scales(&self, fresh: &Fresh) -> Result<Vec<f64>> {
+    fn gradient_scales(&self, pending: &PendingGradients) -> Result<Vec<f64>> {
         let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
-        let norm = if limited { self.norm(fresh)? } else { 0. };
-        Ok(self.options.iter().map(|options| fresh.scale * limit(options, norm)).collect())
+        let norm = if limited { self.norm(pending)? } else { 0. };
+        Ok(self.options.iter().map(|options| pending.scale * limit(options, norm)).collect())
     }
 
     /// For each parameter, the sums that its update needs, over the parts of all ranks.
-    fn sums(&self, fresh: &[bool], scales: &[f64]) -> Result<Vec<Sums>> {
-        let mut sums = vec![Sums::default(); fresh.len()];
+    fn sums(&self, pending: &[bool], scales: &[f64]) -> Result<Vec<Sums>> {
+        let mut sums = vec![Sums::default(); pending.len()];
         for shard in &self.shards {
-            let (numbers, parts) = self.parts(shard, fresh, scales)?;
+            let (numbers, parts) = self.parts(shard, pending, scales)?;
             for (number, [a, b]) in numbers.into_iter().zip(update::prepare(&parts)?) {
                 let sums = &mut sums[number];
                 (sums[0], sums[1]) = (sums[0] + a, sums[1] + b);
@@ -198,11 +198,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     /// The norm of this rank's part of the gradients, as they are.
-    fn norm_here(&self, fresh: &Fresh, norm_type: NormType) -> Result<f64> {
+    fn norm_here(&self, pending: &PendingGradients, norm_type: NormType) -> Result<f64> {
         let mut gradients = Vec::new();
         for shard in &self.shards {
             for piece in &shard.pieces {
-                if fresh.present[piece.parameter] {
+                if pending.present[piece.parameter] {
                     gradients.push(shard.gradient(piece)?);
                 }
             }
@@ -211,9 +211,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     /// The norm of all gradients, over all ranks, as they will enter the next step.
-    fn norm(&self, fresh: &Fresh) -> Result<f64> {
-        let squares = self.norm_here(fresh, NormType::L2)?;
-        Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * fresh.scale)
+    fn norm(&self, pending: &PendingGradients) -> Result<f64> {
+        let squares = self.norm_here(pending, NormType::L2)?;
+        Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * pending.scale)
     }
 
     /// Has the next step scale the gradients down if their norm, over all parameters and ranks, is above `max_norm`;
@@ -224,8 +224,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and without a new backward pass.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
-        let norm = self.norm(&self.reducer.fresh()?)?;
-        self.reducer.scale_fresh(clip::coefficient(norm, max_norm))?;
+        let norm = self.norm(&self.reducer.pending()?)?;
+        self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
         Ok(norm)
     }
 
@@ -237,13 +237,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
     pub fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
-        let fresh = self.reducer.fresh()?;
+        let pending = self.reducer.pending()?;
         let mut divided = 1.;
         let finite = scaler.unscale_sharded(grads, |factor| {
             divided = factor;
-            Ok(!self.norm_here(&fresh, NormType::Inf)?.is_finite())
+            Ok(!self.norm_here(&pending, NormType::Inf)?.is_finite())
         })?;
-        self.reducer.scale_fresh(divided)?;
+        self.reducer.scale_pending(divided)?;
         Ok(finite)
     }
 

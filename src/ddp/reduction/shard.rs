@@ -1,7 +1,7 @@
-//! ZeRO-1's way of the buckets: each rank gets the mean of its part of each, and no more.
-use super::bucket::Bucket;
-use super::usage::Usage;
+//! Buckets under ZeRO-1: each rank gets the mean of its part of each, and no more.
 use crate::backend::Work;
+use crate::ddp::bucket::Bucket;
+use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::Trace;
@@ -49,7 +49,7 @@ impl Shard {
 
 /// Gradients that no optimizer has used yet.
 #[derive(Clone, Debug)]
-pub(crate) struct Fresh {
+pub(crate) struct PendingGradients {
     /// For each parameter, in registration order, whether there is one.
     pub(crate) present: Vec<bool>,
     /// What they are to be multiplied by.
@@ -89,33 +89,33 @@ impl Staging {
     }
 }
 
-/// How a reducer's buckets are sent under ZeRO-1.
-pub(super) struct ShardExchange {
+/// How buckets are reduced under ZeRO-1.
+pub(crate) struct ShardReduction {
     shards: Vec<Shard>,
     staging: Arc<Staging>,
     /// The numbers of the buckets that were sent, with their parts.
     in_flight: VecDeque<(usize, Staged, Work)>,
     /// Of the last backward pass.
     usage: Option<Usage>,
-    fresh: Option<Fresh>,
+    pending: Option<PendingGradients>,
 }
 
-impl ShardExchange {
-    pub(super) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
+impl ShardReduction {
+    pub(crate) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
         let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
-        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), usage: None, fresh: None })
+        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), usage: None, pending: None })
     }
 
-    pub(super) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
+    pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
         (self.shards.clone(), Arc::clone(&self.staging))
     }
 
-    pub(super) fn begin(&mut self) {
+    pub(crate) fn begin(&mut self) {
         self.in_flight.clear();
-        self.fresh = None;
+        self.pending = None;
     }
 
-    pub(super) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
         // So that little memory is on its way at the same time.
         while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {
             self.receive(trace)?;
@@ -131,13 +131,15 @@ impl ShardExchange {
     fn receive(&mut self, trace: Option<&Trace>) -> Result<()> {
         let Some((number, staged, work)) = self.in_flight.pop_front() else { return Ok(()) };
         work.wait()?;
-        super::exchange::show(trace, &work, format_args!("reduce-scatter of bucket {number}"));
+        if let Some(trace) = trace {
+            trace.collective(&work, format_args!("reduce-scatter of bucket {number}"));
+        }
         copy::copy(&self.shards[number].own, &staged.part)?;
         self.staging.give_back(staged);
         Ok(())
     }
 
-    pub(super) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
         let usage = Usage::send(used, group)?;
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
@@ -148,21 +150,21 @@ impl ShardExchange {
     }
 
     /// Whether any rank used the parameter `index`.
-    pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
+    pub(crate) fn anybody_used(&self, index: usize) -> Result<bool> {
         self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
     }
 
     /// The shards hold the gradients of the `present` parameters.
-    pub(super) fn set_fresh(&mut self, present: Vec<bool>) {
-        self.fresh = Some(Fresh { present, scale: 1. });
+    pub(crate) fn set_pending(&mut self, present: Vec<bool>) {
+        self.pending = Some(PendingGradients { present, scale: 1. });
     }
 
-    pub(super) fn fresh(&mut self) -> Result<&mut Fresh> {
+    pub(crate) fn pending(&mut self) -> Result<&mut PendingGradients> {
         let reason = "there are no new gradients: call ddp.backward(&loss), outside of no_sync, once before each step";
-        self.fresh.as_mut().ok_or_else(|| Error::invalid("gradients", reason))
+        self.pending.as_mut().ok_or_else(|| Error::invalid("gradients", reason))
     }
 
-    pub(super) fn forget(&mut self) {
-        self.fresh = None;
+    pub(crate) fn clear_pending(&mut self) {
+        self.pending = None;
     }
 }

@@ -1,0 +1,148 @@
+//! Buckets that a communication hook reduces.
+use crate::Result;
+use crate::ddp::bucket::{Bucket, ParameterInfo};
+use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
+use crate::ddp::usage::Usage;
+use crate::process_group::ProcessGroup;
+use crate::trace::Trace;
+use candle_core::Tensor;
+use std::collections::HashMap;
+
+/// A registered communication hook.
+pub(crate) struct HookReduction {
+    hook: Box<dyn RunningHook>,
+    buckets: Vec<GradBucket>,
+    /// Of the last backward pass. None if nothing is sent.
+    usage: Option<Usage>,
+    /// The bytes that were sent for that.
+    used_bytes: u64,
+}
+
+impl HookReduction {
+    pub(crate) fn new<H: CommHook>(hook: H) -> Self {
+        let hook = Running { hook, in_flight: Vec::new(), gradient_bytes: 0 };
+        Self { hook: Box::new(hook), buckets: Vec::new(), usage: None, used_bytes: 0 }
+    }
+
+    pub(crate) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
+        let view = |(index, bucket): (usize, &Bucket)| -> Result<GradBucket> {
+            let elements = bucket.tensor.elem_count() - bucket.members.len();
+            Ok(GradBucket {
+                index,
+                is_last: index + 1 == buckets.len(),
+                buffer: bucket.tensor.narrow(0, 0, elements)?,
+                gradients: bucket.gradients.clone().into(),
+                names: bucket.members.iter().map(|member| parameters[*member].name.clone()).collect(),
+            })
+        };
+        self.buckets = buckets.iter().enumerate().map(view).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+        if self.hook.is_local() {
+            return self.hook.finish(&self.buckets, group, trace);
+        }
+        // The used flags of all buckets at once, for the hook may have made anything of the buckets.
+        self.used_bytes += used.len() as u64;
+        let usage = Usage::send(used, group)?;
+        self.hook.finish(&self.buckets, group, trace)?;
+        usage.wait()?;
+        self.usage = Some(usage);
+        Ok(())
+    }
+
+    pub(crate) fn begin(&mut self) {
+        self.hook.begin();
+    }
+
+    pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup) -> Result<()> {
+        self.hook.launch(&self.buckets[number], group)
+    }
+
+    /// Whether any rank used the parameter `index`.
+    pub(crate) fn anybody_used(&self, index: usize) -> Result<bool> {
+        self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
+    }
+
+    pub(crate) fn is_local(&self) -> bool {
+        self.hook.is_local()
+    }
+
+    pub(crate) fn hook(&mut self) -> &mut dyn RunningHook {
+        &mut *self.hook
+    }
+
+    pub(crate) fn traffic(&self) -> CommHookTraffic {
+        let (gradient_bytes, sent) = self.hook.traffic();
+        CommHookTraffic { gradient_bytes, bytes_sent: sent.map(|sent| sent + self.used_bytes) }
+    }
+}
+
+/// A hook with what it has in flight, of whatever type it is.
+pub(crate) trait RunningHook: Send {
+    fn begin(&mut self);
+    fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()>;
+    fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()>;
+    fn is_local(&self) -> bool;
+    fn traffic(&self) -> (u64, Option<u64>);
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
+}
+
+struct Running<H> {
+    hook: H,
+    /// For each bucket that was launched, in order.
+    in_flight: Vec<HookWork<H>>,
+    gradient_bytes: u64,
+}
+
+impl<H: CommHook> RunningHook for Running<H> {
+    fn begin(&mut self) {
+        self.in_flight.clear();
+    }
+
+    fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()> {
+        self.gradient_bytes += bucket.bytes() as u64;
+        let work = self.hook.run(bucket, group)?;
+        self.in_flight.push(work);
+        Ok(())
+    }
+
+    /// Round by round through the buckets, so that all ranks start the next stages in the same order.
+    fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+        let mut stage = 1;
+        while self.in_flight.iter().any(|work| !work.is_done()) {
+            for (bucket, in_flight) in buckets.iter().zip(&mut self.in_flight) {
+                let HookWork { works, then } = std::mem::replace(in_flight, HookWork::done());
+                for work in &works {
+                    work.wait()?;
+                    if let Some(trace) = trace {
+                        trace.collective(work, format_args!("hook, stage {stage} of bucket {}", bucket.index));
+                    }
+                }
+                if let Some(then) = then {
+                    *in_flight = then(&mut self.hook, bucket, group)?;
+                }
+            }
+            stage += 1;
+        }
+        Ok(())
+    }
+
+    fn is_local(&self) -> bool {
+        self.hook.is_local()
+    }
+
+    fn traffic(&self) -> (u64, Option<u64>) {
+        (self.gradient_bytes, self.hook.bytes_sent())
+    }
+
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.hook.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        self.hook.load_state_dict(state)
+    }
+}

@@ -1,0 +1,117 @@
+//! What becomes of the full buckets: how they are reduced, and how all ranks learn who used which parameter.
+pub(super) mod hook;
+pub(super) mod shard;
+
+use super::bucket::{self, Bucket, ParameterInfo};
+use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
+use crate::trace::Trace;
+use crate::{ReduceOp, Result};
+use hook::HookReduction;
+use shard::ShardReduction;
+
+/// How buckets are reduced; identical on all ranks.
+#[derive(Default)]
+pub(super) enum Reduction {
+    /// Each bucket is all-reduced in place, and its used flags with it.
+    #[default]
+    AllReduce,
+    /// A communication hook gets the gradients of each bucket; the used flags of all travel beside it.
+    Hook(HookReduction),
+    /// Each rank gets its part of each bucket (ZeRO-1).
+    Shard(ShardReduction),
+}
+
+impl Reduction {
+    /// What gradients are multiplied by on their way into a bucket.
+    pub(super) fn scale(&self, world_size: usize) -> f64 {
+        match self {
+            Self::AllReduce | Self::Shard(_) => 1.0 / world_size as f64,
+            Self::Hook(_) => 1.0,
+        }
+    }
+
+    /// The buckets were laid out anew.
+    pub(super) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
+        match self {
+            // The layout is final when shards are made.
+            Self::AllReduce | Self::Shard(_) => Ok(()),
+            Self::Hook(hook) => hook.set_buckets(buckets, parameters),
+        }
+    }
+
+    /// A new backward pass: forgets what a failed one may have left.
+    pub(super) fn begin(&mut self) {
+        match self {
+            Self::AllReduce => {}
+            Self::Hook(hook) => hook.begin(),
+            Self::Shard(shard) => shard.begin(),
+        }
+    }
+
+    /// Sends off the full bucket `number`. `used`: which members this rank used, where it missed any.
+    pub(super) fn launch(
+        &mut self,
+        number: usize,
+        bucket: &mut Bucket,
+        used: Option<&[bool]>,
+        group: &ProcessGroup,
+        trace: Option<&Trace>,
+    ) -> Result<()> {
+        match self {
+            Self::AllReduce => {
+                match used {
+                    None => copy::copy(&bucket.used_flags, &bucket.all_used)?,
+                    Some(used) => {
+                        let (scale, device) = (1.0 / group.world_size() as f64, bucket.tensor.device());
+                        copy::copy(
+                            &bucket.used_flags,
+                            &bucket::used_flags(used, scale, bucket.tensor.dtype(), device)?,
+                        )?;
+                    }
+                }
+                bucket.work = Some(group.all_reduce_async(&bucket.tensor, ReduceOp::Sum)?);
+                Ok(())
+            }
+            Self::Hook(hook) => hook.launch(number, group),
+            Self::Shard(shard) => shard.launch(number, group, trace),
+        }
+    }
+
+    /// Waits until all buckets hold their results. `used`: which parameters this rank used, in registration order.
+    pub(super) fn finish(
+        &mut self,
+        buckets: &[Bucket],
+        used: &[bool],
+        group: &ProcessGroup,
+        trace: Option<&Trace>,
+    ) -> Result<()> {
+        match self {
+            Self::AllReduce => {
+                for (number, bucket) in buckets.iter().enumerate() {
+                    let Some(work) = &bucket.work else { continue };
+                    work.wait()?;
+                    let bytes = bucket.tensor.elem_count() * bucket.tensor.dtype().size_in_bytes();
+                    if let Some(trace) = trace {
+                        trace.collective(work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
+                    }
+                }
+                Ok(())
+            }
+            Self::Hook(hook) => hook.finish(used, group, trace),
+            Self::Shard(shard) => shard.finish(used, group, trace),
+        }
+    }
+
+    /// Whether any rank used the parameter `index`, which is the member `slot` of `bucket`. This rank did not.
+    pub(super) fn anybody_used(&self, index: usize, bucket: &Bucket, slot: usize) -> Result<bool> {
+        match self {
+            Self::AllReduce => {
+                let used = bucket.used_flags.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
+                Ok(used.to_vec1::<f32>()?[0] > 0.0)
+            }
+            Self::Hook(hook) => hook.anybody_used(index),
+            Self::Shard(shard) => shard.anybody_used(index),
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! Variables that travel together, so that many small ones do not cost a message each.
+use candle_core::{DType, DeviceLocation, Var};
+
+/// How many bytes travel together: enough that the time per message does not matter, little beside a model.
+const PACK_BYTES: usize = 32 << 20;
+
+/// Sorts variables into packs of one dtype and device, each of at most [`PACK_BYTES`] unless it is a single variable. The
+/// order in a pack is that of `vars`.
+pub(crate) fn packs<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Vec<Vec<&'a Var>> {
+    let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&'a Var>)> = Vec::new();
+    for var in vars {
+        let kind = (var.dtype(), var.device().location());
+        let bytes = var.elem_count() * var.dtype().size_in_bytes();
+        match packs.iter_mut().rev().find(|(of, size, _)| *of == kind && size.saturating_add(bytes) <= PACK_BYTES) {
+            Some((_, size, vars)) => {
+                vars.push(var);
+                *size += bytes;
+            }
+            None => packs.push((kind, bytes, vec![var])),
+        }
+    }
+    packs.into_iter().map(|(_, _, vars)| vars).collect()
+}
