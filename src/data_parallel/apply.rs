@@ -1,5 +1,5 @@
 //! Work on several devices at once.
-use super::device_name;
+use super::device::device_name;
 use super::replica::{Place, Replica};
 use crate::process_group::{STACK_BYTES, panic_message};
 use crate::{Error, Result};

@@ -6,6 +6,7 @@
 //!
 //! Its parts are public, as PyTorch's are: [`replicate`], [`scatter`], [`parallel_apply`], [`gather`].
 mod apply;
+mod device;
 mod replica;
 mod scatter_gather;
 mod seam;
@@ -272,16 +273,8 @@ impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
 }
 
 fn wrong_target(found: DeviceLocation, output_device: DeviceLocation) -> Error {
+    use device::device_name;
     Error::TargetDevice { found: device_name(found), output_device: device_name(output_device) }
-}
-
-/// `cpu`, `cuda:1`: PyTorch's names.
-fn device_name(location: DeviceLocation) -> String {
-    match location {
-        DeviceLocation::Cpu => "cpu".to_string(),
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
-    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! A model on each device, and the `VarBuilder` that it is built with.
-use super::device_name;
+use super::device::device_name;
 use super::scatter_gather::transfer_whole;
 use crate::kernels;
 use crate::tensor::variables::{check_shared, not_in_varmap};

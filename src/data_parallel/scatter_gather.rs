@@ -1,5 +1,5 @@
 //! A batch's way to the devices and back.
-use super::device_name;
+use super::device::device_name;
 use crate::error::describe;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};

@@ -3,6 +3,7 @@
 mod bucket;
 pub mod comm_hook;
 mod hook;
+mod hook_state;
 mod mixed_precision;
 mod options;
 mod parameter;

@@ -1,10 +1,9 @@
 //! Which part of which parameter belongs to this rank.
-use super::super::fused::{ParameterGroup, state_dtype_of};
-use super::super::rule::UpdateRule;
-use super::zeros;
 use crate::ddp::Shard;
+use crate::optim::fused::{ParameterGroup, state_dtype_of};
+use crate::optim::rule::UpdateRule;
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use std::collections::HashMap;
 
 /// A parameter whose gradient DDP averages.
@@ -90,4 +89,10 @@ impl OwnShard {
     pub(super) fn gradient(&self, piece: &Piece) -> Result<Tensor> {
         Ok(self.shard.own.narrow(0, piece.offset, piece.elements)?)
     }
+}
+
+/// The states of `rule` for a parameter of `dtype`.
+pub(super) fn zeros<R: UpdateRule>(rule: &R, elements: usize, dtype: DType, like: &Tensor) -> Result<Vec<Tensor>> {
+    let zeros = rule.states().iter().map(|_| Tensor::zeros(elements, dtype, like.device()));
+    Ok(zeros.collect::<candle_core::Result<_>>()?)
 }

@@ -12,8 +12,8 @@ use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Stag
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor};
 use layout::{OwnShard, Trained};
 use std::sync::Arc;
 
@@ -333,10 +333,4 @@ impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
 /// On what ranks have to agree.
 fn describe<R: UpdateRule>(group: &ParameterGroup<R>) -> (Vec<&str>, &R) {
     (group.parameters.iter().map(|(name, _)| name.as_str()).collect(), &group.options)
-}
-
-/// The states of `rule` for a parameter of `dtype`.
-fn zeros<R: UpdateRule>(rule: &R, elements: usize, dtype: DType, like: &Tensor) -> Result<Vec<Tensor>> {
-    let zeros = rule.states().iter().map(|_| Tensor::zeros(elements, dtype, like.device()));
-    Ok(zeros.collect::<candle_core::Result<_>>()?)
 }

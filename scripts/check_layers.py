@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Checks how the modules of the crate depend on each other.
+
+    scripts/check_layers.py
+
+Each top-level module may use those of its own layer's list above it, and no others (`LAYERS`, lowest first). And no files
+may use each other in a circle. Paths in comments and doc comments do not count; neither do re-exports, whose names stand
+for the file that defines them, nor a module's own tests.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+# Lowest first. A module uses those before it; modules of one line do not use each other.
+LAYERS = [
+    ["error", "panic", "clock"],
+    ["kernels"],
+    ["tensor"],
+    ["state"],
+    ["rendezvous"],
+    ["backend"],
+    ["process_group"],
+    ["trace"],
+    ["ddp"],
+    ["nn", "data", "seed"],
+    ["optim"],
+    ["amp"],
+    ["checkpoint", "data_parallel"],
+    ["launch"],
+]
+# The launcher stands beside the training: of the layers below it, these.
+LAUNCHER_USES = {"error", "panic", "clock", "rendezvous"}
+
+ROOT = Path(__file__).resolve().parent.parent / "src"
+
+
+def strip(text):
+    """The code without comments, strings and test modules."""
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
+    return re.split(r"#\[cfg\(test\)\]\s*mod tests \{", text)[0]
+
+
+def flatten(tree, prefix=()):
+    """The paths of a use tree such as `a::{b, c::{self, d as e}}`."""
+    tree = tree.strip()
+    match = re.match(r"((?:\w+::)*)\{(.*)\}$", tree, re.S)
+    if not match:
+        parts = tuple(part for part in re.sub(r"\s+as\s+\w+$", "", tree).split("::") if part)
+        return [prefix + tuple(part for part in parts if part != "self" or not prefix)]
+    prefix = prefix + tuple(part for part in match[1].split("::") if part)
+    depth, start, paths = 0, 0, []
+    for index, char in enumerate(match[2] + ","):
+        depth += (char == "{") - (char == "}")
+        if char == "," and depth == 0:
+            piece = match[2][start:index].strip()
+            start = index + 1
+            if piece:
+                paths += flatten(piece, prefix)
+    return paths
+
+
+def module_of(file):
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    if parts[-1] in ("mod", "lib"):
+        parts.pop()
+    return tuple(parts)
+
+
+def absolute(path, module):
+    """`crate::…` and `super::…` as a path from the root of the crate, others None."""
+    if path and path[0] == "crate":
+        return path[1:]
+    base = module
+    if path and path[0] == "self":
+        return base + path[1:]
+    if not path or path[0] != "super":
+        return None
+    while path and path[0] == "super":
+        base, path = base[:-1], path[1:]
+    return base + path
+
+
+def main():
+    files = {}
+    for file in sorted(ROOT.rglob("*.rs")):
+        module = module_of(file)
+        if module[:1] == ("bin",) or module[-1:] == ("tests",) or file.name.endswith("_tests.rs") or file.name == "absent.rs":
+            continue
+        files[module] = strip(file.read_text())
+
+    # What modules re-export: (module, name) -> path.
+    exports, uses = {}, {}
+    for module, text in files.items():
+        uses[module] = set()
+        for visibility, tree in re.findall(r"\b(pub(?:\([^)]*\))?\s+)?use\s+([^;]+);", text):
+            for path in flatten(re.sub(r"\s+", " ", tree)):
+                target = absolute(path, module)
+                if target is None and path and module + path[:1] in files:
+                    target = module + path
+                if target is None:
+                    continue
+                if visibility:
+                    exports[(module, target[-1])] = target
+                else:
+                    uses[module].add(target)
+        body = re.sub(r"\buse\s+[^;]+;", "", text)
+        for path in re.findall(r"\b(?:crate|super)(?:::\w+)+", body):
+            target = absolute(tuple(path.split("::")), module)
+            if target:
+                uses[module].add(target)
+        for path in re.findall(r"(?<![:\w])(\w+)(?:::\w+)+", body):
+            if module and module + (path,) in files:
+                uses[module].add(module + (path,))
+
+    def resolve(path, hops=0):
+        """The file that defines what `path` names."""
+        for end in range(len(path), -1, -1):
+            module = path[:end]
+            if module not in files:
+                continue
+            if end < len(path) and (module, path[end]) in exports and hops < 8:
+                return resolve(exports[(module, path[end])] + path[end + 1 :], hops + 1)
+            return module
+        return None
+
+    edges = {module: {resolve(path) for path in paths} - {module, None} for module, paths in uses.items()}
+    problems = []
+
+    layer = {module: number for number, line in enumerate(LAYERS) for module in line}
+    for module, targets in sorted(edges.items()):
+        if not module:
+            continue
+        for target in sorted(targets):
+            if not target or target[0] == module[0]:
+                continue
+            here, there = layer.get(module[0]), layer.get(target[0])
+            if here is None or there is None:
+                problems.append(f"{'::'.join(module if here is None else target)} is in no layer")
+            elif module[0] == "launch" and target[0] not in LAUNCHER_USES:
+                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}: the launcher stands beside it")
+            elif there >= here:
+                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}, which is not below it")
+
+    problems += circles(edges)
+    for problem in sorted(set(problems)):
+        print(problem)
+    return bool(problems)
+
+
+def circles(edges):
+    """The strongly connected components of more than one file (Tarjan)."""
+    index, low, stack, on_stack, found = {}, {}, [], set(), []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        on_stack.add(node)
+        for target in sorted(edges.get(node, ())):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in on_stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            component = []
+            while True:
+                member = stack.pop()
+                on_stack.discard(member)
+                component.append(member)
+                if member == node:
+                    break
+            if len(component) > 1:
+                names = ", ".join(sorted("::".join(member) or "lib" for member in component))
+                found.append(f"a circle of files: {names}")
+
+    sys.setrecursionlimit(10_000)
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
