@@ -1,6 +1,7 @@
 use super::join::{Join, host};
 use super::plan::{Place, Plan};
 use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -68,7 +69,7 @@ impl std::fmt::Debug for Rendezvous {
 /// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
 /// (a rank given twice, another world size) is an error on all; who has not come in time is named.
 pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
-    let deadline = Instant::now() + options.timeout;
+    let deadline = deadline_after(options.timeout);
     let plan = Plan::new(options)?;
     let Plan { rank, world_size, .. } = plan;
     let mut addresses = None;

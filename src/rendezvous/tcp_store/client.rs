@@ -1,6 +1,7 @@
 use super::TcpStoreServer;
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED};
+use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
@@ -41,7 +42,7 @@ impl TcpStore {
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let operation = || "connect".to_string();
         let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut link = connect(host, port, deadline).map_err(|error| match error {
             ConnectError::Timeout(last) => Error::StoreTimeout {
                 operation: operation(),
@@ -140,7 +141,7 @@ impl TcpStore {
         timeout: Duration,
         body: impl FnOnce(&mut Link, Instant) -> Result<T, LinkError>,
     ) -> Result<T> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
