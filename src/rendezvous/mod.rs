@@ -23,4 +23,4 @@ pub(crate) use join::host;
 pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;
-pub use tcp_store::{TcpStore, TcpStoreServer};
+pub use tcp_store::{TcpStore, TcpStoreServer, TcpStoreServerOptions};

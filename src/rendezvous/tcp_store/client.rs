@@ -17,7 +17,7 @@ const IDLE_LINKS: usize = 4;
 /// The most keys in a request of ours: 128 MiB, if all were as long as can be.
 const KEYS_PER_REQUEST: usize = 16_384;
 /// About how many bytes of values go into one request.
-const BYTES_PER_REQUEST: usize = 64 << 20;
+const BYTES_PER_REQUEST: usize = 8 << 20;
 /// What a server is given, beyond a wait's own time, to say that it has stopped waiting.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);
 
@@ -179,7 +179,7 @@ impl TcpStore {
     }
 
     fn key(&self, operation: &str, key: &str) -> Result<Vec<u8>> {
-        let raw = format!("{USER_KEYS}{key}").into_bytes();
+        let raw = user_key(key);
         self.within(operation, key, "key", raw.len(), MAX_KEY)?;
         Ok(raw)
     }
@@ -206,6 +206,11 @@ impl TcpStore {
     fn missing<'a>(&self, keys: &[&'a str]) -> Vec<&'a str> {
         keys.iter().copied().take(256).filter(|key| matches!(self.check(&[*key]), Ok(false))).take(8).collect()
     }
+}
+
+/// A user's key as the server knows it.
+pub(super) fn user_key(key: &str) -> Vec<u8> {
+    format!("{USER_KEYS}{key}").into_bytes()
 }
 
 fn named<'a>(operation: &'a str, keys: &'a [&str]) -> impl Fn() -> String + 'a {

@@ -214,13 +214,17 @@ pub(super) struct Decoder {
 impl Decoder {
     /// Takes in bytes from the stream.
     pub(super) fn feed(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Forgets the bytes that have been consumed.
+    fn compact(&mut self) {
         self.buffer.drain(..self.read);
         self.read = 0;
-        if self.buffer.is_empty() && self.buffer.capacity() > 1 << 20 {
+        if self.buffer.capacity() > 1 << 16 && self.buffer.len() < self.buffer.capacity() / 4 {
             // One large value does not make this client cost its size for ever.
-            self.buffer = Vec::new();
+            self.buffer.shrink_to_fit();
         }
-        self.buffer.extend_from_slice(bytes);
     }
 
     /// The next whole request, or `None` until more bytes have been fed. After an error the stream is lost.
@@ -228,7 +232,10 @@ impl Decoder {
         let mut partial = match self.partial.take() {
             Some(partial) => partial,
             None => {
-                let Some([byte]) = self.take::<1>() else { return Ok(None) };
+                let Some([byte]) = self.take::<1>() else {
+                    self.compact();
+                    return Ok(None);
+                };
                 let command = COMMANDS.get(usize::from(byte)).copied();
                 let command = command.ok_or_else(|| Malformed(format!("there is no command {byte:#04x}")))?;
                 Partial { command, count: None, fields: Vec::new(), size: 0 }
@@ -266,14 +273,14 @@ impl Decoder {
             partial.fields.push(field);
         }
         self.partial = Some(partial);
+        self.compact();
         Ok(None)
     }
 
     /// The memory that it holds, in bytes.
-    #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
-        let fields = self.partial.as_ref().map_or(0, |partial| partial.fields.capacity() * size_of::<Field>());
-        self.buffer.capacity() + fields
+        let fields = |partial: &Partial| partial.fields.capacity() * size_of::<Field>() + partial.size;
+        self.buffer.capacity() + self.partial.as_ref().map_or(0, fields)
     }
 
     fn rest(&self) -> &[u8] {
