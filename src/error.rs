@@ -27,7 +27,7 @@ pub enum Error {
     },
 
     /// An argument that cannot be honoured.
-    #[error("{argument}: {reason}")]
+    #[error("{argument}: {}", Printable(reason))]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
@@ -211,7 +211,10 @@ pub enum Error {
     },
 
     /// NCCL, or the CUDA driver under it, refused something while a group was being made.
-    #[error("rank {rank}: {operation} failed: {reason}. With NCCL_DEBUG=INFO in the environment NCCL says more")]
+    #[error(
+        "rank {rank}: {operation} failed: {}. With NCCL_DEBUG=INFO in the environment NCCL says more",
+        Printable(reason)
+    )]
     Nccl {
         /// This rank.
         rank: usize,
@@ -222,7 +225,7 @@ pub enum Error {
     },
 
     /// A rank of `spawn` panicked or failed.
-    #[error("rank {rank} failed: {reason}")]
+    #[error("rank {rank} failed: {}", Printable(reason))]
     RankFailed {
         /// The rank.
         rank: usize,
@@ -261,7 +264,7 @@ pub enum Error {
     },
 
     /// A parameter that DDP cannot handle as asked.
-    #[error("parameter {parameter}: {reason}")]
+    #[error("parameter {parameter}: {}", Printable(reason))]
     Parameter {
         /// The parameter's name.
         parameter: String,
