@@ -238,6 +238,23 @@ fn who_does_not_greet_is_in_nobodys_way() {
 }
 
 #[test]
+fn ranks_that_come_all_at_once_are_all_let_in() {
+    let server = bounded(TcpStoreServerOptions { max_ungreeted: 2, ..Default::default() });
+    let count = 100;
+    std::thread::scope(|scope| {
+        for _ in 0..count {
+            scope.spawn(|| {
+                let store = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
+                if store.add("arrived", 1).unwrap() == count {
+                    store.set("all", b"").unwrap();
+                }
+                store.wait(&["all"], None).unwrap();
+            });
+        }
+    });
+}
+
+#[test]
 fn a_greeting_has_a_deadline_and_an_idle_client_has_none() {
     let greeting_timeout = Duration::from_millis(300);
     let server = bounded(TcpStoreServerOptions { greeting_timeout, ..Default::default() });

@@ -24,6 +24,23 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     thread.map(drop).map_err(|error| Error::io("starting a thread", error))
 }
 
+/// Shows the user what the store warns of, such as strangers that knock or a limit that keeps ranks out.
+struct Warnings;
+
+impl log::Log for Warnings {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::Level::Warn
+    }
+
+    fn log(&self, record: &log::Record) {
+        if self.enabled(record.metadata()) {
+            super::message(record.args());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
 /// Starts the store where it is this machine's task; it serves, and holds its port, until it is dropped. Returns it
 /// and its port.
 ///
@@ -32,6 +49,10 @@ pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     if config.topology.node_rank != 0 {
         let missing = || Error::invalid("--master-port", "is needed on every machine but the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
+    }
+    // A program that calls the launcher may have a logger of its own.
+    if log::set_logger(&Warnings).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
     }
     let port = config.master_port.unwrap_or(0);
     let listening = Listening::at(&config.master_addr, port, config.topology.nodes == 1, Duration::MAX);

@@ -148,6 +148,17 @@ fn the_store_is_only_where_its_workers_reach_it() {
 }
 
 #[test]
+fn strangers_at_the_store_are_told() {
+    let place = Place::new();
+    let mut running = place.start(&[], "echo $MASTER_PORT > port; exec sleep 60");
+    let port: u16 = place.wait_for("port").parse().unwrap();
+    TcpStream::connect(("127.0.0.1", port)).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
+    let line = lines.find(|line| line.as_ref().unwrap().contains("the store's server")).unwrap().unwrap();
+    assert!(line.starts_with("ddprun: ") && line.contains("closes the connection of 127.0.0.1"), "{line}");
+}
+
+#[test]
 fn a_master_that_has_no_address_is_told_at_once() {
     let place = Place::new();
     let args = ["--nnodes=2", "--node-rank=1", "--master-addr=no-such-host.invalid", "--nproc-per-node=1"];
