@@ -14,7 +14,8 @@ from pathlib import Path
 
 # Lowest first. A module uses those before it; modules of one line do not use each other.
 LAYERS = [
-    ["error", "panic", "clock"],
+    ["error", "panic", "deadline"],
+    ["random"],
     ["kernels"],
     ["tensor"],
     ["state"],
@@ -30,7 +31,7 @@ LAYERS = [
     ["launch"],
 ]
 # The launcher stands beside the training: of what is below it, it uses these, and of `trace` the files.
-LAUNCHER_USES = {("error",), ("panic",), ("clock",), ("rendezvous",), ("trace", "merge")}
+LAUNCHER_USES = {("error",), ("panic",), ("deadline",), ("random",), ("rendezvous",), ("trace", "merge")}
 
 ROOT = Path(__file__).resolve().parent.parent / "src"
 

@@ -1,6 +1,6 @@
 //! The one error type of the crate: what happened, where (rank, peer, parameter), why, and what to do.
 use candle_core::{DType, Shape};
-use std::fmt;
+use std::fmt::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub enum Error {
     },
 
     /// An argument that cannot be honoured.
-    #[error("{argument}: {reason}")]
+    #[error("{argument}: {}", Printable(reason))]
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
@@ -75,7 +75,7 @@ pub enum Error {
     },
 
     /// A store did not answer, or a key was not set in time.
-    #[error("{operation} timed out after {timeout:?} on the store {store}: {reason}")]
+    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
     StoreTimeout {
         /// The operation, with its keys.
         operation: String,
@@ -88,7 +88,7 @@ pub enum Error {
     },
 
     /// A store answered with something else than its protocol allows, or refused.
-    #[error("{operation} failed on the store {store}: {reason}")]
+    #[error("{operation} failed on the store {store}: {}", Printable(reason))]
     Store {
         /// The operation, with its keys.
         operation: String,
@@ -100,7 +100,7 @@ pub enum Error {
 
     // Collectives
     /// A group whose ranks could not all be connected to each other.
-    #[error("rank {rank} has no connection to rank(s) {peers:?} (time-out {timeout:?}): {reason}")]
+    #[error("rank {rank} has no connection to rank(s) {peers:?} (time-out {timeout:?}): {}", Printable(reason))]
     Connect {
         /// This rank.
         rank: usize,
@@ -136,8 +136,10 @@ pub enum Error {
 
     /// Ranks called different collectives, or the same one with different arguments.
     #[error(
-        "rank {rank_a} called {call_a} where rank {rank_b} called {call_b}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order"
+        "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
+         all ranks of a group must make the same calls in the same order",
+        Printable(call_a),
+        Printable(call_b)
     )]
     Desync {
         /// The group's sequence number of the call.
@@ -154,8 +156,9 @@ pub enum Error {
 
     /// A peer's connection closed without a goodbye: its process died.
     #[error(
-        "rank {peer} is gone: its connection to rank {rank} closed during {call}. \
-         Look for the first error in the output of rank {peer}"
+        "rank {peer} is gone: its connection to rank {rank} closed during {}. \
+         Look for the first error in the output of rank {peer}",
+        Printable(call)
     )]
     PeerGone {
         /// The rank that noticed.
@@ -168,8 +171,9 @@ pub enum Error {
 
     /// A peer left the group in good order before it took part in a collective, or in a message.
     #[error(
-        "rank {peer} left the group after sequence {left_after}, and cannot take part in {call}, sequence {sequence}: \
-         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group"
+        "rank {peer} left the group after sequence {left_after}, and cannot take part in {}, sequence {sequence}: \
+         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group",
+        Printable(call)
     )]
     PeerLeft {
         /// The rank that left.
@@ -183,7 +187,7 @@ pub enum Error {
     },
 
     /// A peer reported a failure of its own, which ends the group.
-    #[error("rank {peer} ended the group: {reason}")]
+    #[error("rank {peer} ended the group: {}", Printable(reason))]
     PeerFailed {
         /// The rank that failed first.
         peer: usize,
@@ -192,7 +196,7 @@ pub enum Error {
     },
 
     /// A collective was not over within the group's time-out.
-    #[error("rank {rank}: {call}, sequence {sequence}, timed out after {timeout:?}: {reason}")]
+    #[error("rank {rank}: {call}, sequence {sequence}, timed out after {timeout:?}: {}", Printable(reason))]
     CollectiveTimeout {
         /// The rank that gave up.
         rank: usize,
@@ -207,7 +211,10 @@ pub enum Error {
     },
 
     /// NCCL, or the CUDA driver under it, refused something while a group was being made.
-    #[error("rank {rank}: {operation} failed: {reason}. With NCCL_DEBUG=INFO in the environment NCCL says more")]
+    #[error(
+        "rank {rank}: {operation} failed: {}. With NCCL_DEBUG=INFO in the environment NCCL says more",
+        Printable(reason)
+    )]
     Nccl {
         /// This rank.
         rank: usize,
@@ -218,7 +225,7 @@ pub enum Error {
     },
 
     /// A rank of `spawn` panicked or failed.
-    #[error("rank {rank} failed: {reason}")]
+    #[error("rank {rank} failed: {}", Printable(reason))]
     RankFailed {
         /// The rank.
         rank: usize,
@@ -228,7 +235,7 @@ pub enum Error {
 
     // DistributedDataParallel
     /// Ranks hold different models.
-    #[error("rank {rank} holds another model than rank 0: {difference}")]
+    #[error("rank {rank} holds another model than rank 0: {}", Printable(difference))]
     ModelMismatch {
         /// The rank whose model differs.
         rank: usize,
@@ -237,7 +244,7 @@ pub enum Error {
     },
 
     /// Ranks registered different communication hooks.
-    #[error("rank {rank} registered another communication hook than rank 0: {difference}")]
+    #[error("rank {rank} registered another communication hook than rank 0: {}", Printable(difference))]
     CommHookMismatch {
         /// The rank whose hook differs.
         rank: usize,
@@ -257,7 +264,7 @@ pub enum Error {
     },
 
     /// A parameter that DDP cannot handle as asked.
-    #[error("parameter {parameter}: {reason}")]
+    #[error("parameter {parameter}: {}", Printable(reason))]
     Parameter {
         /// The parameter's name.
         parameter: String,
@@ -386,6 +393,20 @@ impl Error {
     }
 }
 
+/// Text that may come from the store or from a peer: control characters, with which it could drive a terminal or fake
+/// lines of a log, are shown escaped. A line feed stays, as compilers' messages have several lines.
+struct Printable<'a>(&'a str);
+
+impl fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|c| match c {
+            '\n' | '\t' => f.write_char(c),
+            c if c.is_control() => write!(f, "{}", c.escape_default()),
+            c => f.write_char(c),
+        })
+    }
+}
+
 /// All sources are in the texts already.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -440,6 +461,15 @@ pub(crate) fn some<S: std::borrow::Borrow<str>>(names: &[S]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_peers_say_cannot_drive_a_terminal() {
+        let reason = "line\nä\u{1b}]0;title\u{7} \u{9b}31m\r\tend".to_string();
+        let error = Error::PeerFailed { peer: 1, reason };
+        let text = "rank 1 ended the group: line\nä\\u{1b}]0;title\\u{7} \\u{9b}31m\\r\tend";
+        assert_eq!(error.to_string(), text);
+        assert_eq!(format!("{error:?}"), text);
+    }
 
     #[test]
     fn what_main_shows_is_the_text() {

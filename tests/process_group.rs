@@ -4,7 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::rendezvous::Store;
-use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, init_process_group};
+use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with};
 use common::{floats, ranks};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,20 @@ fn mine(pg: &ProcessGroup, count: usize) -> Tensor {
 
 fn zeros(count: usize) -> Tensor {
     Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn a_timeout_may_be_endless() {
+    let options = SpawnOptions { world_size: 2, timeout: Duration::MAX };
+    let work = |pg: ProcessGroup| {
+        let (now, later) = (mine(&pg, 2), mine(&pg, 3));
+        let under_way = pg.all_reduce_async(&later, ReduceOp::Sum)?;
+        pg.all_reduce(&now, ReduceOp::Sum)?;
+        under_way.wait()?;
+        Ok((floats(&now), floats(&later)))
+    };
+    let expected = (vec![100.0, 102.0], vec![100.0, 102.0, 104.0]);
+    assert_eq!(spawn_with(options, work).unwrap(), [expected.clone(), expected]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
 use candle_ddp::{Error, Result};
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -81,6 +81,34 @@ fn again_and_again_at_the_same_place() {
     exchange(&all_meet(&init_method, 2), "third");
 }
 
+/// An address of this host that others can reach, if it has one.
+fn outer_address() -> Option<IpAddr> {
+    // Nothing is sent: this only asks for the way to an address of documentation's.
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("203.0.113.5:1").ok()?;
+    socket.local_addr().ok().map(|address| address.ip()).filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
+}
+
+#[test]
+fn the_store_is_only_where_its_ranks_reach_it() {
+    let is_served = |ip: IpAddr, port: u16| TcpStream::connect((ip, port)).is_ok();
+    let [loopback, other] = ["127.0.0.1", "127.0.0.2"].map(|ip| ip.parse().unwrap());
+    for host in ["127.0.0.1", "localhost"] {
+        let port = free_port();
+        let ranks = all_meet(&format!("tcp://{host}:{port}"), 2);
+        assert!(is_served(loopback, port) && !is_served(other, port), "{host}");
+        assert!(outer_address().is_none_or(|address| !is_served(address, port)), "{host}");
+        exchange(&ranks, host);
+    }
+    if let Some(address) = outer_address() {
+        let port = free_port();
+        let ranks = all_meet(&format!("tcp://{address}:{port}"), 2);
+        assert!(is_served(address, port) && !is_served(loopback, port), "{address}");
+        assert_eq!(ranks[0].address, Some(address));
+        exchange(&ranks, "outer");
+    }
+}
+
 #[test]
 fn over_a_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -107,6 +135,14 @@ fn another_world_size_is_an_error_on_all() {
         assert!(error.contains("world size") && error.contains('2') && error.contains('3'), "{error}");
     }
     assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn a_timeout_may_be_endless() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let endless = |rank| RendezvousOptions { timeout: Duration::MAX, ..options(&init_method, rank, 2) };
+    let ranks: Vec<_> = meet(vec![endless(0), endless(1)]).into_iter().collect::<Result<_>>().unwrap();
+    exchange(&ranks, "endless");
 }
 
 #[test]
@@ -171,7 +207,9 @@ fn rank_process() {
 fn start(variables: &[(&str, String)]) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "rank_process", "--ignored", "--nocapture"]);
-    for (name, _) in std::env::vars().filter(|(name, _)| name.contains("RANK") || name.contains("SLURM_")) {
+    for (name, _) in
+        std::env::vars().filter(|(name, _)| ["RANK", "SLURM_", "ELASTIC_"].iter().any(|part| name.contains(part)))
+    {
         command.env_remove(name);
     }
     command
@@ -180,6 +218,31 @@ fn start(variables: &[(&str, String)]) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap()
+}
+
+#[test]
+fn two_jobs_at_one_port_do_not_disturb_each_other() {
+    let port = free_port();
+    let run =
+        |run: &str, rank| start(&[launched(rank, 2, port), vec![("TORCHELASTIC_RUN_ID", run.to_string())]].concat());
+    let rank_0 = run("first", 0);
+    // Waits for the first job's store, and comes to it before that job is complete.
+    let stranger = run("second", 1).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&stranger.stderr);
+    assert!(!stranger.status.success() && text.contains("the store is that of the run \"first\""), "{text}");
+    assert!(text.contains("belongs to the run \"second\"") && text.contains("MASTER_PORT"), "{text}");
+    // One that does not know its run takes the store's.
+    all_succeed(vec![start(&launched(1, 2, port)), rank_0]);
+}
+
+#[test]
+fn two_jobs_on_one_store_of_others_have_keys_of_their_own() {
+    let server = TcpStoreServer::bind(0).unwrap();
+    let rank = |run: &str, rank| {
+        let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RUN_ID", run.to_string())];
+        start(&[launched(rank, 2, server.port()), agent.to_vec()].concat())
+    };
+    all_succeed([rank("a", 0), rank("b", 0), rank("a", 1), rank("b", 1)].into());
 }
 
 fn all_succeed(ranks: Vec<Child>) {

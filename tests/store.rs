@@ -257,3 +257,24 @@ macro_rules! every_store {
 }
 
 every_store!(hash, prefix, tcp, tcp_shared, file, file_shared);
+
+#[test]
+fn a_timeout_may_be_endless() -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap())?;
+    let stores: [Box<dyn Store>; 3] = [
+        Box::new(HashStore::new(Duration::MAX)),
+        Box::new(FileStore::open(folder.path().join("store"), Duration::MAX)?),
+        Box::new(TcpStore::connect("127.0.0.1", server.port(), Duration::MAX)?),
+    ];
+    for store in stores {
+        std::thread::scope(|scope| {
+            let wait = scope.spawn(|| store.wait(&["late"], Some(Duration::MAX)));
+            std::thread::sleep(SHORT);
+            store.set("late", b"here")?;
+            wait.join().unwrap()
+        })?;
+        assert_eq!(store.get("late")?, b"here");
+    }
+    Ok(())
+}

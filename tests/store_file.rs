@@ -3,6 +3,7 @@
 use candle_ddp::rendezvous::{FileStore, Store};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -74,6 +75,41 @@ fn somebodys_file_is_left_alone() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "candle-ddp is a fine crate");
     let error = FileStore::open(folder.path().join("none/store"), TIMEOUT).err().unwrap().to_string();
     assert!(error.contains("none/store"), "{error}");
+}
+
+#[test]
+fn only_its_owner_can_use_a_store() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let lock = folder.path().join("store.lock");
+    let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    let store = open(&path);
+    assert_eq!([mode(&path), mode(&lock)], [0o600; 2]);
+    drop(store);
+    // An empty file of an earlier version's is taken over, and closed to others.
+    std::fs::write(&path, "").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+    let store = open(&path);
+    assert_eq!(mode(&path), 0o600);
+    drop(store);
+    // Neither file may be a link, which could lead to any file of this user.
+    let target = folder.path().join("target");
+    for link in [&path, &lock] {
+        std::fs::write(&target, "").unwrap();
+        std::os::unix::fs::symlink(&target, link).unwrap();
+        let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
+        assert!(error.contains("is a symbolic link"), "{error}");
+        assert_eq!(std::fs::read(&target).unwrap(), b"");
+        for file in std::fs::read_dir(folder.path()).unwrap() {
+            std::fs::remove_file(file.unwrap().path()).unwrap();
+        }
+    }
+    // Only root can make a file another user's.
+    std::fs::write(&path, "").unwrap();
+    if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
+        let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
+        assert!(error.contains("belongs to the user with the number 12345"), "{error}");
+    }
 }
 
 #[test]

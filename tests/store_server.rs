@@ -1,9 +1,10 @@
 //! The server among clients that misbehave, over raw sockets.
 #![allow(clippy::unwrap_used)]
-use candle_ddp::rendezvous::{Store, TcpStore, TcpStoreServer};
+use candle_ddp::rendezvous::{Store, TcpStore, TcpStoreServer, TcpStoreServerOptions};
 use candle_ddp::{Error, Result};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -15,6 +16,10 @@ fn server() -> (TcpStoreServer, TcpStore) {
     let server = TcpStoreServer::bind(0).unwrap();
     let store = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
     (server, store)
+}
+
+fn bounded(options: TcpStoreServerOptions) -> TcpStoreServer {
+    TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap()
 }
 
 fn raw(server: &TcpStoreServer) -> TcpStream {
@@ -140,6 +145,177 @@ fn a_slow_reader_stalls_nobody() {
     assert!(pings(&mut slow));
 }
 
+/// A request for the values of `keys`.
+fn multi_get(keys: &[&str]) -> Vec<u8> {
+    let fields: Vec<u8> = keys.iter().flat_map(|key| field(key.as_bytes())).collect();
+    [&[0x0a][..], &(keys.len() as u64).to_le_bytes(), &fields].concat()
+}
+
+#[test]
+fn what_is_not_read_costs_nothing() {
+    let (server, store) = server();
+    let large = vec![1; 8 << 20];
+    store.set("large", &large).unwrap();
+    let before = resident();
+    // Less than 1 KiB each, to which the answers have 248 MiB.
+    let mut clients: Vec<TcpStream> = (0..8).map(|_| greeted(&server)).collect();
+    for client in &mut clients {
+        client.write_all(&multi_get(&["/large"; 31])).unwrap();
+        let mut length = [0; 8];
+        client.read_exact(&mut length).unwrap();
+        assert_eq!(u64::from_le_bytes(length), 8 << 20);
+    }
+    store.set("other", b"value").unwrap();
+    assert!(resident() < before + (100 << 20), "{} MiB more", (resident() - before) >> 20);
+    // What was asked for comes, whatever has become of the key.
+    store.set("large", b"small").unwrap();
+    let mut answer = vec![0; 8 + large.len()];
+    clients[0].read_exact(&mut answer[8..]).unwrap();
+    assert!(answer[8..] == large);
+    for _ in 1..31 {
+        clients[0].read_exact(&mut answer).unwrap();
+        assert!(answer[..8] == (8u64 << 20).to_le_bytes() && answer[8..] == large);
+    }
+    assert!(pings(&mut clients[0]));
+}
+
+#[test]
+fn all_clients_together_have_a_bound() {
+    let mib = |count: usize| count << 20;
+    let server = bounded(TcpStoreServerOptions { max_stored: mib(10), max_pending: mib(12), ..Default::default() });
+    let store = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    let mut good = greeted(&server);
+    // Requests that never end: the one that takes the most goes.
+    let part = |length: usize| {
+        let mut client = greeted(&server);
+        let set = [&[1][..], &field(b"/part"), &(mib(8) as u64).to_le_bytes(), &vec![1; length]].concat();
+        client.write_all(&set).unwrap();
+        client
+    };
+    let mut parts = [part(mib(2)), part(mib(7)), part(mib(2))];
+    assert!(closed(&mut parts[1]));
+    drop(parts);
+    // Values that were overwritten count as long as they are to be sent.
+    let value = vec![1; mib(4)];
+    let slow = [(); 2].map(|()| {
+        store.set("large", &value).unwrap();
+        let mut slow = greeted(&server);
+        slow.write_all(&multi_get(&["/large"; 20])).unwrap();
+        slow.read_exact(&mut [0; 8]).unwrap();
+        slow
+    });
+    let error = store.set("large", &value).unwrap_err().to_string();
+    assert!(error.contains("the store is full"), "{error}");
+    drop(slow);
+    let start = Instant::now();
+    while store.set("large", &value).is_err() {
+        assert!(start.elapsed() < TIMEOUT, "what a client that has left did not read still counts");
+    }
+    // So do keys that clients wait for.
+    let mut waits = greeted(&server);
+    let keys: Vec<u8> = (0..1000u32).flat_map(|key| field(&[&key.to_le_bytes()[..], &[0; 8000]].concat())).collect();
+    waits.write_all(&[&[6][..], &1000u64.to_le_bytes(), &keys].concat()).unwrap();
+    assert!(closed(&mut waits));
+    assert!(pings(&mut good));
+}
+
+#[test]
+fn who_does_not_greet_is_in_nobodys_way() {
+    let server = bounded(TcpStoreServerOptions { max_clients: 20, max_ungreeted: 5, ..Default::default() });
+    let mut ranks: Vec<TcpStream> = (0..3).map(|_| greeted(&server)).collect();
+    // Far more than there is room for, and ranks that come among them.
+    let mut silent = Vec::new();
+    for _ in 0..10 {
+        silent.extend((0..30).map(|_| raw(&server)));
+        ranks.push(greeted(&server));
+    }
+    assert!(ranks.iter_mut().all(pings));
+    assert!(silent.iter_mut().take(295).all(closed));
+    // Those that are not closed may still greet.
+    let last = silent.last_mut().unwrap();
+    last.write_all(&VALIDATE).unwrap();
+    assert!(pings(last));
+}
+
+#[test]
+fn ranks_that_come_all_at_once_are_all_let_in() {
+    let server = bounded(TcpStoreServerOptions { max_ungreeted: 2, ..Default::default() });
+    let count = 100;
+    std::thread::scope(|scope| {
+        for _ in 0..count {
+            scope.spawn(|| {
+                let store = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
+                if store.add("arrived", 1).unwrap() == count {
+                    store.set("all", b"").unwrap();
+                }
+                store.wait(&["all"], None).unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_greeting_has_a_deadline_and_an_idle_client_has_none() {
+    let greeting_timeout = Duration::from_millis(300);
+    let server = bounded(TcpStoreServerOptions { greeting_timeout, ..Default::default() });
+    let start = Instant::now();
+    let (mut silent, mut partial, mut idle) = (raw(&server), raw(&server), greeted(&server));
+    partial.write_all(&VALIDATE[..4]).unwrap();
+    assert!(closed(&mut silent) && closed(&mut partial));
+    assert!(start.elapsed() >= greeting_timeout);
+    std::thread::sleep(greeting_timeout);
+    assert!(pings(&mut idle));
+}
+
+/// Not a test of its own: serves a store with few file descriptors, and opens files whenever it is told to.
+#[test]
+#[ignore = "started by another"]
+fn server_process() {
+    let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
+    println!("\nport {}", server.port());
+    for line in std::io::stdin().lines().map(|line| line.unwrap()) {
+        let files: Vec<_> = (0..20).map(|_| std::fs::File::open("/dev/null")).collect();
+        println!("\n{line} {}", files.iter().all(|file| file.is_ok()));
+    }
+}
+
+#[test]
+fn a_flood_leaves_descriptors_and_room_for_ranks() {
+    let executable = std::env::current_exe().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 128; exec \"$0\" --exact server_process --ignored --nocapture"]).arg(executable);
+    let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(|line| line.unwrap());
+    let port = lines.find_map(|line| line.strip_prefix("port ").map(|port| port.parse().unwrap())).unwrap();
+    let connect = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let rank = || TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
+    let before = rank();
+    let silent: Vec<TcpStream> = (0..200).map(|_| connect()).collect();
+    let web: Vec<TcpStream> = (0..50).map(|_| connect()).collect();
+    for mut web in &web {
+        // The server may have closed it already.
+        let _ = web.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    }
+    let during = rank();
+    let idle: Vec<TcpStream> = (0..100)
+        .map(|_| {
+            let mut client = connect();
+            // As above: beyond the number of clients it is turned away.
+            let _ = client.write_all(&VALIDATE);
+            client
+        })
+        .collect();
+    during.set("key", b"value").unwrap();
+    assert_eq!(before.get("key").unwrap(), b"value");
+    // The process still has descriptors for its own files.
+    process.stdin.as_mut().unwrap().write_all(b"open\n").unwrap();
+    assert_eq!(lines.find(|line| line.starts_with("open")).unwrap(), "open true");
+    drop((silent, web, idle));
+    rank().set("key", b"after").unwrap();
+    drop(process.stdin.take());
+    assert!(process.wait().unwrap().success());
+}
+
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     status.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0) * 4096u64
@@ -167,7 +343,7 @@ fn many_clients() {
 
 #[test]
 fn clients_beyond_the_bound_are_turned_away() {
-    let server = TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), 3).unwrap();
+    let server = bounded(TcpStoreServerOptions { max_clients: 3, ..Default::default() });
     let mut clients: Vec<TcpStream> = (0..3).map(|_| greeted(&server)).collect();
     assert!(clients.iter_mut().all(pings));
     assert!(closed(&mut raw(&server)));

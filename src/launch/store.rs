@@ -1,14 +1,15 @@
 //! The store at which the ranks meet. It lives in the launcher of machine 0 and outlives the workers.
 use super::config::Config;
-use crate::rendezvous::TcpStoreServer;
+use crate::rendezvous::{Listening, TcpStoreServer, host_store};
 use crate::{Error, Result};
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, ToSocketAddrs};
+use std::time::Duration;
 
 /// Says when the store's host has no address, as seen from this machine. That ends nothing, since a name server may hear
 /// of it later; it is a thread that asks, since one that does not answer takes its time.
 pub(super) fn check_address(config: &Config) -> Result<()> {
     let host = config.master_addr.clone();
-    if host.parse::<IpAddr>().is_ok() {
+    if config.topology.node_rank == 0 || host.parse::<IpAddr>().is_ok() {
         return Ok(());
     }
     let look_up = move || {
@@ -23,20 +24,42 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     thread.map(drop).map_err(|error| Error::io("starting a thread", error))
 }
 
+/// Shows the user what the store warns of, such as strangers that knock or a limit that keeps ranks out.
+struct Warnings;
+
+impl log::Log for Warnings {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::Level::Warn
+    }
+
+    fn log(&self, record: &log::Record) {
+        if self.enabled(record.metadata()) {
+            super::message(record.args());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
 /// Starts the store where it is this machine's task; it serves, and holds its port, until it is dropped. Returns it
 /// and its port.
 ///
-/// An address that only this machine can reach is the only one that is served: nobody else has business there.
+/// Only the master address is served, since whoever reaches the store can write to it.
 pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     if config.topology.node_rank != 0 {
         let missing = || Error::invalid("--master-port", "is needed on every machine but the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
+    // A program that calls the launcher may have a logger of its own.
+    if log::set_logger(&Warnings).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     let port = config.master_port.unwrap_or(0);
-    let server = match config.master_addr.parse::<IpAddr>() {
-        Ok(address) if address.is_loopback() => TcpStoreServer::bind_address(SocketAddr::new(address, port)),
-        _ => TcpStoreServer::bind(port),
-    }?;
+    let listening = Listening::at(&config.master_addr, port, config.topology.nodes == 1, Duration::MAX);
+    let server = host_store(&listening, Some(&config.run_id))?;
     let port = server.port();
+    if let Some(warning) = &listening.warning {
+        super::message(format_args!("--master-addr: {warning}"));
+    }
     Ok((Some(server), port))
 }

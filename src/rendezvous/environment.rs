@@ -38,7 +38,7 @@ pub struct Environment {
     pub master_port: Option<u16>,
     /// TORCHELASTIC_RESTART_COUNT: how often the launcher has started all ranks anew; 0 the first time.
     pub restart_count: u64,
-    /// TORCHELASTIC_RUN_ID: the launcher's name for the whole run.
+    /// TORCHELASTIC_RUN_ID: the launcher's name for the whole run; under Slurm, the numbers of its job and step.
     pub run_id: Option<String>,
     /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank may.
     pub use_agent_store: bool,
@@ -140,6 +140,9 @@ impl Variables<'_> {
             Launcher::Slurm => self.slurm_local_world_size()?,
             _ => self.count(local_world_size)?,
         };
+        if launcher == Launcher::Slurm {
+            environment.run_id = self.slurm_run();
+        }
         match (environment.rank, environment.world_size) {
             (Some(_), None) => return Err(missing(world_size, format!("{rank} is set, so it must be too"))),
             (None, Some(_)) => return Err(missing(rank, format!("{world_size} is set, so it must be too"))),
@@ -177,6 +180,15 @@ impl Variables<'_> {
             // A lone LOCAL_RANK is still worth reading.
             (Launcher::None, TORCHRUN)
         }
+    }
+
+    /// The job step, which has the same name on all tasks; not so in a heterogeneous job, whose parts are jobs themselves.
+    fn slurm_run(&self) -> Option<String> {
+        if self.has("SLURM_HET_SIZE") || self.has("SLURM_PACK_SIZE") {
+            return None;
+        }
+        let job = self.text("SLURM_JOB_ID").or_else(|| self.text("SLURM_JOBID"))?;
+        Some(format!("slurm {job}.{}", self.text("SLURM_STEP_ID")?))
     }
 
     /// The tasks of this node: the step's own count, before those of the job.

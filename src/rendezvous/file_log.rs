@@ -1,8 +1,9 @@
 //! The file behind a [`FileStore`](super::FileStore): a log of changes, and the locks around it.
 use crate::{Error, Result};
-use std::fs::{File, OpenOptions, TryLockError};
+use rustix::fs::OFlags;
+use std::fs::{File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -61,8 +62,39 @@ fn lock(deadline: Instant, attempt: impl Fn() -> Result<(), TryLockError>) -> io
     }
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+/// Who may read and write a store's files: what is in them decides where ranks connect.
+const MODE: u32 = 0o600;
+
+/// Opens a file of this user's own, or creates it where asked. In a folder that others can write, such as /tmp, somebody
+/// else's file or a link of theirs must not be taken for it.
+fn open(path: &Path, create: bool) -> io::Result<File> {
+    let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
+    // Without O_NONBLOCK, opening a device could block.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(create).truncate(false).mode(MODE).custom_flags(flags);
+    let file = match options.open(path) {
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
+            return refuse(format!(
+                "{} is a symbolic link, which a store does not follow: name another file",
+                path.display()
+            ));
+        }
+        result => result?,
+    };
+    let metadata = file.metadata()?;
+    let (owner, user) = (metadata.uid(), rustix::process::geteuid().as_raw());
+    if owner != user {
+        let hint = "all ranks must be the same user's, in a folder where files keep their owner";
+        return refuse(format!(
+            "{} belongs to the user with the number {owner}, this process to {user}: {hint}, or name another file",
+            path.display()
+        ));
+    }
+    if !metadata.is_file() {
+        return refuse(format!("{} is not a regular file: name another one", path.display()));
+    }
+    Ok(file)
 }
 
 /// Whether `path` still leads to `file`, which a leaving user may have removed.
@@ -83,7 +115,7 @@ impl FileLog {
         let context = |error| Error::io(format!("open the file store {}", path.display()), error);
         let mut pause = FIRST_PAUSE;
         loop {
-            let users = open(&lock_path).map_err(context)?;
+            let users = open(&lock_path, true).map_err(context)?;
             match users.try_lock() {
                 Ok(()) if leads_to(&lock_path, &users).map_err(context)? => Self::clear(path)?,
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
@@ -93,7 +125,7 @@ impl FileLog {
             // which does no harm, since nothing is written before the shared lock is held.
             lock(deadline, || users.try_lock_shared()).map_err(context)?;
             if leads_to(&lock_path, &users).map_err(context)? {
-                let data = OpenOptions::new().read(true).write(true).open(path).map_err(context)?;
+                let data = open(path, false).map_err(context)?;
                 let path = path.to_path_buf();
                 return Ok(Self { path, lock_path, data, users, offset: MAGIC.len() as u64 });
             }
@@ -104,7 +136,7 @@ impl FileLog {
     /// Makes an empty log of `path`, unless it is somebody's file.
     fn clear(path: &Path) -> Result<()> {
         let context = |error| Error::io(format!("create the file store {}", path.display()), error);
-        let mut data = open(path).map_err(context)?;
+        let mut data = open(path, true).map_err(context)?;
         let mut start = Vec::new();
         (&mut data).take(MAGIC.len() as u64).read_to_end(&mut start).map_err(context)?;
         if !MAGIC.starts_with(&start) {
@@ -113,6 +145,8 @@ impl FileLog {
                 reason: format!("the file {} exists and is no store: name another one", path.display()),
             });
         }
+        // One that an earlier version left may be open to others.
+        data.set_permissions(Permissions::from_mode(MODE)).map_err(context)?;
         data.set_len(0).and_then(|()| data.rewind()).and_then(|()| data.write_all(MAGIC)).map_err(context)
     }
 

@@ -1,6 +1,7 @@
 use super::Store;
 use super::file_log::{Access, FileLog};
 use super::hash_store::parse_counter;
+use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,6 +24,8 @@ type Map = HashMap<Vec<u8>, Vec<u8>>;
 /// it). What a run that was killed left behind is recognised, because the system has freed its locks, and cleared: there
 /// is no stale state to clean up by hand, as there is with PyTorch's. A file of another kind is never touched.
 ///
+/// The files are readable and writable by their owner only. A symbolic link or a file of another user is refused.
+///
 /// Every change is appended to the file, which therefore grows with the number of calls: meant for a rendezvous, not as
 /// a database. A process that dies in the middle of a change leaves the store as it was before.
 pub struct FileStore {
@@ -39,7 +42,7 @@ struct State {
 impl FileStore {
     /// Opens or creates the store in the file `path`; its folder must exist. `timeout` bounds each call.
     pub fn open(path: impl AsRef<Path>, timeout: Duration) -> Result<Self> {
-        let log = FileLog::open(path.as_ref(), Instant::now() + timeout)?;
+        let log = FileLog::open(path.as_ref(), deadline_after(timeout))?;
         let path = log.path().display().to_string();
         Ok(Self { state: Mutex::new(State { log, map: Map::new() }), path, timeout })
     }
@@ -66,7 +69,7 @@ impl FileStore {
     fn access<T>(&self, operation: &str, body: impl FnOnce(&Map) -> Result<(T, Vec<Change>)>) -> Result<T> {
         let mut state = self.lock();
         let State { log, map } = &mut *state;
-        let mut access = log.access(Instant::now() + self.timeout).map_err(|error| self.failed(operation, error))?;
+        let mut access = log.access(deadline_after(self.timeout)).map_err(|error| self.failed(operation, error))?;
         access.read(|record| apply(map, record)).map_err(|error| self.failed(operation, error))?;
         let (result, changes) = body(map)?;
         self.write(operation, &mut access, map, changes)?;
@@ -97,7 +100,7 @@ impl FileStore {
 
     /// Waits for all of `keys`, then reads the map.
     fn wait_then<T>(&self, operation: &str, keys: &[&str], timeout: Duration, read: impl Fn(&Map) -> T) -> Result<T> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut pause = FIRST_LOOK;
         let mut look = true;
         let mut seen = 0;

@@ -1,4 +1,5 @@
 use super::Store;
+use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -36,7 +37,7 @@ impl HashStore {
         timeout: Duration,
         read: impl FnOnce(&HashMap<String, Vec<u8>>) -> T,
     ) -> Result<T> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut map = self.lock();
         loop {
             let missing: Vec<&str> = keys.iter().copied().filter(|key| !map.contains_key(*key)).collect();

@@ -1,12 +1,14 @@
+use super::hosting::{host_shared, run_of};
 use super::join::{Join, host};
 use super::plan::{Place, Plan};
-use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
-use crate::{Error, Result};
+use super::tcp_store::Listening;
+use super::{FileStore, PrefixStore, Store, TcpStore};
+use crate::Result;
+use crate::deadline::deadline_after;
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Keeps our keys apart from those of other users of the same store.
 const PREFIX: &str = "candle_ddp";
@@ -63,12 +65,14 @@ impl std::fmt::Debug for Rendezvous {
 
 /// Meets the other ranks: PyTorch's `init_process_group` up to the point where the store is there and all have come.
 ///
-/// Options win over the init method's query, and that over the environment. Rank 0 hosts the [`TcpStoreServer`] unless
-/// the launcher does (TORCHELASTIC_USE_AGENT_STORE). May be called again later, by all ranks in the same order: each
+/// Options win over the init method's query, and that over the environment. Rank 0 hosts the
+/// [`TcpStoreServer`](super::TcpStoreServer) unless the launcher does (TORCHELASTIC_USE_AGENT_STORE); it listens on the
+/// master address only, where that is an address of this host. Jobs that use one port by mistake do not disturb each
+/// other where their launchers gave them run ids: the ranks of the second end with an error. May be called again later, by all ranks in the same order: each
 /// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
 /// (a rank given twice, another world size) is an error on all; who has not come in time is named.
 pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
-    let deadline = Instant::now() + options.timeout;
+    let deadline = deadline_after(options.timeout);
     let plan = Plan::new(options)?;
     let Plan { rank, world_size, .. } = plan;
     let mut addresses = None;
@@ -76,10 +80,13 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
         Place::File(path) => (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?)),
         Place::Tcp { host, port, launcher_hosts } => {
             let store = if rank == 0 && !launcher_hosts {
-                let server = shared_server(*port)?;
+                let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout);
+                if let Some(warning) = &listening.warning {
+                    log::warn!("{warning}");
+                }
+                let server = host_shared(&listening, plan.run_id.as_deref())?;
                 // Not by the host's name, which need not lead to this host from inside of it.
-                let own = Ipv4Addr::LOCALHOST.to_string();
-                TcpStore::connect(&own, server.port(), options.timeout)?.named(host).hosting(server)
+                TcpStore::connect(&server.own_host(), server.port(), options.timeout)?.named(host).hosting(server)
             } else {
                 TcpStore::connect(host, *port, options.timeout)?
             };
@@ -87,7 +94,11 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
             (store.name(), Arc::new(store))
         }
     };
-    let prefix = format!("{PREFIX}/{}/{}", plan.restart_count, count_call(&name, rank));
+    let run = match run_of(&*base, &name, rank, plan.run_id.as_deref())? {
+        Some(run_id) => format!("{PREFIX}/run {run_id}"),
+        None => PREFIX.to_string(),
+    };
+    let prefix = format!("{run}/{}/{}", plan.restart_count, count_call(&name, rank));
     let join = Join {
         store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
         name,
@@ -106,31 +117,6 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
     let address = join.address()?;
     let store = Arc::new(PrefixStore::new(prefix, base));
     Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
-}
-
-/// The servers that this process hosts: groups that meet at the same port, one after the other or at once, share one.
-static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
-
-/// How long a port may still be in the hands of an earlier attempt's process, or of a child that is just being started.
-const RELEASE: Duration = Duration::from_secs(1);
-
-fn shared_server(port: u16) -> Result<Arc<TcpStoreServer>> {
-    let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
-    servers.retain(|server| server.strong_count() > 0);
-    if let Some(server) = servers.iter().filter_map(Weak::upgrade).find(|server| server.port() == port) {
-        return Ok(server);
-    }
-    let deadline = Instant::now() + RELEASE;
-    let server = loop {
-        match TcpStoreServer::bind(port) {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            result => break Arc::new(result?),
-        }
-    };
-    servers.push(Arc::downgrade(&server));
-    Ok(server)
 }
 
 /// How often this process has met others as this rank in this store: a part of the keys, since the store may remember

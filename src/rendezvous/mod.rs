@@ -5,6 +5,7 @@ mod environment;
 mod file_log;
 mod file_store;
 mod hash_store;
+mod hosting;
 mod init_method;
 mod join;
 mod meeting;
@@ -17,10 +18,14 @@ mod tcp_store;
 pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
+#[cfg(feature = "launcher")]
+pub(crate) use hosting::host as host_store;
 pub use init_method::{InitMethod, Location};
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
 pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;
-pub use tcp_store::{TcpStore, TcpStoreServer};
+#[cfg(feature = "launcher")]
+pub(crate) use tcp_store::Listening;
+pub use tcp_store::{TcpStore, TcpStoreServer, TcpStoreServerOptions};

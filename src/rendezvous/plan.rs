@@ -1,6 +1,6 @@
 //! Options, init method and environment, put together.
 use super::environment::process_variable;
-use super::{Environment, InitMethod, Location, RendezvousOptions};
+use super::{Environment, InitMethod, Launcher, Location, RendezvousOptions};
 use crate::{Error, Result};
 use std::path::PathBuf;
 
@@ -13,6 +13,8 @@ pub(super) struct Plan {
     /// Local rank and local world size, where known beforehand.
     pub(super) local: Option<(usize, usize)>,
     pub(super) restart_count: u64,
+    /// The launcher's name for the run, where it has given this rank its place.
+    pub(super) run_id: Option<String>,
 }
 
 /// Where the store is.
@@ -47,7 +49,6 @@ impl Plan {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
-        let Environment { master_addr, master_port, use_agent_store, .. } = environment;
         let place = match method.location {
             Location::File(path) => Place::File(path),
             Location::Environment => {
@@ -58,16 +59,21 @@ impl Plan {
                     )
                 };
                 let variable = "MASTER_ADDR";
-                let host = master_addr.ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("the host") })?;
+                let host = environment
+                    .master_addr
+                    .clone()
+                    .ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("the host") })?;
                 let variable = "MASTER_PORT";
-                let port = master_port
+                let port = environment
+                    .master_port
                     .ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("a free port on the host") })?;
-                Place::Tcp { host, port, launcher_hosts: use_agent_store }
+                Place::Tcp { host, port, launcher_hosts: environment.use_agent_store }
             }
             Location::Tcp { host, port } => {
                 // A launcher's store is at its own address only.
-                let launcher_hosts =
-                    use_agent_store && master_addr.as_ref() == Some(&host) && master_port == Some(port);
+                let launcher_hosts = environment.use_agent_store
+                    && environment.master_addr.as_ref() == Some(&host)
+                    && environment.master_port == Some(port);
                 Place::Tcp { host, port, launcher_hosts }
             }
         };
@@ -80,7 +86,15 @@ impl Plan {
         let own = environment.rank == Some(rank) && environment.world_size == Some(world_size);
         let local = environment.local_rank.zip(environment.local_world_size).filter(|_| own);
         let local = if world_size == 1 { local.or(Some((0, 1))) } else { local };
-        Ok(Self { place, rank, world_size, local, restart_count: environment.restart_count })
+        let Environment { restart_count, launcher, run_id, .. } = environment;
+        // The ranks of an MPI job, or of one whose places come from options, need not all have the same variables.
+        let run_id = run_id.filter(|_| own && matches!(launcher, Launcher::Torchrun | Launcher::Slurm));
+        Ok(Self { place, rank, world_size, local, restart_count, run_id })
+    }
+
+    /// Whether all ranks are known to be on this host.
+    pub(super) fn is_one_host(&self) -> bool {
+        self.local.is_some_and(|(_, local_world_size)| local_world_size == self.world_size)
     }
 }
 
@@ -109,13 +123,21 @@ mod tests {
         ("MASTER_ADDR", "node0"),
         ("MASTER_PORT", "29500"),
         ("TORCHELASTIC_RESTART_COUNT", "3"),
+        ("TORCHELASTIC_RUN_ID", "night"),
         ("TORCHELASTIC_USE_AGENT_STORE", "True"),
     ];
 
     #[test]
     fn from_the_environment() {
-        let expected =
-            Plan { place: tcp("node0", 29500, true), rank: 1, world_size: 4, local: Some((1, 2)), restart_count: 3 };
+        let expected = Plan {
+            place: tcp("node0", 29500, true),
+            rank: 1,
+            world_size: 4,
+            local: Some((1, 2)),
+            restart_count: 3,
+            run_id: Some("night".to_string()),
+        };
+        assert!(!expected.is_one_host());
         assert_eq!(plan(RendezvousOptions::default(), LAUNCHED).unwrap(), expected);
         assert_eq!(plan(options("tcp://node0:29500", None, None), LAUNCHED).unwrap(), expected);
         // Another port is not the launcher's.
@@ -138,6 +160,25 @@ mod tests {
         assert_eq!(plan(options("tcp://h:1", Some(0), Some(2)), &broken).unwrap().place, tcp("h", 1, false));
         assert!(plan(options("tcp://h:1", Some(0), None), &broken).is_err());
         assert_eq!(plan(options("file:///f", Some(0), Some(1)), &[]).unwrap().local, Some((0, 1)));
+    }
+
+    #[test]
+    fn only_a_launcher_that_places_all_ranks_names_the_run() {
+        let run_id = |options, variables: &[(&str, &str)]| plan(options, variables).unwrap().run_id;
+        // Ranks that are told their places need not be in one launcher's hands.
+        assert_eq!(run_id(options("tcp://h:1", Some(0), Some(2)), LAUNCHED), None);
+        assert_eq!(run_id(options("env://", Some(0), None), LAUNCHED), None);
+        let master = [("MASTER_ADDR", "h"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RUN_ID", "night")];
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "77"), ("SLURM_STEP_ID", "3")];
+        let mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2"), ("SLURM_JOB_ID", "77")];
+        let own = |variables: &[(&'static str, &'static str)]| [variables, &master[..]].concat();
+        assert_eq!(run_id(options("env://", None, None), &own(&slurm)).unwrap(), "slurm 77.3");
+        assert_eq!(run_id(options("env://", None, None), &own(&mpi)), None);
+        // The parts of a heterogeneous job have numbers of their own.
+        let parts = [&slurm[..], &[("SLURM_HET_SIZE", "2")]].concat();
+        assert_eq!(run_id(options("env://", None, None), &own(&parts)), None);
+        let by_hand = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];
+        assert_eq!(run_id(options("env://", None, None), &[&slurm[..], &by_hand].concat()), None);
     }
 
     #[test]

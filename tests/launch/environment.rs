@@ -3,6 +3,7 @@ use crate::{Place, Ran, Running};
 use candle_ddp::rendezvous::{Store, TcpStore};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -124,6 +125,37 @@ fn standard_input_is_empty() {
     let _ = stdin.write_all(b"text\n");
     drop(stdin);
     assert_eq!(Ran::of(child).stdout, "end\n");
+}
+
+#[test]
+fn the_store_is_only_where_its_workers_reach_it() {
+    let is_served = |ip: &str, port: u16| TcpStream::connect((ip, port)).is_ok();
+    for args in [&[][..], &["--standalone"], &["--master-addr=localhost"], &["--master-addr=127.0.0.1"]] {
+        let place = Place::new();
+        let _running = place.start(args, "echo $MASTER_PORT > port; exec sleep 60");
+        let port = place.wait_for("port").parse().unwrap();
+        assert!(is_served("127.0.0.1", port), "{args:?}");
+        // All of 127.0.0.0/8 are addresses of every host.
+        assert!(!is_served("127.0.0.2", port), "{args:?}");
+    }
+    // An address of documentation's, which is nobody's.
+    let place = Place::new();
+    let mut running = place.start(&["--master-addr=203.0.113.5"], "echo $MASTER_PORT > port; exec sleep 60");
+    let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
+    let line = lines.find(|line| line.as_ref().unwrap().contains("--master-addr")).unwrap().unwrap();
+    assert!(line.contains("203.0.113.5") && line.contains("listens on all interfaces"), "{line}");
+    assert!(is_served("127.0.0.2", place.wait_for("port").parse().unwrap()));
+}
+
+#[test]
+fn strangers_at_the_store_are_told() {
+    let place = Place::new();
+    let mut running = place.start(&[], "echo $MASTER_PORT > port; exec sleep 60");
+    let port: u16 = place.wait_for("port").parse().unwrap();
+    TcpStream::connect(("127.0.0.1", port)).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
+    let line = lines.find(|line| line.as_ref().unwrap().contains("the store's server")).unwrap().unwrap();
+    assert!(line.starts_with("ddprun: ") && line.contains("closes the connection of 127.0.0.1"), "{line}");
 }
 
 #[test]

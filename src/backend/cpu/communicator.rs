@@ -11,13 +11,14 @@ use super::monitor;
 use super::share::Ways;
 use super::transport::Transport;
 use crate::backend::{Collective, Communicator, Work};
+use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How a [`CpuCommunicator`] is built and works. All but `address` must be the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,10 +162,7 @@ impl CpuCommunicator {
             small: small_bytes.unwrap_or(by_default.small),
         };
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
-        let start = Instant::now();
-        // A time-out beyond what the clock can express means ten years.
-        let deadline =
-            start.checked_add(timeout).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60));
+        let deadline = deadline_after(timeout);
         let connector = Connector {
             store: &*store,
             rank,
@@ -190,7 +188,6 @@ impl CpuCommunicator {
         };
         let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
-        let timeout = deadline - start;
         let transports = [data, direct].map(Transport::new);
         let group = Arc::new(Group::new(rank, world_size, timeout, hosts, room, transports, control));
         let lane = |channel| Lane::new(group.clone(), channel, tuning);
@@ -278,7 +275,7 @@ impl Drop for CpuCommunicator {
             self.abort("its thread panicked");
         }
         // Each call has a deadline of its own; together they get no more than one time-out.
-        let deadline = Instant::now() + group.timeout;
+        let deadline = deadline_after(group.timeout);
         if !self.lanes().all(|lane| lane.drain(deadline)) {
             self.abort("it left while its calls were not over");
         }

@@ -5,12 +5,11 @@
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::hello::{Hello, Kind, Stranger, Terms};
 use crate::backend::Communicator;
+use crate::random::random_bytes;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -47,7 +46,7 @@ impl Connector<'_> {
         let listener = TcpListener::bind((self.address, 0)).map_err(|error| Error::io(context(), error))?;
         listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
         let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
-        let drawn = RandomState::new().build_hasher().finish();
+        let drawn = u64::from_le_bytes(random_bytes()?);
         self.store.set(&key(self.rank), &publish(own, &self.hello(drawn, Kind::Control)))?;
 
         let mut nonce = drawn;

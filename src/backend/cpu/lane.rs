@@ -9,6 +9,7 @@ use super::session::Session;
 use super::shm::Room;
 use super::{lock, storage};
 use crate::backend::{Collective, Completion, Work};
+use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -83,7 +84,7 @@ impl Lane {
         }
         let header = self.shared.number(&mut queue, call)?;
         let turn = self.shared.take_turn(queue);
-        let deadline = Instant::now() + self.shared.group.timeout;
+        let deadline = deadline_after(self.shared.group.timeout);
         Ok(turn.execute(header, &collective, deadline)?)
     }
 
@@ -168,7 +169,7 @@ impl Shared {
             let turn = self.take_turn(queue);
             let begin = Instant::now();
             let Job { header, collective, outcome } = job;
-            let result = turn.execute(header, &collective, begin + self.group.timeout);
+            let result = turn.execute(header, &collective, deadline_after(self.group.timeout));
             let span = (begin, Instant::now());
             drop(turn);
             // The tensors are the caller's alone before it hears of it.

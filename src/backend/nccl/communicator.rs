@@ -1,7 +1,7 @@
 use super::bulletin::Bulletin;
 use super::calls::Memory;
 use super::flight::{Flight, Shared};
-use super::group::{Group, Trouble, later};
+use super::group::{Group, Trouble};
 use super::handle::{Handle, OLDEST_VERSION, Stop, UniqueId};
 use super::identity::{self, Identity, Version};
 use super::lane::{Job, Lane, Worker};
@@ -16,6 +16,7 @@ use crate::backend::call::{Call, Channel};
 use crate::backend::check::check;
 use crate::backend::failure::Failure;
 use crate::backend::{Collective, Communicator, Work};
+use crate::deadline::deadline_after;
 use crate::rendezvous::{Store, host};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -226,7 +227,7 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
 
 /// Until the group fails, or its time-out is over.
 fn patience(group: &Group, what: String, reason: &'static str) -> impl FnMut() -> std::result::Result<(), Failure> {
-    let deadline = later(Instant::now(), group.timeout);
+    let deadline = deadline_after(group.timeout);
     move || {
         if let Some(failure) = group.failure() {
             return Err(failure);

@@ -5,6 +5,7 @@ use crate::Error;
 use crate::backend::call::{Call, Channel};
 use crate::backend::failure::Failure;
 use crate::backend::progress::Progress;
+use crate::deadline::deadline_after;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -100,7 +101,7 @@ impl Group {
         if channel == Channel::Collectives {
             state.collectives.start(sequence, call);
         }
-        let deadline = later(Instant::now(), self.timeout);
+        let deadline = deadline_after(self.timeout);
         state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence });
         Ok(sequence)
     }
@@ -223,7 +224,7 @@ impl Group {
 
     /// The failure once there is one, or `None` after `patience`.
     pub(super) fn await_failure(&self, patience: Duration) -> Option<Failure> {
-        self.wait_until(later(Instant::now(), patience), |state| state.failure.clone())
+        self.wait_until(deadline_after(patience), |state| state.failure.clone())
     }
 
     /// An error when the group has failed.
@@ -233,7 +234,7 @@ impl Group {
 
     /// For the sentinel: waits until there is something to do, or until `tick` is over.
     pub(super) fn news(&self, tick: Duration) -> News {
-        self.wait_until(later(Instant::now(), tick), |state| {
+        self.wait_until(deadline_after(tick), |state| {
             let news = state.news();
             (news != News::default()).then_some(news)
         })
@@ -247,7 +248,7 @@ impl Group {
 
     /// For the watchdog: whether it should end, after `tick` at the latest or when something happens.
     pub(super) fn is_over(&self, tick: Duration) -> bool {
-        self.wait_until(later(Instant::now(), tick), |state| {
+        self.wait_until(deadline_after(tick), |state| {
             (state.over || state.failure.is_some() || state.trouble.is_some()).then_some(())
         });
         self.state().over
@@ -338,9 +339,4 @@ impl State {
             leaving: self.leaving.then(|| self.farewell()),
         }
     }
-}
-
-/// `start + duration`, or in ten years where the clock cannot express that.
-pub(super) fn later(start: Instant, duration: Duration) -> Instant {
-    start.checked_add(duration).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60))
 }

@@ -1,8 +1,9 @@
 //! Who the ranks are, told before they connect: what NCCL would only refuse, or hang on, is an error with names here.
-use super::group::{Group, later};
+use super::group::Group;
 use super::handle::{Stop, UniqueId};
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
+use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -143,7 +144,7 @@ pub(super) fn await_id(
 ) -> std::result::Result<UniqueId, Stop> {
     const SLICE: Duration = Duration::from_millis(500);
     let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
-    let deadline = later(Instant::now(), group.timeout);
+    let deadline = deadline_after(group.timeout);
     loop {
         if let Some(failure) = group.failure() {
             return Err(Stop::Group(failure));
@@ -162,6 +163,7 @@ pub(super) fn await_id(
 mod tests {
     use super::*;
     use crate::backend::failure::Failure;
+    use crate::deadline::deadline_after;
     use crate::rendezvous::HashStore;
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {

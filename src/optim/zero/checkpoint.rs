@@ -4,6 +4,7 @@ use super::super::rule::UpdateRule;
 use super::super::state::{self, Loader};
 use super::ZeroRedundancyOptimizer;
 use crate::file::{read_safetensors, write_safetensors};
+use crate::random::random_bytes;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
@@ -122,7 +123,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// On every rank, when one of them could not write its file.
     pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
-        let saving = Tensor::new(&[rand_number()], self.process_group.device())?;
+        let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
         self.process_group.broadcast(&saving, 0)?;
         let written = self
             .shard_dict(&saving)
@@ -361,10 +362,4 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
             .collect(),
         _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
     }
-}
-
-/// One that no other saving is likely to have.
-fn rand_number() -> i64 {
-    use std::hash::{BuildHasher, Hasher};
-    std::collections::hash_map::RandomState::new().build_hasher().finish() as i64
 }

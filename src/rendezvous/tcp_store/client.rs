@@ -1,14 +1,13 @@
 use super::TcpStoreServer;
 use super::link::{ConnectError, Link, LinkError, connect};
-use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED};
+use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
+use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// PyTorch puts this in front of users' keys, so that its own raw keys are out of their way.
-const USER_KEYS: char = '/';
 /// The raw key that every client adds 1 to: a PyTorch host that knows its world size waits for it.
 const CLIENTS: &[u8] = b"init/";
 /// Connections kept for the next call; calls of more threads at once open their own.
@@ -16,7 +15,7 @@ const IDLE_LINKS: usize = 4;
 /// The most keys in a request of ours: 128 MiB, if all were as long as can be.
 const KEYS_PER_REQUEST: usize = 16_384;
 /// About how many bytes of values go into one request.
-const BYTES_PER_REQUEST: usize = 64 << 20;
+const BYTES_PER_REQUEST: usize = 8 << 20;
 /// What a server is given, beyond a wait's own time, to say that it has stopped waiting.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);
 
@@ -41,7 +40,7 @@ impl TcpStore {
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let operation = || "connect".to_string();
         let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut link = connect(host, port, deadline).map_err(|error| match error {
             ConnectError::Timeout(last) => Error::StoreTimeout {
                 operation: operation(),
@@ -140,7 +139,7 @@ impl TcpStore {
         timeout: Duration,
         body: impl FnOnce(&mut Link, Instant) -> Result<T, LinkError>,
     ) -> Result<T> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
@@ -178,7 +177,7 @@ impl TcpStore {
     }
 
     fn key(&self, operation: &str, key: &str) -> Result<Vec<u8>> {
-        let raw = format!("{USER_KEYS}{key}").into_bytes();
+        let raw = user_key(key);
         self.within(operation, key, "key", raw.len(), MAX_KEY)?;
         Ok(raw)
     }

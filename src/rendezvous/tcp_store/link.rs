@@ -134,7 +134,7 @@ impl Link {
 }
 
 /// The addresses of `host`, looked up on a thread of its own, since a dead name server takes its time.
-fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
+pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
     // Brackets belong to an IPv6 address with a port; they may be there without one.
     let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     if let Ok(address) = host.parse::<IpAddr>() {

@@ -2,6 +2,8 @@
 //! and bytes. A request is one command byte and its fields.
 use std::fmt;
 
+/// PyTorch puts this in front of users' keys, so that its own raw keys are out of their way.
+pub(super) const USER_KEYS: char = '/';
 /// What VALIDATE must carry.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 /// CHECK's, WAIT's and BARRIER's good answer.
@@ -214,13 +216,17 @@ pub(super) struct Decoder {
 impl Decoder {
     /// Takes in bytes from the stream.
     pub(super) fn feed(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Forgets the bytes that have been consumed.
+    fn compact(&mut self) {
         self.buffer.drain(..self.read);
         self.read = 0;
-        if self.buffer.is_empty() && self.buffer.capacity() > 1 << 20 {
+        if self.buffer.capacity() > 1 << 16 && self.buffer.len() < self.buffer.capacity() / 4 {
             // One large value does not make this client cost its size for ever.
-            self.buffer = Vec::new();
+            self.buffer.shrink_to_fit();
         }
-        self.buffer.extend_from_slice(bytes);
     }
 
     /// The next whole request, or `None` until more bytes have been fed. After an error the stream is lost.
@@ -228,7 +234,10 @@ impl Decoder {
         let mut partial = match self.partial.take() {
             Some(partial) => partial,
             None => {
-                let Some([byte]) = self.take::<1>() else { return Ok(None) };
+                let Some([byte]) = self.take::<1>() else {
+                    self.compact();
+                    return Ok(None);
+                };
                 let command = COMMANDS.get(usize::from(byte)).copied();
                 let command = command.ok_or_else(|| Malformed(format!("there is no command {byte:#04x}")))?;
                 Partial { command, count: None, fields: Vec::new(), size: 0 }
@@ -266,14 +275,14 @@ impl Decoder {
             partial.fields.push(field);
         }
         self.partial = Some(partial);
+        self.compact();
         Ok(None)
     }
 
     /// The memory that it holds, in bytes.
-    #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
-        let fields = self.partial.as_ref().map_or(0, |partial| partial.fields.capacity() * size_of::<Field>());
-        self.buffer.capacity() + fields
+        let fields = |partial: &Partial| partial.fields.capacity() * size_of::<Field>() + partial.size;
+        self.buffer.capacity() + self.partial.as_ref().map_or(0, fields)
     }
 
     fn rest(&self) -> &[u8] {
@@ -342,4 +351,9 @@ fn finish(partial: Partial) -> Result<Request, Malformed> {
             }
         }
     })
+}
+
+/// A user's key as the server knows it.
+pub(super) fn user_key(key: &str) -> Vec<u8> {
+    format!("{USER_KEYS}{key}").into_bytes()
 }

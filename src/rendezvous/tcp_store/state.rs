@@ -1,65 +1,94 @@
 //! What a server knows and how it answers, apart from any socket: keys, queues, and who waits for what.
-use super::protocol::{
-    MAGIC, MAX_MESSAGE, MAX_VALUE, Malformed, NOT_READY, READY, Request, WAIT_CANCELED, put_bytes, put_i64,
-};
+use super::output::Output;
+use super::protocol::{MAGIC, MAX_MESSAGE, MAX_VALUE, Malformed, NOT_READY, READY, Request, WAIT_CANCELED};
+use super::shared::{Meter, Shared};
 use crate::rendezvous::hash_store::parse_counter;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 /// A connection's number; none is used twice.
 pub(super) type ClientId = u64;
 
 /// The most keys and queue elements that the store holds.
 const MAX_KEYS: usize = 1 << 20;
-/// The most bytes that they may have together.
-const MAX_STORED: usize = 1 << 30;
+/// About what a key costs that somebody waits for, beyond its bytes, and what each one who waits for it adds.
+const WAITED_KEY: usize = 128;
+const WAIT: usize = 24;
 
 /// What a client waits for.
 enum Wait {
-    /// All of these, of which so many are not set yet.
-    Keys { keys: BTreeSet<Vec<u8>>, missing: usize },
+    /// These, of which so many are not set yet.
+    Keys { keys: Vec<Shared>, missing: usize },
     /// This counter reaching `world_size`.
-    Barrier { key: Vec<u8>, world_size: i64 },
+    Barrier { key: Shared, world_size: i64 },
 }
 
-#[derive(Default)]
+impl Wait {
+    fn keys(&self) -> &[Shared] {
+        match self {
+            Self::Keys { keys, .. } => keys,
+            Self::Barrier { key, .. } => std::slice::from_ref(key),
+        }
+    }
+}
+
 pub(super) struct State {
-    keys: HashMap<Vec<u8>, Vec<u8>>,
-    queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
-    /// Bytes in `keys` and `queues`.
-    stored: usize,
+    /// The most bytes that keys and values may have, those of answers that clients have not read included.
+    max_bytes: usize,
+    meter: Meter,
+    keys: HashMap<Shared, Shared>,
+    queues: HashMap<Shared, VecDeque<Shared>>,
+    /// Elements in `queues`.
     queued: usize,
     waits: HashMap<ClientId, Wait>,
+    /// Keys in `waits`.
+    waited: usize,
     /// Those of `waits` that each key concerns, in the order in which they came.
-    waiting: HashMap<Vec<u8>, Vec<ClientId>>,
+    waiting: HashMap<Shared, Vec<ClientId>>,
     woken: Vec<ClientId>,
 }
 
 impl State {
+    pub(super) fn new(max_bytes: usize) -> Self {
+        Self {
+            max_bytes,
+            meter: Meter::default(),
+            keys: HashMap::new(),
+            queues: HashMap::new(),
+            queued: 0,
+            waits: HashMap::new(),
+            waited: 0,
+            waiting: HashMap::new(),
+            woken: Vec::new(),
+        }
+    }
+
     /// Carries out `request` and appends the answer, if there is one already, to `reply`. The clients of
     /// [`State::take_woken`] then have a [`READY`] to come. An error means that this client must go.
-    pub(super) fn handle(&mut self, client: ClientId, request: Request, reply: &mut Vec<u8>) -> Result<(), Malformed> {
+    pub(super) fn handle(&mut self, client: ClientId, request: Request, reply: &mut Output) -> Result<(), Malformed> {
         match request {
             Request::Validate(_) => return Err(Malformed("VALIDATE comes once, at the start".to_string())),
-            Request::Ping(nonce) => reply.extend_from_slice(&nonce.to_le_bytes()),
+            Request::Ping(nonce) => reply.put(&nonce.to_le_bytes()),
             Request::Set { key, value } => self.set(key, value)?,
             Request::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired, reply)?,
-            Request::Get(key) => put_bytes(reply, self.value(&key)),
-            Request::Add { key, amount } => put_i64(reply, self.add(key, amount)?),
+            Request::Get(key) => self.put_value(&key, reply),
+            Request::Add { key, amount } => reply.put_i64(self.add(key, amount)?),
             Request::Check(keys) => {
-                reply.push(if keys.iter().all(|key| self.is_set(key)) { READY } else { NOT_READY });
+                reply.put(&[if keys.iter().all(|key| self.is_set(key)) { READY } else { NOT_READY }]);
             }
             Request::Wait(keys) => {
-                let keys: BTreeSet<_> = keys.into_iter().collect();
-                let missing: Vec<_> = keys.iter().filter(|key| !self.is_set(key)).cloned().collect();
+                let mut missing: Vec<_> = keys.into_iter().filter(|key| !self.is_set(key)).collect();
+                missing.sort_unstable();
+                missing.dedup();
                 if missing.is_empty() {
-                    reply.push(READY);
+                    reply.put(&[READY]);
                 } else {
-                    self.enrol(client, &missing)?;
-                    self.waits.insert(client, Wait::Keys { keys, missing: missing.len() });
+                    let keys = self.enrol(client, missing)?;
+                    let missing = keys.len();
+                    self.waits.insert(client, Wait::Keys { keys, missing });
                 }
             }
-            Request::NumKeys => put_i64(reply, self.keys.len() as i64),
-            Request::Delete(key) => put_i64(reply, i64::from(self.delete(&key))),
+            Request::NumKeys => reply.put_i64(self.keys.len() as i64),
+            Request::Delete(key) => reply.put_i64(i64::from(self.keys.remove(&key[..]).is_some())),
             Request::Append { key, value } => {
                 let length = self.value(&key).len() + value.len();
                 if length > MAX_VALUE {
@@ -69,9 +98,8 @@ impl State {
                 self.set(key, value)?;
             }
             Request::MultiGet(keys) => {
-                let size: usize = keys.iter().map(|key| 8 + self.value(key).len()).sum();
-                fits_reply(size)?;
-                keys.iter().for_each(|key| put_bytes(reply, self.value(key)));
+                fits_reply(keys.iter().map(|key| 8 + self.value(key).len()).sum())?;
+                keys.iter().for_each(|key| self.put_value(key, reply));
             }
             Request::MultiSet(pairs) => {
                 for (key, value) in pairs {
@@ -80,27 +108,32 @@ impl State {
             }
             Request::CancelWait => {
                 self.forget(client);
-                reply.push(WAIT_CANCELED);
+                reply.put(&[WAIT_CANCELED]);
             }
             Request::QueuePush { key, value } => {
                 self.reserve(key.len() + value.len(), 1)?;
-                self.stored += key.len() + value.len();
                 self.queued += 1;
-                self.queues.entry(key.clone()).or_default().push_back(value);
+                let value = self.meter.share(value);
+                match self.queues.get_mut(&key[..]) {
+                    Some(queue) => queue.push_back(value),
+                    None => {
+                        self.queues.insert(self.meter.share(key.clone()), VecDeque::from([value]));
+                    }
+                }
                 self.wake_one(&key);
             }
             Request::QueuePop(key) => match self.pop(&key) {
                 Some(value) => {
-                    put_i64(reply, 1);
-                    put_bytes(reply, &value);
+                    reply.put_i64(1);
+                    reply.put_shared(&value);
                 }
-                None => put_i64(reply, 0),
+                None => reply.put_i64(0),
             },
-            Request::QueueLen(key) => put_i64(reply, self.queues.get(&key).map_or(0, |queue| queue.len() as i64)),
+            Request::QueueLen(key) => reply.put_i64(self.queues.get(&key[..]).map_or(0, |queue| queue.len() as i64)),
             Request::ListKeys => {
                 fits_reply(self.keys.keys().map(|key| 8 + key.len()).sum())?;
-                put_i64(reply, self.keys.len() as i64);
-                self.keys.keys().for_each(|key| put_bytes(reply, key));
+                reply.put_i64(self.keys.len() as i64);
+                self.keys.keys().for_each(|key| reply.put_shared(key));
             }
             Request::Barrier { key, world_size } => self.barrier(client, key, world_size, reply)?,
         }
@@ -114,34 +147,46 @@ impl State {
 
     /// Ends what `client` waits for, if anything, without an answer.
     pub(super) fn forget(&mut self, client: ClientId) {
-        let wait = self.waits.remove(&client);
-        let mut leave = |key: &Vec<u8>| {
+        let Some(wait) = self.waits.remove(&client) else { return };
+        self.waited -= wait.keys().len();
+        for key in wait.keys() {
             if let Some(clients) = self.waiting.get_mut(key) {
                 clients.retain(|other| *other != client);
                 if clients.is_empty() {
                     self.waiting.remove(key);
                 }
             }
-        };
-        match wait {
-            Some(Wait::Keys { keys, .. }) => keys.iter().for_each(&mut leave),
-            Some(Wait::Barrier { key, .. }) => leave(&key),
-            None => {}
         }
     }
 
-    fn enrol(&mut self, client: ClientId, keys: &[Vec<u8>]) -> Result<(), Malformed> {
+    /// Puts `client` on the lists of `keys`, and returns the keys as these lists share them.
+    fn enrol(&mut self, client: ClientId, keys: Vec<Vec<u8>>) -> Result<Vec<Shared>, Malformed> {
         if self.waits.contains_key(&client) {
             return Err(Malformed("it waits already".to_string()));
         }
+        self.reserve(keys.iter().map(|key| key.len() + WAITED_KEY + WAIT).sum(), 0)?;
+        self.waited += keys.len();
+        let mut shared = Vec::with_capacity(keys.len());
         for key in keys {
+            let key = match self.waiting.get_key_value(&key[..]) {
+                Some((key, _)) => key.clone(),
+                None => self.meter.share(key),
+            };
             self.waiting.entry(key.clone()).or_default().push(client);
+            shared.push(key);
         }
-        Ok(())
+        Ok(shared)
     }
 
     fn value(&self, key: &[u8]) -> &[u8] {
-        self.keys.get(key).map_or(&[], Vec::as_slice)
+        self.keys.get(key).map_or(&[], |value| value)
+    }
+
+    fn put_value(&self, key: &[u8], reply: &mut Output) {
+        match self.keys.get(key) {
+            Some(value) => reply.put_shared(value),
+            None => reply.put_bytes(&[]),
+        }
     }
 
     /// A queue counts as set while it has elements; an emptied one is removed.
@@ -153,23 +198,25 @@ impl State {
         if self.keys.len() + self.queued + elements > MAX_KEYS {
             return Err(Malformed(format!("the store is full: it holds {MAX_KEYS} keys")));
         }
-        if self.stored + bytes > MAX_STORED {
-            return Err(Malformed(format!("the store is full: it holds {MAX_STORED} bytes")));
+        let used = self.meter.bytes() + self.waiting.len() * WAITED_KEY + self.waited * WAIT;
+        if used + bytes > self.max_bytes {
+            return Err(Malformed(format!("the store is full: it holds {} bytes", self.max_bytes)));
         }
         Ok(())
     }
 
-    fn set(&mut self, key: Vec<u8>, value: Vec<u8>) -> Result<(), Malformed> {
-        let old = self.keys.get(&key).map(|old| key.len() + old.len());
-        self.reserve((key.len() + value.len()).saturating_sub(old.unwrap_or(0)), usize::from(old.is_none()))?;
-        self.stored += key.len() + value.len();
-        self.stored -= old.unwrap_or(0);
-        if self.waiting.contains_key(&key) {
-            self.keys.insert(key.clone(), value);
-            self.wake_all(&key);
-        } else {
-            self.keys.insert(key, value);
+    pub(super) fn set(&mut self, key: Vec<u8>, value: Vec<u8>) -> Result<(), Malformed> {
+        let old = self.keys.get(&key[..]).map(Shared::exclusive);
+        let added = if old.is_some() { value.len() } else { key.len() + value.len() };
+        self.reserve(added.saturating_sub(old.unwrap_or(0)), usize::from(old.is_none()))?;
+        let value = self.meter.share(value);
+        match self.keys.get_mut(&key[..]) {
+            Some(old) => *old = value,
+            None => {
+                self.keys.insert(self.meter.share(key.clone()), value);
+            }
         }
+        self.wake_all(&key);
         Ok(())
     }
 
@@ -178,19 +225,23 @@ impl State {
         key: Vec<u8>,
         expected: Vec<u8>,
         desired: Vec<u8>,
-        reply: &mut Vec<u8>,
+        reply: &mut Output,
     ) -> Result<(), Malformed> {
-        let current = self.keys.get(&key);
-        if current.map_or(expected.is_empty(), |current| *current == expected) {
-            put_bytes(reply, &desired);
-            return self.set(key, desired);
+        let current = self.keys.get(&key[..]);
+        if current.map_or(expected.is_empty(), |current| **current == *expected) {
+            self.set(key.clone(), desired)?;
+            self.put_value(&key, reply);
+            return Ok(());
         }
-        put_bytes(reply, current.unwrap_or(&expected));
+        match current {
+            Some(current) => reply.put_shared(current),
+            None => reply.put_bytes(&expected),
+        }
         Ok(())
     }
 
     fn add(&mut self, key: Vec<u8>, amount: i64) -> Result<i64, Malformed> {
-        let old = match self.keys.get(&key) {
+        let old = match self.keys.get(&key[..]) {
             Some(value) => parse_counter(&String::from_utf8_lossy(&key), "", value)
                 .map_err(|_| Malformed(format!("{:?} is no counter", String::from_utf8_lossy(&key))))?,
             None => 0,
@@ -200,20 +251,13 @@ impl State {
         Ok(new)
     }
 
-    fn delete(&mut self, key: &[u8]) -> bool {
-        let old = self.keys.remove(key);
-        self.stored -= old.as_ref().map_or(0, |value| key.len() + value.len());
-        old.is_some()
-    }
-
-    fn pop(&mut self, key: &[u8]) -> Option<Vec<u8>> {
+    fn pop(&mut self, key: &[u8]) -> Option<Shared> {
         let queue = self.queues.get_mut(key)?;
         let value = queue.pop_front();
         if queue.is_empty() {
             self.queues.remove(key);
         }
         let value = value?;
-        self.stored -= key.len() + value.len();
         self.queued -= 1;
         Some(value)
     }
@@ -224,16 +268,17 @@ impl State {
         client: ClientId,
         key: Vec<u8>,
         world_size: i64,
-        reply: &mut Vec<u8>,
+        reply: &mut Output,
     ) -> Result<(), Malformed> {
         let count = self.add(key.clone(), 1)?;
         if count < world_size {
-            self.enrol(client, std::slice::from_ref(&key))?;
-            self.waits.insert(client, Wait::Barrier { key, world_size });
+            if let Some(key) = self.enrol(client, vec![key])?.pop() {
+                self.waits.insert(client, Wait::Barrier { key, world_size });
+            }
             return Ok(());
         }
-        reply.push(READY);
-        for other in self.waiting.get(&key).cloned().unwrap_or_default() {
+        reply.put(&[READY]);
+        for other in self.waiting.get(&key[..]).cloned().unwrap_or_default() {
             if let Some(Wait::Barrier { world_size, .. }) = self.waits.get(&other)
                 && *world_size <= count
             {
@@ -245,11 +290,11 @@ impl State {
     }
 
     fn wake_all(&mut self, key: &[u8]) {
-        let clients = self.waiting.remove(key).unwrap_or_default();
+        let Some((key, clients)) = self.waiting.remove_entry(key) else { return };
         let (clients, barriers): (Vec<_>, Vec<_>) =
             clients.into_iter().partition(|client| matches!(self.waits.get(client), Some(Wait::Keys { .. })));
         if !barriers.is_empty() {
-            self.waiting.insert(key.to_vec(), barriers);
+            self.waiting.insert(key, barriers);
         }
         for client in clients {
             self.found(client);

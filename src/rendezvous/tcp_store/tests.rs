@@ -1,5 +1,7 @@
 //! The parser and the server's answers under arbitrary, truncated and mutated bytes.
+use super::output::Output;
 use super::protocol::{Decoder, MAGIC, MAX_COUNT, MAX_KEY, MAX_VALUE, Malformed, Request};
+use super::shared::Meter;
 use super::state::State;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -91,9 +93,9 @@ proptest! {
         }
         // However it arrives, it means the same.
         prop_assert_eq!(decode(&bytes, step), decode(&bytes, bytes.len()));
-        let mut state = State::default();
+        let mut state = State::new(1 << 30);
         for (client, request) in decode(&bytes, step).0.into_iter().enumerate() {
-            let _ = state.handle(client as u64 % 3, request, &mut Vec::new());
+            let _ = state.handle(client as u64 % 3, request, &mut Output::default());
         }
     }
 
@@ -105,10 +107,10 @@ proptest! {
     /// Nobody is woken who does not wait, or twice.
     #[test]
     fn state(requests in vec((0..3u64, request()), 0..60)) {
-        let mut state = State::default();
+        let mut state = State::new(1 << 30);
         let mut waiting = [false; 3];
         for (client, request) in requests {
-            let mut reply = Vec::new();
+            let mut reply = Output::default();
             let waits = matches!(request, Request::Wait(_) | Request::Barrier { .. });
             let cancels = request == Request::CancelWait;
             let done = state.handle(client, request, &mut reply);
@@ -127,6 +129,53 @@ proptest! {
                 waiting[client] = false;
             }
         }
+    }
+}
+
+/// A writer that takes a few bytes at a time.
+struct Slow(usize, Vec<u8>);
+
+impl std::io::Write for Slow {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let count = bytes.len().min(self.0);
+        self.1.extend_from_slice(&bytes[..count]);
+        Ok(count)
+    }
+
+    fn write_vectored(&mut self, slices: &[std::io::IoSlice]) -> std::io::Result<usize> {
+        let all: Vec<u8> = slices.iter().flat_map(|slice| slice.iter()).copied().collect();
+        self.write(&all)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+proptest! {
+    /// Answers leave as they were put together, however little the socket takes.
+    #[test]
+    fn output(values in vec((any::<bool>(), 0..200usize), 0..100), step in 1..5000usize) {
+        let meter = Meter::default();
+        let (mut output, mut expected, mut slow) = (Output::default(), Vec::new(), Slow(step, Vec::new()));
+        for (number, (shared, length)) in values.into_iter().enumerate() {
+            let value = vec![number as u8; length];
+            match shared {
+                true => output.put_shared(&meter.share(value.clone())),
+                false => output.put_bytes(&value),
+            }
+            expected.extend_from_slice(&(length as u64).to_le_bytes());
+            expected.extend_from_slice(&value);
+            if number % 7 == 0 {
+                output.write_to(&mut slow).unwrap();
+            }
+        }
+        prop_assert_eq!([&slow.1[..], &output.to_vec()].concat(), &expected[..]);
+        while !output.is_empty() {
+            output.write_to(&mut slow).unwrap();
+        }
+        prop_assert_eq!(&slow.1[..], &expected[..]);
+        prop_assert_eq!((output.held(), meter.bytes()), (0, 0));
     }
 }
 
@@ -188,14 +237,14 @@ fn a_length_allocates_nothing() {
 
 /// What `client` hears when it sends `request`, and who is woken.
 fn ask(state: &mut State, client: u64, request: Request) -> (Vec<u8>, Vec<u64>) {
-    let mut reply = Vec::new();
+    let mut reply = Output::default();
     state.handle(client, request, &mut reply).unwrap();
-    (reply, state.take_woken())
+    (reply.to_vec(), state.take_woken())
 }
 
 #[test]
 fn an_element_wakes_one_who_waits() {
-    let mut state = State::default();
+    let mut state = State::new(1 << 30);
     let wait = || Request::Wait(vec![b"q".to_vec()]);
     let push = || Request::QueuePush { key: b"q".to_vec(), value: b"v".to_vec() };
     assert_eq!(ask(&mut state, 1, wait()), (vec![], vec![]));
@@ -207,7 +256,7 @@ fn an_element_wakes_one_who_waits() {
 
 #[test]
 fn a_barrier_wakes_all_and_stays_open() {
-    let mut state = State::default();
+    let mut state = State::new(1 << 30);
     let barrier = || Request::Barrier { key: b"b".to_vec(), world_size: 3 };
     assert_eq!(ask(&mut state, 1, barrier()), (vec![], vec![]));
     assert_eq!(ask(&mut state, 2, barrier()), (vec![], vec![]));
@@ -218,7 +267,7 @@ fn a_barrier_wakes_all_and_stays_open() {
 
 #[test]
 fn who_leaves_is_not_woken() {
-    let mut state = State::default();
+    let mut state = State::new(1 << 30);
     let wait = Request::Wait(vec![b"k".to_vec(), b"l".to_vec(), b"k".to_vec()]);
     ask(&mut state, 1, wait.clone());
     ask(&mut state, 2, wait.clone());
@@ -232,9 +281,9 @@ fn who_leaves_is_not_woken() {
 
 #[test]
 fn an_answer_has_a_bound() {
-    let mut state = State::default();
+    let mut state = State::new(1 << 30);
     ask(&mut state, 1, Request::Set { key: b"k".to_vec(), value: vec![0; MAX_VALUE] });
-    let mut reply = Vec::new();
+    let mut reply = Output::default();
     let error = state.handle(1, Request::MultiGet(vec![b"k".to_vec(); 64]), &mut reply).unwrap_err();
     assert!(error.0.contains("an answer would have") && reply.is_empty(), "{error}");
     let append = Request::Append { key: b"k".to_vec(), value: vec![0] };

@@ -9,9 +9,9 @@ use super::layout::Layout;
 use super::room::Room;
 use super::segment::Segment;
 use super::transport::{Inflow, Outflow, Stall, Transport};
+use crate::random::random_bytes;
 use rustix::fd::AsRawFd;
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, DefaultHasher, Hasher};
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -47,15 +47,22 @@ impl Guest<'_> {
     pub(in super::super) fn meet(&self) -> Result<Meeting, Stall> {
         let Self { rank, world_size, .. } = *self;
         let mut complaints = Vec::new();
-        let token = random_token();
-        let file = match self.shares.then(|| Segment::announce(&name(token))).transpose() {
+        let announce = || -> Result<_, String> {
+            let token = u128::from_le_bytes(random_bytes().map_err(|error| error.to_string())?);
+            Ok((Segment::announce(&name(token)).map_err(|error| error.to_string())?, token))
+        };
+        let file = match self.shares.then(announce).transpose() {
             Ok(file) => file,
             Err(error) => {
                 complaints.push(format!("a file for shared memory: {error}"));
                 None
             }
         };
-        let offer = file.as_ref().map(|fd| Offer { pid: std::process::id(), fd: fd.as_raw_fd() as u32, token });
+        let offer = file.as_ref().map(|(fd, token)| Offer {
+            pid: std::process::id(),
+            fd: fd.as_raw_fd() as u32,
+            token: *token,
+        });
         let own = Card { kernel: self.label.map_or_else(boot_id, hash), offer };
         let cards = self.gather(&own.encode())?;
         let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::decode(card)).collect();
@@ -64,7 +71,7 @@ impl Guest<'_> {
         let largest = cards.iter().map(|card| candidates(&cards, card.as_ref())).max().unwrap_or(0);
         let layout = (largest > 1).then(|| Layout::new(largest, self.part));
         let segment = match (layout, file.as_ref()) {
-            (Some(layout), Some(fd)) if candidates(&cards, Some(&own)) > 1 => {
+            (Some(layout), Some((fd, _))) if candidates(&cards, Some(&own)) > 1 => {
                 let reserved = Segment::reserve(fd, layout.size());
                 let complain = |error| complaints.push(format!("{} bytes of shared memory: {error}", layout.size()));
                 reserved.map_err(complain).ok().map(Arc::new)
@@ -131,11 +138,6 @@ fn candidates(cards: &[Option<Card>], card: Option<&Card>) -> usize {
 fn open(offer: &Offer, layout: &Layout) -> Result<Segment, String> {
     let fd = i32::try_from(offer.fd).map_err(|error| error.to_string())?;
     Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
-}
-
-fn random_token() -> u128 {
-    let half = || u128::from(RandomState::new().build_hasher().finish());
-    half() << 64 | half()
 }
 
 /// Of the running kernel; zeros where the system does not tell.

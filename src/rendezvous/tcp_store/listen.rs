@@ -1,0 +1,216 @@
+//! On which addresses a store listens: those at which ranks reach it, and as few others as possible, since whoever
+//! reaches it can read and write.
+use super::link::resolve;
+use crate::deadline::deadline_after;
+use crate::{Error, Result};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::time::Duration;
+
+/// How long a name server may take to say where the store's own host is.
+const RESOLVE: Duration = Duration::from_secs(10);
+/// How often another free port is tried when the first is taken on another address.
+const ATTEMPTS: usize = 20;
+
+/// Where a store listens.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Listening {
+    /// All with the same port.
+    pub(crate) addresses: Vec<SocketAddr>,
+    /// Why these are all interfaces, if that is more than it should need.
+    pub(crate) warning: Option<String>,
+}
+
+/// All interfaces, IPv6 and, where the system has no IPv6 or both in one, IPv4.
+pub(super) fn all_interfaces(port: u16) -> SocketAddr {
+    SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
+}
+
+impl Listening {
+    /// Where the store of a job whose master address is `host` must listen; `is_one_host` when the whole job is known
+    /// to run on this host.
+    pub(crate) fn at(host: &str, port: u16, is_one_host: bool, timeout: Duration) -> Self {
+        let deadline = deadline_after(timeout.min(RESOLVE));
+        Self::choose(host, port, is_one_host, resolve(host, port, deadline), is_own)
+    }
+
+    fn choose(
+        host: &str,
+        port: u16,
+        is_one_host: bool,
+        resolved: std::result::Result<Vec<SocketAddr>, String>,
+        is_own: impl Fn(&SocketAddr) -> bool,
+    ) -> Self {
+        let all = |warning| Self { addresses: vec![all_interfaces(port)], warning };
+        let warn = |reason: String| {
+            all(Some(format!(
+                "{reason}, so the store listens on all interfaces: whoever reaches port {port} can use it"
+            )))
+        };
+        let resolved = match resolved {
+            Ok(resolved) => resolved,
+            Err(reason) => return warn(reason),
+        };
+        let mut addresses: Vec<SocketAddr> = Vec::new();
+        for address in resolved.iter().filter(|address| is_own(address)) {
+            if !addresses.contains(address) {
+                addresses.push(*address);
+            }
+        }
+        if addresses.is_empty() {
+            // As with a Kubernetes service, or address translation in a cloud.
+            let found: Vec<String> = resolved.iter().map(|address| address.ip().to_string()).collect();
+            return warn(format!("{host} ({}) is no address of this host", found.join(", ")));
+        }
+        // Debian's /etc/hosts leads a host's own name to 127.0.1.1, while the name servers that other hosts ask lead it
+        // to the address at which they reach this host.
+        let is_name = !host.contains(':') && host.parse::<Ipv4Addr>().is_err() && !is_localhost(host);
+        if is_name && !is_one_host && addresses.iter().all(|address| address.ip().is_loopback()) {
+            log::info!(
+                "{host} leads to this host's loopback only: the store listens on all interfaces for other hosts"
+            );
+            return all(None);
+        }
+        Self { addresses, warning: None }
+    }
+}
+
+/// The names that mean the loopback interface on every host.
+fn is_localhost(host: &str) -> bool {
+    let host = host.trim_end_matches('.').to_ascii_lowercase();
+    let first = host.split('.').next().unwrap_or_default();
+    let names = ["localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"];
+    names.contains(&first) || host.ends_with(".localhost")
+}
+
+/// Whether an interface of this host has the address.
+fn is_own(address: &SocketAddr) -> bool {
+    let mut address = *address;
+    address.set_port(0);
+    UdpSocket::bind(address).is_ok()
+}
+
+/// Listens on all of `addresses`, which have the same port; where that is 0, on one that is free on all.
+pub(super) fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>> {
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let mut listeners = Vec::with_capacity(addresses.len());
+        let mut port = addresses.first().map_or(0, SocketAddr::port);
+        let is_free = port == 0;
+        let failed = addresses.iter().find_map(|address| {
+            let mut address = *address;
+            address.set_port(port);
+            match listen_on(address).and_then(|listener| Ok((rustix::net::getsockname(&listener)?, listener))) {
+                Ok((name, listener)) => {
+                    port = SocketAddr::try_from(name).map_or(port, |name| name.port());
+                    listeners.push(listener);
+                    None
+                }
+                Err(errno) => Some((address, errno)),
+            }
+        });
+        match failed {
+            None => return Ok(listeners),
+            Some((_, Errno::ADDRINUSE)) if is_free && attempt < ATTEMPTS => {}
+            Some((address, errno)) => return Err(cannot_host(address, errno)),
+        }
+    }
+}
+
+fn cannot_host(address: SocketAddr, errno: Errno) -> Error {
+    let place = match address.ip().is_unspecified() {
+        true => format!("port {} of all interfaces", address.port()),
+        false => address.to_string(),
+    };
+    let hint = match errno {
+        Errno::ADDRINUSE => {
+            ", another program has it (often an earlier run that is still alive): end that, \
+             or choose another port (MASTER_PORT)"
+        }
+        Errno::ADDRNOTAVAIL => ", which is no address of this host",
+        _ => "",
+    };
+    Error::io(format!("cannot host the store on {place}{hint}"), errno)
+}
+
+fn listen_on(address: SocketAddr) -> rustix::io::Result<TcpListener> {
+    match bind(address) {
+        // A system without IPv6.
+        Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) => {
+            bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
+        }
+        result => result,
+    }
+}
+
+fn bind(address: SocketAddr) -> rustix::io::Result<TcpListener> {
+    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    // Connections of the last run that linger in TIME_WAIT must not keep the port.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
+        sockopt::set_ipv6_v6only(&socket, false)?;
+    }
+    rustix::net::bind(&socket, &address)?;
+    // All ranks of a large job knock at the same moment.
+    rustix::net::listen(&socket, 4096)?;
+    Ok(TcpListener::from(socket))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The addresses that are chosen on a host that has 10.0.0.1 and fd00::1, and whether with a warning.
+    fn choose(host: &str, is_one_host: bool, resolved: &[&str]) -> (Vec<String>, bool) {
+        let resolved = resolved.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 1)).collect();
+        let own = |address: &SocketAddr| {
+            address.ip().is_loopback() || ["10.0.0.1", "fd00::1"].contains(&address.ip().to_string().as_str())
+        };
+        let Listening { addresses, warning } = Listening::choose(host, 1, is_one_host, Ok(resolved), own);
+        (addresses.iter().map(|address| address.ip().to_string()).collect(), warning.is_some())
+    }
+
+    #[test]
+    fn only_where_ranks_reach_the_store() {
+        for (host, is_one_host, resolved, expected) in [
+            ("127.0.0.1", false, &["127.0.0.1"][..], &["127.0.0.1"][..]),
+            ("::1", false, &["::1"], &["::1"]),
+            ("localhost", false, &["::1", "127.0.0.1", "127.0.0.1"], &["::1", "127.0.0.1"]),
+            ("LocalHost.localdomain.", false, &["127.0.0.1"], &["127.0.0.1"]),
+            ("node0", false, &["10.0.0.1", "fd00::1"], &["10.0.0.1", "fd00::1"]),
+            ("node0", false, &["10.0.0.9", "10.0.0.1"], &["10.0.0.1"]),
+            ("node0", false, &["127.0.1.1", "10.0.0.1"], &["127.0.1.1", "10.0.0.1"]),
+            // Debian's own name, which others know by another address.
+            ("node0", false, &["127.0.1.1"], &["::"]),
+            ("node0", true, &["127.0.1.1"], &["127.0.1.1"]),
+            ("0.0.0.0", false, &["10.0.0.1"], &["10.0.0.1"]),
+        ] {
+            let expected = expected.iter().map(|ip| ip.to_string()).collect();
+            assert_eq!(choose(host, is_one_host, resolved), (expected, false), "{host} {resolved:?}");
+        }
+    }
+
+    #[test]
+    fn an_address_of_another_host_is_served_on_all_interfaces_with_a_warning() {
+        assert_eq!(choose("203.0.113.5", false, &["203.0.113.5"]), (vec!["::".to_string()], true));
+        assert_eq!(choose("job-master-0", true, &["10.96.0.7"]), (vec!["::".to_string()], true));
+        let unknown = Listening::choose("nowhere", 7, false, Err("the name has no address".to_string()), |_| true);
+        assert_eq!(unknown.addresses, [all_interfaces(7)]);
+        let warning = unknown.warning.unwrap();
+        assert!(warning.contains("the name has no address") && warning.contains("all interfaces"), "{warning}");
+    }
+
+    #[test]
+    fn a_free_port_is_free_on_all_addresses() {
+        let addresses = ["127.0.0.1:0", "127.0.0.2:0"].map(|address| address.parse().unwrap());
+        let listeners = listen(&addresses).unwrap();
+        let [one, two] = [&listeners[0], &listeners[1]].map(|listener| listener.local_addr().unwrap());
+        assert_eq!((one.port(), one.ip().to_string()), (two.port(), "127.0.0.1".to_string()));
+        assert_eq!(two.ip().to_string(), "127.0.0.2");
+        assert!(listen(&[one]).unwrap_err().to_string().contains("another program has it"));
+    }
+}

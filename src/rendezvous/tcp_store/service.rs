@@ -1,0 +1,314 @@
+//! The server's thread: moves bytes between its clients' sockets, the [decoders](super::protocol) and the
+//! [state](super::state), and keeps every client within its bounds.
+use super::options::TcpStoreServerOptions;
+use super::output::Output;
+use super::protocol::{Decoder, Malformed, READY, Request};
+use super::state::{ClientId, State, is_greeting};
+use super::warnings::Warnings;
+use crate::deadline::deadline_after;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Read};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// What is read from one client, and sent to it, before the others have their turn.
+const TURN: usize = 1 << 20;
+/// How many connections are accepted before clients have their turn.
+const ACCEPTED: usize = 1024;
+/// How long nothing is accepted when the process has no file descriptor left.
+const PAUSE: Duration = Duration::from_millis(100);
+
+struct Client {
+    stream: TcpStream,
+    peer: SocketAddr,
+    greeted: bool,
+    decoder: Decoder,
+    out: Output,
+    /// The memory that it took after its last turn.
+    held: usize,
+}
+
+/// Why a client goes.
+enum Leave {
+    /// It closed, or its connection broke.
+    Closed,
+    Malformed(Malformed),
+}
+
+impl From<io::Error> for Leave {
+    fn from(_: io::Error) -> Self {
+        Self::Closed
+    }
+}
+
+impl Client {
+    fn new(stream: TcpStream, peer: SocketAddr) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        Ok(Self { stream, peer, greeted: false, decoder: Decoder::default(), out: Output::default(), held: 0 })
+    }
+
+    /// Sends what the socket takes, up to one turn's share.
+    fn flush(&mut self) -> Result<(), Leave> {
+        let mut turn = 0;
+        while !self.out.is_empty() && turn < TURN {
+            match self.out.write_to(&mut &self.stream) {
+                Ok(0) => return Err(Leave::Closed),
+                Ok(count) => turn += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers all requests that are in, until one answer does not leave at once.
+    fn answer(&mut self, id: ClientId, state: &mut State) -> Result<(), Leave> {
+        while self.out.is_empty() {
+            let Some(request) = self.decoder.next().map_err(Leave::Malformed)? else { break };
+            if self.greeted {
+                state.handle(id, request, &mut self.out).map_err(Leave::Malformed)?;
+            } else if is_greeting(&request) {
+                self.greeted = true;
+            } else {
+                return Err(Leave::Malformed(Malformed(format!("no VALIDATE at its start but {}", brief(&request)))));
+            }
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Reads and answers for one turn.
+    fn serve(&mut self, id: ClientId, state: &mut State, scratch: &mut [u8]) -> Result<(), Leave> {
+        self.flush()?;
+        self.answer(id, state)?;
+        let mut turn = 0;
+        while self.out.is_empty() && turn < TURN {
+            match self.stream.read(scratch) {
+                Ok(0) => return Err(Leave::Closed),
+                Ok(count) => {
+                    turn += count;
+                    self.decoder.feed(scratch.get(..count).unwrap_or_default());
+                    self.answer(id, state)?;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn brief(request: &Request) -> String {
+    format!("{request:?}").chars().take(60).collect()
+}
+
+pub(super) struct Service {
+    listeners: Vec<TcpListener>,
+    stopped: UnixStream,
+    clients: BTreeMap<ClientId, Client>,
+    /// Those that have not said VALIDATE, oldest first, and until when they may.
+    ungreeted: BTreeMap<ClientId, Instant>,
+    /// The memory that all clients take.
+    held: usize,
+    options: TcpStoreServerOptions,
+    next: ClientId,
+    state: State,
+    scratch: Vec<u8>,
+    /// No connection is accepted before this: the process had no file descriptor left.
+    pause: Option<Instant>,
+    warnings: Warnings,
+}
+
+/// What a poll found.
+struct Events {
+    stop: bool,
+    accept: bool,
+    ready: Vec<ClientId>,
+}
+
+impl Service {
+    pub(super) fn new(
+        listeners: Vec<TcpListener>,
+        stopped: UnixStream,
+        options: TcpStoreServerOptions,
+        state: State,
+    ) -> Self {
+        Self {
+            listeners,
+            stopped,
+            clients: BTreeMap::new(),
+            ungreeted: BTreeMap::new(),
+            held: 0,
+            options,
+            next: 0,
+            state,
+            scratch: vec![0; 1 << 16],
+            pause: None,
+            warnings: Warnings::default(),
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        loop {
+            let Some(events) = self.poll() else { continue };
+            for id in events.ready {
+                self.serve(id);
+            }
+            if events.stop {
+                // What clients had sent before the end is still carried out.
+                self.accept();
+                let all: Vec<ClientId> = self.clients.keys().copied().collect();
+                all.into_iter().for_each(|id| self.serve(id));
+                return;
+            }
+            if events.accept {
+                self.accept();
+            }
+            self.close_silent();
+        }
+    }
+
+    /// Sleeps until something happens.
+    fn poll(&mut self) -> Option<Events> {
+        let mut fds = Vec::with_capacity(1 + self.listeners.len() + self.clients.len());
+        fds.push(PollFd::new(&self.stopped, PollFlags::IN));
+        let knock = if self.pause.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, knock)));
+        for client in self.clients.values() {
+            let waits_for = if client.out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
+            fds.push(PollFd::new(&client.stream, waits_for));
+        }
+        let first_deadline = self.ungreeted.values().next();
+        let until = self.pause.iter().chain(first_deadline).min().copied();
+        let timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        if let Err(errno) = poll(&mut fds, timeout.as_ref()) {
+            if errno != rustix::io::Errno::INTR {
+                self.warnings.say(format_args!("the store's server cannot poll: {errno}"));
+                std::thread::sleep(PAUSE);
+            }
+            return None;
+        }
+        let mut events = fds.iter().map(|fd| !fd.revents().is_empty());
+        let stop = events.next().unwrap_or(false);
+        let accept = events.by_ref().take(self.listeners.len()).fold(false, |any, event| any | event);
+        let ready = self.clients.keys().zip(events).filter(|(_, event)| *event).map(|(id, _)| *id).collect();
+        drop(fds);
+        self.pause.take_if(|until| *until <= Instant::now());
+        Some(Events { stop, accept, ready })
+    }
+
+    fn serve(&mut self, id: ClientId) {
+        // Absent when it was closed earlier in this round.
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        if let Err(leave) = client.serve(id, &mut self.state, &mut self.scratch) {
+            self.close(id, leave);
+        } else {
+            if client.greeted {
+                self.ungreeted.remove(&id);
+            }
+            let held = client.decoder.allocated() + client.out.held();
+            self.held = self.held - client.held + held;
+            client.held = held;
+            self.bound_memory();
+        }
+        for id in self.state.take_woken() {
+            let Some(client) = self.clients.get_mut(&id) else { continue };
+            client.out.put(&[READY]);
+            if let Err(leave) = client.flush() {
+                self.close(id, leave);
+            }
+        }
+    }
+
+    fn bound_memory(&mut self) {
+        while self.held > self.options.max_pending {
+            let Some((id, client)) = self.clients.iter().max_by_key(|(_, client)| client.held) else { return };
+            let (id, held) = (*id, client.held);
+            let reason = format!(
+                "unfinished requests and unread answers take more than {} bytes together, and its own the most, {held}",
+                self.options.max_pending
+            );
+            self.close(id, Leave::Malformed(Malformed(reason)));
+        }
+    }
+
+    fn close(&mut self, id: ClientId, leave: Leave) {
+        self.state.forget(id);
+        self.ungreeted.remove(&id);
+        let Some(client) = self.clients.remove(&id) else { return };
+        self.held -= client.held;
+        if let Leave::Malformed(reason) = leave {
+            self.warnings.say(format_args!("the store's server closes the connection of {}: {reason}", client.peer));
+        }
+    }
+
+    /// Closes those that have let their time for a greeting pass.
+    fn close_silent(&mut self) {
+        let now = Instant::now();
+        while let Some((id, _)) = self.ungreeted.first_key_value().filter(|(_, deadline)| **deadline <= now) {
+            let reason = format!("it has not said VALIDATE within {:?}", self.options.greeting_timeout);
+            self.close(*id, Leave::Malformed(Malformed(reason)));
+        }
+    }
+
+    /// Closes the client that has been silent the longest, if that is not because nobody has read what it said.
+    fn close_oldest_ungreeted(&mut self) {
+        let Some(id) = self.ungreeted.keys().next().copied() else { return };
+        self.serve(id);
+        if self.ungreeted.contains_key(&id) {
+            let reason = "it has not said VALIDATE, and others want to connect".to_string();
+            self.close(id, Leave::Malformed(Malformed(reason)));
+        }
+    }
+
+    fn accept(&mut self) {
+        for listener in 0..self.listeners.len() {
+            for _ in 0..ACCEPTED {
+                let Some(accepted) = self.listeners.get(listener).map(TcpListener::accept) else { break };
+                match accepted {
+                    Ok((stream, peer)) => self.admit(stream, peer),
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                    Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) => {
+                    }
+                    Err(error) => {
+                        // Out of file descriptors: those who knock wait in the queue meanwhile.
+                        let text = "the store's server cannot accept a connection";
+                        self.warnings.say(format_args!("{text}: {error}. Is `ulimit -n` too small for this job?"));
+                        self.pause = Some(Instant::now() + PAUSE);
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, stream: TcpStream, peer: SocketAddr) {
+        if self.clients.len() >= self.options.max_clients {
+            self.close_oldest_ungreeted();
+        }
+        if self.clients.len() >= self.options.max_clients {
+            self.warnings.say(format_args!(
+                "the store's server turns {peer} away: it has {} clients, as many as it may. `ulimit -n` bounds them, too",
+                self.options.max_clients
+            ));
+            return;
+        }
+        let Ok(client) = Client::new(stream, peer) else { return };
+        let id = self.next;
+        self.next += 1;
+        self.clients.insert(id, client);
+        self.ungreeted.insert(id, deadline_after(self.options.greeting_timeout));
+        // Ranks send VALIDATE as soon as they are connected, so that most never count as silent.
+        self.serve(id);
+        if self.ungreeted.len() > self.options.max_ungreeted {
+            self.close_oldest_ungreeted();
+        }
+    }
+}

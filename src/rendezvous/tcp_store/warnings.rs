@@ -1,0 +1,48 @@
+use std::fmt::Arguments;
+use std::time::{Duration, Instant};
+
+/// The most warnings in each [`PERIOD`].
+const BURST: u32 = 10;
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// Warnings that strangers cause, of which a log must not get more than it can take.
+#[derive(Default)]
+pub(super) struct Warnings {
+    /// When the period began.
+    start: Option<Instant>,
+    said: u32,
+    left_out: u64,
+}
+
+impl Warnings {
+    pub(super) fn say(&mut self, warning: Arguments<'_>) {
+        if self.start.is_none_or(|start| start.elapsed() >= PERIOD) {
+            if self.left_out > 0 {
+                log::warn!("the store's server had {} more warnings, which were left out", self.left_out);
+            }
+            *self = Self { start: Some(Instant::now()), said: 0, left_out: 0 };
+        }
+        if self.said < BURST {
+            self.said += 1;
+            log::warn!("{warning}");
+        } else {
+            self.left_out += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_counted() {
+        let mut warnings = Warnings::default();
+        (0..25).for_each(|_| warnings.say(format_args!("again")));
+        assert_eq!((warnings.said, warnings.left_out), (10, 15));
+        // After the period the log hears of them.
+        warnings.start = Instant::now().checked_sub(PERIOD);
+        warnings.say(format_args!("once more"));
+        assert_eq!((warnings.said, warnings.left_out), (1, 0));
+    }
+}
