@@ -56,7 +56,14 @@ failed; 126 or 127 for a program that is not executable or not there; 1 for ever
 pub struct Cli {
     /// Workers to start on this machine: a number, `gpu` (one per GPU, CUDA_VISIBLE_DEVICES respected), `cpu` (one
     /// per core that this process may use) or `auto` (`gpu` where there is one, else `cpu`).
-    #[arg(long, alias = "nproc_per_node", env = "PET_NPROC_PER_NODE", value_name = "N|auto|cpu|gpu", default_value = "1", help_heading = RANKS)]
+    #[arg(
+        long,
+        alias = "nproc_per_node",
+        env = "PET_NPROC_PER_NODE",
+        value_name = "N|auto|cpu|gpu",
+        default_value = "1",
+        help_heading = RANKS
+    )]
     pub nproc_per_node: Processes,
 
     /// Machines that take part. Start ddprun once on each, with the same options and its own --node-rank. A range
@@ -86,7 +93,14 @@ pub struct Cli {
 
     /// Name of this run: TORCHELASTIC_RUN_ID of the workers, and the folder's name under --log-dir. [default: made
     /// from the time on one machine, `none` on several]
-    #[arg(long, visible_alias = "rdzv-id", aliases = ["run_id", "rdzv_id"], env = "PET_RDZV_ID", value_name = "ID", help_heading = RANKS)]
+    #[arg(
+        long,
+        visible_alias = "rdzv-id",
+        aliases = ["run_id", "rdzv_id"],
+        env = "PET_RDZV_ID",
+        value_name = "ID",
+        help_heading = RANKS
+    )]
     pub run_id: Option<String>,
 
     /// Role of the workers: ROLE_NAME in their environment and ${role_name} in prefixes.
@@ -156,7 +170,15 @@ pub struct Cli {
     pub signals_to_handle: String,
 
     /// Restarts of a failed run. Only 0 is supported as yet. [default: 0]
-    #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", value_name = "N", default_value = "0", hide_default_value = true, help_heading = ENDING)]
+    #[arg(
+        long,
+        alias = "max_restarts",
+        env = "PET_MAX_RESTARTS",
+        value_name = "N",
+        default_value = "0",
+        hide_default_value = true,
+        help_heading = ENDING
+    )]
     pub max_restarts: u32,
 
     /// Accepted, since torchrun needs it for programs like yours: PROGRAM is always run as it is.
@@ -203,7 +225,13 @@ pub struct Cli {
     pub numa_binding: Option<String>,
 
     /// torchrun's LOCAL_RANK=0 for every worker, with one GPU visible to each.
-    #[arg(long, alias = "virtual_local_rank", env = "PET_VIRTUAL_LOCAL_RANK", value_parser = BoolishValueParser::new(), hide = true)]
+    #[arg(
+        long,
+        alias = "virtual_local_rank",
+        env = "PET_VIRTUAL_LOCAL_RANK",
+        value_parser = BoolishValueParser::new(),
+        hide = true
+    )]
     pub virtual_local_rank: bool,
 
     /// How often torchrun looks after its workers; changes nothing, since ddprun hears of their end at once.

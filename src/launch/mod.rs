@@ -1,12 +1,13 @@
 //! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
 //!
-//! - Every worker leads a process group of its own, and the kernel kills it when the launcher dies, however that
-//!   happens. What a worker has started is told to end, and killed, with it, by the launcher: when that is killed by
-//!   SIGKILL, it lives on, as the program in a wrapper script does that starts it without `exec`.
+//! - The kernel kills the workers when the launcher dies, however that happens. Whatever they have started is ended by
+//!   the launcher, also where it detached itself. If the launcher is killed by SIGKILL, that survives; use `exec` in
+//!   wrapper scripts.
 //! - The first failure ends the others (a second to end by themselves, then SIGTERM, then SIGKILL after a grace period)
 //!   and decides the exit code.
-//! - Output is passed on line by line. Where the launcher writes to a terminal the workers see one too (a
-//!   pseudo-terminal), so that progress bars and colours work as if the program had been started by hand.
+//! - Output is passed on line by line, by threads of its own: whoever does not read it stops the workers, as a full pipe
+//!   does, but not the launcher. Where the launcher writes to a terminal the workers see one too (a pseudo-terminal),
+//!   so that progress bars and colours work as if the program had been started by hand.
 //! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
 //!   (TORCHELASTIC_USE_AGENT_STORE).
 //!

@@ -1,5 +1,6 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod init;
+mod parent;
 mod spawn;
 
 pub use init::{Backend, InitOptions, init_process_group};

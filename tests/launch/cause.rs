@@ -26,13 +26,16 @@ fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
 /// The rank that hangs has not failed, but is what the others failed for.
 #[test]
 fn a_rank_that_others_waited_for_in_vain_is_named() {
-    let script = r#"
-        case $RANK in
-        0) echo 'Error: rank 2 ended the group: rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was sequence 3, barrier()' >&2; exit 6;;
+    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was \
+                     sequence 3, barrier()";
+    let script = format!(
+        "case $RANK in
+        0) echo 'Error: rank 2 ended the group: {timed_out}' >&2; exit 6;;
         1) echo waiting for data >&2; exec sleep 1000;;
-        2) sleep 0.2; echo 'Error: rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was sequence 3, barrier()' >&2; exit 7;;
-        esac"#;
-    let ran = Place::new().run(&["--nproc-per-node", "3"], script);
+        2) sleep 0.2; echo 'Error: {timed_out}' >&2; exit 7;;
+        esac"
+    );
+    let ran = Place::new().run(&["--nproc-per-node", "3"], &script);
     assert_eq!(ran.code, Some(6), "{ran:?}");
     ran.says(
         "ddprun: rank 1 is what the others failed for: it was killed by SIGTERM after ddprun had told it to end, ",
@@ -64,6 +67,7 @@ fn a_rank_of_another_machine_is_named_with_its_machine() {
         echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1"#;
     let ran = Place::new().run(&[&args[..], &[&port]].concat(), script);
     assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("ddprun: rank 3 failed first, as rank 0 heard from it: look at the output of ddprun on the machine with --node-rank 1. Here,\n");
+    ran.says("ddprun: rank 3 failed first, as rank 0 heard from it: look at the output of ddprun on the machine with ");
+    ran.says("--node-rank 1. Here,\n");
     ran.says("\nrank 0 failed: it ended with exit code 1");
 }

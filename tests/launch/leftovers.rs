@@ -157,3 +157,20 @@ fn no_folder_is_left_when_descriptors_are_short() {
         assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "ulimit -n {limit}: {ran:?}");
     }
 }
+
+/// As the first process of a container, which has no parent and is in no process group of its own.
+#[test]
+fn ddprun_may_be_the_first_process_of_a_container() {
+    let place = Place::new();
+    let ddprun = place.ddprun(&["sh", "-c", "setsid sleep 1000 >left & echo $$; exit 4"]);
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    command.arg(ddprun.get_program()).args(ddprun.get_args());
+    let ran = Ran::new(command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp")));
+    if ran.stderr.starts_with("unshare:") {
+        println!("SKIPPED, since there are no containers here: {}", ran.stderr);
+        return;
+    }
+    assert_eq!(ran.code, Some(4), "{ran:?}");
+    ran.says("rank 0 failed: it ended with exit code 4");
+}
