@@ -51,7 +51,10 @@ impl Tail {
             self.lines.pop_front();
         }
         let line = std::mem::take(&mut self.current);
-        self.look_for_error(&plain(&String::from_utf8_lossy(&line)));
+        // Errors have a colon: other lines are not worth a closer look.
+        if self.panicked || line.contains(&b':') {
+            self.look_for_error(&plain(&String::from_utf8_lossy(&line)));
+        }
         self.lines.push_back(line);
     }
 
