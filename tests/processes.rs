@@ -38,7 +38,8 @@ fn rank_of_another_test() {
     let folder = std::env::var(FOLDER).unwrap();
     let timeout = Duration::from_secs(if job == "frozen" { 3 } else { 60 });
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
-    let pg = init_process_group(InitOptions { timeout, init_method, ..Default::default() }).unwrap();
+    let die_with_parent = job == "orphan";
+    let pg = init_process_group(InitOptions { timeout, init_method, die_with_parent, ..Default::default() }).unwrap();
     let report = |text: &str| std::fs::write(format!("{folder}/{job}-rank{}", pg.rank()), text).unwrap();
     match job.as_str() {
         "train" => report(&train(&pg).unwrap()),
@@ -48,6 +49,11 @@ fn rank_of_another_test() {
                 return report(&error.to_string());
             }
         },
+        // Until its parent dies.
+        "orphan" | "left_alone" => {
+            report(&std::process::id().to_string());
+            std::thread::sleep(timeout);
+        }
         // Rank 1 does not come to make the new group.
         "joining" => {
             exchange(&pg, &folder).unwrap();
@@ -91,6 +97,45 @@ fn rank_command(program: &Path, job: &str, folder: &Path) -> Command {
 }
 
 const RANK_ARGUMENTS: [&str; 4] = ["rank_of_another_test", "--exact", "--nocapture", "--test-threads=1"];
+
+/// As under torchrun, which gives its workers no parent-death signal.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_dies_with_its_parent_where_it_was_asked_to() {
+    for (job, dies) in [("orphan", true), ("left_alone", false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut parent = rank_command(Path::new("sh"), job, folder.path());
+        parent.args(["-c", r#""$0" "$@"; true"#]).arg(std::env::current_exe().unwrap()).args(RANK_ARGUMENTS);
+        parent.envs([("RANK", "0"), ("WORLD_SIZE", "1")]);
+        parent.env("INIT_METHOD", format!("file://{}", folder.path().join("store").display())).stdout(Stdio::null());
+        let mut parent = parent.spawn().unwrap();
+        let report = folder.path().join(format!("{job}-rank0"));
+        let start = Instant::now();
+        let rank = loop {
+            match std::fs::read_to_string(&report).unwrap_or_default().parse::<i32>() {
+                Ok(rank) => break rustix::process::Pid::from_raw(rank).unwrap(),
+                Err(_) => assert!(start.elapsed() < Duration::from_secs(60), "the rank does not start"),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        parent.kill().unwrap();
+        parent.wait().unwrap();
+        // Whoever adopted it may take its time to wait for it.
+        let gone = || {
+            let stat = std::fs::read_to_string(format!("/proc/{rank}/stat")).unwrap_or_default();
+            stat.is_empty() || stat.contains(") Z ")
+        };
+        let start = Instant::now();
+        while dies && !gone() && start.elapsed() < Duration::from_secs(30) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let died = gone();
+        if !died {
+            rustix::process::kill_process(rank, rustix::process::Signal::KILL).unwrap();
+        }
+        assert_eq!(died, dies, "{job}");
+    }
+}
 
 #[test]
 fn processes_under_the_launcher_train_like_one() {

@@ -1,24 +1,41 @@
-//! Which worker's failure was the cause of the others'.
+//! Which rank's failure was the cause of the others'.
+use super::config::Topology;
 use super::output::Remains;
 use super::worker::{Exit, Worker};
 
-/// The index of the worker whose failure is the run's, when that with the index `first` was the first to end.
+/// Where a failure comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Cause {
+    /// The index of the worker to look at.
+    pub(super) worker: usize,
+    /// The rank that its error names, where that is a worker of another machine.
+    pub(super) elsewhere: Option<usize>,
+}
+
+/// The cause of a failure in which the worker with the index `first` was the first to fail.
 ///
 /// The first to end need not be the cause: the others hear of a failure at once, and a process takes a while to write an
-/// error or to give its memory back. So a worker that was killed comes before all others; otherwise, a worker whose last
-/// words name another one's failure points to that.
-pub(super) fn culprit(workers: &[Worker], first: usize, remains: &Remains) -> usize {
+/// error or to give its memory back. So a worker that was killed comes before all others; otherwise, a worker whose error
+/// names another rank points to that. This one may not have failed: it left too early, or never came to a collective that
+/// timed out.
+pub(super) fn cause(workers: &[Worker], first: usize, remains: &Remains, topology: &Topology) -> Cause {
     let killed = workers.iter().enumerate().filter(|(_, worker)| failed(worker) && was_killed(worker));
-    if let Some((index, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
-        return index;
+    if let Some((worker, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
+        return Cause { worker, elsewhere: None };
     }
     let mut seen = vec![first];
-    let mut culprit = first;
-    while let Some(next) = named_by(workers, culprit, remains).filter(|next| !seen.contains(next)) {
-        seen.push(next);
-        culprit = next;
+    let mut worker = first;
+    while let Some(rank) = named_by(workers, worker, remains) {
+        match workers.iter().position(|worker| worker.rank == rank) {
+            Some(next) if !seen.contains(&next) => {
+                seen.push(next);
+                worker = next;
+            }
+            Some(_) => break,
+            None => return Cause { worker, elsewhere: (rank < topology.world_size()).then_some(rank) },
+        }
     }
-    culprit
+    Cause { worker, elsewhere: None }
 }
 
 /// By itself, and not because it was told to end.
@@ -32,19 +49,20 @@ fn was_killed(worker: &Worker) -> bool {
     worker.ended.is_some_and(|ended| matches!(ended.how, Exit::Signal(signal) if signal != SIGABRT))
 }
 
-/// The worker whose failure the last words of worker `index` name.
+/// The rank whose failure the last such error of worker `index` names.
 fn named_by(workers: &[Worker], index: usize, remains: &Remains) -> Option<usize> {
     let local_rank = workers.get(index)?.local_rank;
-    let own = remains.tails.iter().filter(|(of, ..)| *of == local_rank);
-    let rank = own.filter_map(|(.., tail)| tail.lines().iter().rev().find_map(|line| named_in(line))).next()?;
-    workers.iter().position(|worker| worker.rank == rank && failed(worker))
+    remains.iter().filter(|(of, ..)| *of == local_rank).find_map(|(.., tail)| tail.named())
 }
 
 /// The rank that failed, if `line` is one of the [`Error`](crate::Error)s that say that another rank did.
-fn named_in(line: &str) -> Option<usize> {
+pub(super) fn named_in(line: &str) -> Option<usize> {
     const ENDS: [&str; 3] = [" ended the group: ", " left the group ", " is gone: "];
-    let before = ENDS.iter().find_map(|end| line.split_once(end))?.0;
-    before.rsplit_once("rank ")?.1.parse().ok()
+    if let Some(before) = ENDS.iter().find_map(|end| Some(line.split_once(end)?.0)) {
+        return before.rsplit_once("rank ")?.1.parse().ok();
+    }
+    let (_, reason) = line.split_once(" timed out after ")?.1.split_once(": ")?;
+    reason.strip_prefix("rank ")?.split(' ').next()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -63,7 +81,18 @@ mod tests {
         for error in errors {
             assert_eq!(named_in(&format!("Error: {error}")), Some(12), "{error}");
         }
-        let timed_out = Error::invalid("rank 3", "is not what ended it");
-        assert_eq!(named_in(&timed_out.to_string()), None);
+        let timed_out = |reason: &str| Error::CollectiveTimeout {
+            rank: 3,
+            call: call(),
+            sequence: 6,
+            timeout: std::time::Duration::from_secs(5),
+            reason: reason.to_string(),
+        };
+        let late = timed_out("rank 12 is not in this collective: its last was sequence 5, barrier()");
+        assert_eq!(named_in(&late.to_string()), Some(12));
+        for other in [timed_out("all ranks are in it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
+        {
+            assert_eq!(named_in(&other.to_string()), None, "{other}");
+        }
     }
 }

@@ -27,10 +27,3 @@ pub(super) fn bind_to_launcher(command: &mut Command) {
     #[cfg(not(target_os = "linux"))]
     let _ = command;
 }
-
-/// Makes descendants whose parent has ended children of this process, so that it hears of their end.
-pub(super) fn adopt_orphans() {
-    #[cfg(target_os = "linux")]
-    // Without it orphans go to the system's first process: only the end of a run is noticed later.
-    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
-}

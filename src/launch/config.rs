@@ -141,14 +141,24 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     }
     const MEET: &str = "ddprun's machines meet at --master-addr and --master-port: leave it out, and give these on every \
                         node";
+    const NUMA: &str = "binding to cores is not supported yet: leave it out, or start workers by a script that calls \
+                        numactl for its LOCAL_RANK";
+    const VIRTUAL: &str = "every worker sees all GPUs and takes the one with the number LOCAL_RANK: leave it out, or start \
+                           workers by a script that sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK LOCAL_RANK=0";
+    let virtual_local_rank = cli.virtual_local_rank.then(|| "1".to_owned());
     let refused = [
+        ("--numa-binding", &cli.numa_binding, NUMA),
+        ("--virtual-local-rank", &virtual_local_rank, VIRTUAL),
         ("--rdzv-backend", &cli.rdzv_backend, MEET),
         ("--rdzv-endpoint", &cli.rdzv_endpoint, MEET),
         ("--rdzv-conf", &cli.rdzv_conf, MEET),
         ("--local-addr", &cli.local_addr, "ranks find out where they are reached: leave it out"),
         ("--local-ranks-filter", &cli.local_ranks_filter, "--redirects says whose output is not shown, as in 1:3,2:3"),
     ];
-    if let Some((option, _, reason)) = refused.into_iter().find(|(_, value, _)| value.is_some()) {
+    // Empty values and the backend `static` are torchrun's defaults, and what ddprun does.
+    let given =
+        refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !["", "static"].contains(&text)));
+    if let Some((option, _, reason)) = given {
         return Err(Error::invalid(option, reason));
     }
     if cli.max_restarts > 0 {

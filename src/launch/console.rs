@@ -1,10 +1,11 @@
 //! ddprun's own stdout and stderr, as the one place where the output of all ranks comes together.
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
+use super::printer::{Piece, Printer};
 use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
 
 /// One of the two standard streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,35 +14,37 @@ pub(super) enum Target {
     Stderr,
 }
 
-/// An unfinished line: who wrote it, and whether it is a progress bar, which will be drawn again.
-#[derive(Debug, Clone, Copy)]
-struct Open {
-    source: usize,
-    in_place: bool,
-}
-
-/// Writes pieces of output so that no source's line is continued by another.
-#[derive(Debug)]
-pub(super) struct Console {
-    terminal: [bool; 2],
-    same: bool,
-    open: [Option<Open>; 2],
-    /// Whether it was said that the stream cannot be written.
-    complained: [bool; 2],
-}
-
 /// Nobody reads a stream of ours any more, as after `ddprun … | head`.
 #[derive(Debug)]
 pub(super) struct NoReader;
 
+/// The two streams. Threads write them, so that nothing else has to wait for whoever reads them.
+#[derive(Debug)]
+pub(super) struct Console {
+    terminal: [bool; 2],
+    stdout: Arc<Printer>,
+    /// The same one where both streams are one place.
+    stderr: Arc<Printer>,
+}
+
+static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
+    let same = identity(io::stdout().as_fd()).is_some_and(|out| identity(io::stderr().as_fd()) == Some(out));
+    let terminal = [io::stdout().is_terminal(), io::stderr().is_terminal()];
+    let stdout = Printer::start(Target::Stdout, terminal[0]);
+    let stderr = if same { Arc::clone(&stdout) } else { Printer::start(Target::Stderr, terminal[1]) };
+    Console { terminal, stdout, stderr }
+});
+
 impl Console {
-    /// Looks at where this process's stdout and stderr go.
-    pub(super) fn detect() -> Self {
-        Self {
-            terminal: [io::stdout().is_terminal(), io::stderr().is_terminal()],
-            same: identity(io::stdout().as_fd()).is_some_and(|out| identity(io::stderr().as_fd()) == Some(out)),
-            open: [None; 2],
-            complained: [false; 2],
+    /// Where this process's stdout and stderr go.
+    pub(super) fn get() -> &'static Self {
+        &CONSOLE
+    }
+
+    fn printer(&self, target: Target) -> &Printer {
+        match target {
+            Target::Stdout => &self.stdout,
+            Target::Stderr => &self.stderr,
         }
     }
 
@@ -55,54 +58,52 @@ impl Console {
 
     /// Whether stdout and stderr are the same terminal, file or pipe.
     pub(super) fn is_one(&self) -> bool {
-        self.same
+        Arc::ptr_eq(&self.stdout, &self.stderr)
     }
 
-    /// Whether the last line on stderr is an unfinished one.
-    pub(super) fn is_open(&self) -> bool {
-        self.open[if self.same { 0 } else { 1 }].is_some()
-    }
-
-    /// Shows `bytes`, which came from `source`. What a full disk does not take is missing, which is said once: it does not
-    /// end the training.
-    pub(super) fn show(&mut self, source: usize, target: Target, bytes: &[u8]) -> Result<(), NoReader> {
-        let Err(error) = self.write(source, target, bytes) else { return Ok(()) };
-        if error.kind() == io::ErrorKind::BrokenPipe {
-            return Err(NoReader);
-        }
-        let (name, complained) = match target {
-            Target::Stdout => ("stdout", &mut self.complained[0]),
-            Target::Stderr => ("stderr", &mut self.complained[1]),
-        };
-        if !std::mem::replace(complained, true) {
-            super::message(format_args!("cannot write the workers' output to {name}: {error}. Some of it is missing"));
-        }
-        Ok(())
-    }
-
-    /// Writes `bytes`, which came from `source`, at once.
-    fn write(&mut self, source: usize, target: Target, bytes: &[u8]) -> io::Result<()> {
+    /// Shows `bytes`, which came from `source`, after what came before them. Waits as long as too much is unwritten, which
+    /// is how a reader that is slow slows the workers down. What a full disk does not take is missing, which is said once:
+    /// it does not end the training.
+    pub(super) fn show(&self, source: usize, target: Target, bytes: Vec<u8>) -> Result<(), NoReader> {
         if bytes.is_empty() {
             return Ok(());
         }
-        let terminal = self.is_terminal(target);
-        let open = match target {
-            Target::Stderr if !self.same => &mut self.open[1],
-            _ => &mut self.open[0],
-        };
-        let start: &[u8] = match open {
-            Some(open) if open.source == source => b"",
-            Some(open) if open.in_place && terminal => b"\r\x1b[2K",
-            Some(_) => b"\n",
-            None => b"",
-        };
-        let before = open.filter(|open| open.source == source).is_some_and(|open| open.in_place);
-        let last_line = bytes.rsplit(|&byte| byte == b'\n').next().unwrap_or_default();
-        let returns = last_line.contains(&b'\r') || (before && last_line.len() == bytes.len());
-        *open = (!last_line.is_empty()).then_some(Open { source, in_place: returns });
-        let (stdout, stderr) = (io::stdout(), io::stderr());
-        let fd = if target == Target::Stdout { stdout.as_fd() } else { stderr.as_fd() };
-        if start.is_empty() { write_all(fd, bytes) } else { write_all(fd, &[start, bytes].concat()) }
+        self.printer(target).push(Piece::Output { source, target, bytes })
+    }
+
+    /// Shows a message of ddprun's on stderr, on a line of its own. Never waits.
+    pub(super) fn message(&self, text: String) {
+        // Nobody may be there to read it.
+        let _ = self.printer(Target::Stderr).push(Piece::Message(text));
+    }
+
+    /// Makes [`Self::show`] wait no longer, since what is still to come is bounded.
+    pub(super) fn stop_waiting(&self) {
+        self.stdout.stop_waiting();
+        self.stderr.stop_waiting();
+    }
+
+    /// Waits until everything was written. Gives up when nobody has read anything for `patience`, or when `interrupted`,
+    /// which is asked now and then, says so: what is unwritten then will never be.
+    pub(super) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
+        /// How long a signal may go unnoticed.
+        const TICK: Duration = Duration::from_millis(50);
+        let (mut least, mut since) = (usize::MAX, Instant::now());
+        loop {
+            let left = [Target::Stdout, Target::Stderr].map(|target| self.printer(target).wait(TICK));
+            let lost = left[0] + if self.is_one() { 0 } else { left[1] };
+            if lost == 0 {
+                return;
+            }
+            if lost < least {
+                (least, since) = (lost, Instant::now());
+            }
+            if interrupted() || since.elapsed() >= patience {
+                self.message(format!("nobody reads the output: {lost} bytes of it are lost"));
+                self.printer(Target::Stderr).wait(TICK);
+                return;
+            }
+        }
     }
 }
 
@@ -110,23 +111,4 @@ impl Console {
 fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     let metadata = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
     Some((metadata.dev(), metadata.ino()))
-}
-
-/// Writes all of `bytes`, past interruptions, and also where somebody made the file non-blocking.
-fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match rustix::io::write(fd, bytes) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => {
-                poll(&mut [PollFd::new(&fd, PollFlags::OUT)], None).or_else(|errno| match errno {
-                    Errno::INTR => Ok(0),
-                    errno => Err(errno),
-                })?;
-            }
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-    Ok(())
 }

@@ -1,9 +1,10 @@
 //! The run's folder: log files, and the files in which workers leave their errors.
 use super::config::Config;
 use crate::{Error, Result};
-use std::fs::{DirBuilder, File};
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// An error file is not read further.
@@ -13,7 +14,9 @@ const LONGEST_ERROR: u64 = 1 << 20;
 #[derive(Debug)]
 pub(super) struct RunFolder {
     path: PathBuf,
-    keep: bool,
+    workers: usize,
+    /// The lock on a temporary folder, which says that its run is alive; `None` for a folder that is kept.
+    temporary: Option<File>,
 }
 
 impl RunFolder {
@@ -21,15 +24,21 @@ impl RunFolder {
     pub(super) fn create(config: &Config) -> Result<Self> {
         let workers = config.topology.local_world_size;
         let files = (0..workers).any(|rank| config.redirects.of(rank).any() || config.tee.of(rank).any());
-        let path = match &config.log_dir {
+        let (path, temporary) = match &config.log_dir {
             Some(dir) => {
                 let dir = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
                 std::fs::create_dir_all(&dir).map_err(|error| io_error(&dir, error))?;
-                create_new(&dir, &config.run_id, 0o777)?
+                (create_new(&dir, &config.run_id, 0o777)?, None)
             }
-            None => create_new(&std::env::temp_dir(), &format!("ddprun-{}", config.run_id), 0o700)?,
+            None if files => (create_new(&std::env::temp_dir(), &format!("ddprun-{}", config.run_id), 0o700)?, None),
+            None => {
+                let prefix = temporary_prefix();
+                remove_stale(&std::env::temp_dir(), &prefix);
+                let (path, lock) = create_locked(&std::env::temp_dir(), &format!("{prefix}{}", config.run_id))?;
+                (path, Some(lock))
+            }
         };
-        let folder = Self { path, keep: config.log_dir.is_some() || files };
+        let folder = Self { path, workers, temporary };
         for rank in 0..workers {
             let path = folder.worker(rank);
             std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
@@ -70,9 +79,66 @@ impl RunFolder {
 
 impl Drop for RunFolder {
     fn drop(&mut self) {
-        if !self.keep {
-            // A temporary folder that cannot be removed is the system's to clean.
-            let _ = std::fs::remove_dir_all(&self.path);
+        if self.temporary.is_none() {
+            return;
+        }
+        // One by one, since `remove_dir_all` needs file descriptors, of which there may be none left. A folder that
+        // cannot be removed is left to the next run.
+        for rank in 0..self.workers {
+            let _ = remove_file(self.error_file(rank));
+            let _ = remove_dir(self.worker(rank));
+        }
+        let _ = remove_dir(self.path.join("attempt_0"));
+        if remove_dir(&self.path).is_err() {
+            let _ = remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// How the names of temporary folders begin. A lock is seen by all processes of this system, so its boot is in the name;
+/// a folder that is kept has another name, whatever its run is called.
+fn temporary_prefix() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    format!("ddprun.tmp-{}-", boot.split('-').next().unwrap_or_default().trim())
+}
+
+/// Removes the temporary folders of runs that were killed: those that nobody has locked.
+fn remove_stale(parent: &Path, prefix: &str) {
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let ours = entry.file_name().to_string_lossy().starts_with(prefix)
+            && entry
+                .metadata()
+                .is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == rustix::process::geteuid().as_raw());
+        if ours
+            && let Ok(folder) = File::open(entry.path())
+            && flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok()
+        {
+            // What cannot be removed now, is tried again by the next run.
+            let _ = remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Creates a folder and locks it.
+fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
+    loop {
+        let path = create_new(parent, name, 0o700)?;
+        let locked = File::open(&path).and_then(|folder| {
+            // Another ddprun may be looking at it. Where there are no locks, none is taken for stale either.
+            let _ = flock(&folder, FlockOperation::LockExclusive);
+            Ok((folder.metadata()?.ino(), folder))
+        });
+        match locked {
+            Ok((inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
+                return Ok((path, lock));
+            }
+            // Another ddprun has taken it for stale and removed it.
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => {
+                let _ = remove_dir(&path);
+                return Err(io_error(&path, error));
+            }
         }
     }
 }

@@ -1,12 +1,13 @@
 //! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
 //!
-//! - Every worker leads a process group of its own, and the kernel kills it when the launcher dies, however that
-//!   happens. What a worker has started is told to end, and killed, with it, by the launcher: when that is killed by
-//!   SIGKILL, it lives on, as the program in a wrapper script does that starts it without `exec`.
+//! - The kernel kills the workers when the launcher dies, however that happens. Whatever they have started is ended by
+//!   the launcher, also where it detached itself. If the launcher is killed by SIGKILL, that survives; use `exec` in
+//!   wrapper scripts.
 //! - The first failure ends the others (a second to end by themselves, then SIGTERM, then SIGKILL after a grace period)
 //!   and decides the exit code.
-//! - Output is passed on line by line. Where the launcher writes to a terminal the workers see one too (a
-//!   pseudo-terminal), so that progress bars and colours work as if the program had been started by hand.
+//! - Output is passed on line by line, by threads of its own: whoever does not read it stops the workers, as a full pipe
+//!   does, but not the launcher. Where the launcher writes to a terminal the workers see one too (a pseudo-terminal),
+//!   so that progress bars and colours work as if the program had been started by hand.
 //! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
 //!   (TORCHELASTIC_USE_AGENT_STORE).
 //!
@@ -17,10 +18,12 @@ mod child;
 mod cli;
 mod config;
 mod console;
+mod descendants;
 mod environment;
 mod folder;
 mod lines;
 mod output;
+mod printer;
 mod processes;
 mod signal;
 mod store;
@@ -40,14 +43,15 @@ pub use streams::{StreamSelection, Streams};
 
 use crate::{Error, Result};
 use cargo::Built;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use console::Console;
 use folder::RunFolder;
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 use supervisor::{Events, Outcome, Supervisor};
 use worker::{Exit, Starter};
 
@@ -58,86 +62,130 @@ const NOT_EXECUTABLE: u8 = 126;
 /// A program that is not there, as shells have it.
 const NOT_FOUND: u8 = 127;
 
+/// How long output may stay unread at the end of a run that is to end at once.
+const UNREAD: Duration = Duration::from_secs(5);
+
 /// Reads the command line of this process. Shows help, or what is wrong with it; `Err` is then the exit code.
 pub fn parse() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
         // Nobody may be there to read it.
         let _ = error.print();
+        if error.use_stderr() {
+            say_variables();
+            Console::get().finish(UNREAD, || false);
+        }
         ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
     })
 }
 
 /// Does what `cli` says, and shows what goes wrong. Returns when all workers have ended.
 ///
-/// It takes over the signals and the child processes of this process, and must be called from a thread that lives as
-/// long as the process, as the main thread does: workers die with it.
+/// It takes over the signals, the child processes and the output of this process, and must be called from a thread that
+/// lives as long as the process, as the main thread does: workers die with it.
 pub fn run(cli: Cli) -> ExitCode {
-    let code = match &cli.merge_traces {
+    let result = match &cli.merge_traces {
         Some(folder) => merge_traces(folder),
         None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
     };
-    ExitCode::from(code.unwrap_or_else(|error| {
-        message(&error);
-        match &error {
+    let End { code, patience, events } = result.unwrap_or_else(|error| {
+        message(describe(&error));
+        if matches!(error, Error::InvalidArgument { .. }) {
+            say_variables();
+        }
+        End::now(match &error {
             Error::InvalidArgument { .. } => USAGE,
             Error::Program { source, .. } if source.kind() == ErrorKind::NotFound => NOT_FOUND,
             Error::Program { .. } => NOT_EXECUTABLE,
             _ => 1,
-        }
-    }))
+        })
+    });
+    Console::get().finish(patience, || events.as_ref().is_some_and(Events::interrupted));
+    ExitCode::from(code)
 }
 
-fn merge_traces(folder: &Path) -> Result<u8> {
+/// The exit code, and how long whoever reads the output may stand still before the rest of it is given up.
+struct End {
+    code: u8,
+    patience: Duration,
+    /// A signal ends the wait, too.
+    events: Option<Events>,
+}
+
+impl End {
+    fn now(code: u8) -> Self {
+        Self { code, patience: UNREAD, events: None }
+    }
+}
+
+/// An error, and what to do when the system has run out of something.
+fn describe(error: &Error) -> String {
+    let hint = match error {
+        Error::Io { source, .. } => worker::lack(source),
+        _ => None,
+    };
+    hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Perhaps {hint}"))
+}
+
+/// Names the variables that options came from, or may have come from, since the command line does not show them.
+fn say_variables() {
+    let command = Cli::command();
+    let variables = command.get_arguments().filter_map(|argument| argument.get_env()?.to_str());
+    let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))).collect();
+    if !set.is_empty() {
+        message(format_args!("options also come from the environment: {}", set.join(" ")));
+    }
+}
+
+fn merge_traces(folder: &Path) -> Result<End> {
     let (path, ranks) = crate::trace::merge(folder)?;
     message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
-    Ok(0)
+    Ok(End::now(0))
 }
 
-fn execute(config: &Config) -> Result<u8> {
+fn execute(config: &Config) -> Result<End> {
     let program: OsString = match &config.program {
         Program::Path(path) => path.clone(),
         Program::Cargo(target) => match target.build()? {
             Built::Executable(path) => path.into(),
             Built::Failed(status) => {
                 let exit = status.signal().map_or(Exit::Code(status.code().unwrap_or(1)), Exit::Signal);
-                return Ok(exit.code());
+                return Ok(End::now(exit.code()));
             }
         },
     };
     let events = Events::listen(&config.signals)?;
-    child::adopt_orphans();
     store::check_address(config)?;
     let (_store, master_port) = store::host(config)?;
     let folder = RunFolder::create(config)?;
-    let console = Console::detect();
+    let console = Console::get();
     let mut supervisor = Supervisor::new(config.shutdown_timeout);
     let (sources, terminals) = (Vec::new(), Vec::new());
-    let mut starter =
-        Starter { config, program: &program, folder: &folder, master_port, console: &console, sources, terminals };
+    let mut starter = Starter { config, program: &program, folder: &folder, master_port, console, sources, terminals };
     for local_rank in 0..config.topology.local_world_size {
         supervisor.workers.push(starter.start(local_rank)?);
     }
     let Starter { sources, terminals, .. } = starter;
     say_threads(config);
     let (closing, keep_open) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
-    events.forward(sources, closing.into(), console)?;
+    events.forward(sources, closing.into())?;
     let (outcome, remains) = supervisor.watch(&events, terminals, keep_open);
-    Ok(match outcome {
-        Outcome::Success => 0,
-        Outcome::Signalled(signal) => Exit::Signal(signal).code(),
+    let patience = config.shutdown_timeout;
+    let (code, patience) = match outcome {
+        Outcome::Success => (0, patience),
+        Outcome::Signalled(signal) => (Exit::Signal(signal).code(), patience.min(UNREAD)),
         Outcome::Failure(first) => {
-            let first = blame::culprit(&supervisor.workers, first, &remains);
-            let open = remains.open;
-            if let Some(summary) = summary::of_failure(&supervisor.workers, first, &remains, &folder) {
-                if open {
-                    // Nobody may be there to read it.
-                    let _ = std::io::stderr().write_all(b"\n");
-                }
+            let workers = &supervisor.workers;
+            let cause = blame::cause(workers, first, &remains, &config.topology);
+            if let Some(summary) = summary::of_failure(workers, cause, &remains, &folder, &config.topology) {
                 message(summary);
             }
-            supervisor.workers.get(first).and_then(|worker| worker.ended).map_or(1, |ended| ended.how.code())
+            // The cause need not have failed itself.
+            let failed = [cause.worker, first].into_iter().filter_map(|index| workers.get(index));
+            let ended = failed.filter(|worker| blame::failed(worker)).find_map(|worker| worker.ended);
+            (ended.map_or(1, |ended| ended.how.code()), patience)
         }
-    })
+    };
+    Ok(End { code, patience, events: Some(events) })
 }
 
 fn say_threads(config: &Config) {
@@ -149,8 +197,7 @@ fn say_threads(config: &Config) {
     }
 }
 
-/// One message to the user, in one write.
+/// Shows one message to the user. Never waits.
 fn message(text: impl std::fmt::Display) {
-    // Nobody may be there to read it.
-    let _ = std::io::stderr().write_all(format!("ddprun: {text}\n").as_bytes());
+    Console::get().message(format!("ddprun: {text}\n"));
 }

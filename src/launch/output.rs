@@ -14,14 +14,8 @@ const CHUNK: usize = 1 << 16;
 /// What is still read of a stream after its worker has ended: more than a pipe can hold.
 const REST: usize = 1 << 20;
 
-/// What is left of the output when all of it was passed on.
-#[derive(Debug, Default)]
-pub(super) struct Remains {
-    /// Local rank, stream and last lines of every source.
-    pub(super) tails: Vec<(usize, Target, Tail)>,
-    /// Whether the last line on our stderr is an unfinished one.
-    pub(super) open: bool,
-}
+/// What is remembered of the output when all of it was read: local rank, stream and last lines of every source.
+pub(super) type Remains = Vec<(usize, Target, Tail)>;
 
 /// One stream of one worker, and where it goes.
 #[derive(Debug)]
@@ -42,7 +36,7 @@ pub(super) struct Source {
 
 impl Source {
     /// Takes what is there to read. Returns the number of bytes; 0 when the stream has ended.
-    fn read(&mut self, index: usize, buffer: &mut [u8], console: &mut Console) -> usize {
+    fn read(&mut self, index: usize, buffer: &mut [u8], console: &Console) -> usize {
         let Some(fd) = &self.fd else { return 0 };
         let count = match rustix::io::read(fd, &mut *buffer) {
             Ok(count) => count,
@@ -57,7 +51,7 @@ impl Source {
         if self.fd.is_some() { count } else { 0 }
     }
 
-    fn pass_on(&mut self, index: usize, bytes: &[u8], console: &mut Console) {
+    fn pass_on(&mut self, index: usize, bytes: &[u8], console: &Console) {
         self.tail.push(bytes);
         if let Some((path, file)) = &mut self.file
             && let Err(error) = file.write_all(bytes)
@@ -68,7 +62,7 @@ impl Source {
         }
         if let Some(lines) = &mut self.shown {
             let ready = lines.push(bytes);
-            if console.show(index, self.target, &ready).is_err() {
+            if console.show(index, self.target, ready).is_err() {
                 // Without a log file the worker is told by its own write failing, as if it had written there itself.
                 self.shown = None;
                 if self.file.is_none() {
@@ -78,18 +72,19 @@ impl Source {
         }
     }
 
-    fn end(&mut self, index: usize, console: &mut Console) {
+    fn end(&mut self, index: usize, console: &Console) {
         self.fd = None;
+        self.tail.end();
         if let Some(mut lines) = self.shown.take() {
             let rest = lines.finish();
             // The stream has ended: nobody is left to be told.
-            let _ = console.show(index, self.target, &rest);
+            let _ = console.show(index, self.target, rest);
         }
     }
 }
 
 /// Passes all output on until every source has ended, or until `closing` does, and then what is left in the pipes.
-pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: Console) -> Remains {
+pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, console: &Console) -> Remains {
     let mut buffer = vec![0; CHUNK];
     let mut budget = vec![usize::MAX; sources.len()];
     let mut closed = false;
@@ -117,9 +112,9 @@ pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: C
         drop(fds);
         for (&index, _) in open.iter().zip(&ready).filter(|(_, ready)| **ready) {
             let (Some(source), Some(left)) = (sources.get_mut(index), budget.get_mut(index)) else { continue };
-            *left = left.saturating_sub(source.read(index, &mut buffer, &mut console));
+            *left = left.saturating_sub(source.read(index, &mut buffer, console));
             if *left == 0 {
-                source.end(index, &mut console);
+                source.end(index, console);
             }
         }
         if !closed && ready.get(open.len()) == Some(&true) {
@@ -128,8 +123,7 @@ pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, mut console: C
         }
     }
     for (index, source) in sources.iter_mut().enumerate() {
-        source.end(index, &mut console);
+        source.end(index, console);
     }
-    let tails = sources.into_iter().map(|source| (source.local_rank, source.target, source.tail)).collect();
-    Remains { tails, open: console.is_open() }
+    sources.into_iter().map(|source| (source.local_rank, source.target, source.tail)).collect()
 }

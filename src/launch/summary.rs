@@ -1,57 +1,83 @@
 //! What ddprun says when a run has failed.
-use super::blame::failed;
+use super::blame::{Cause, failed};
+use super::config::Topology;
 use super::console::Target;
 use super::folder::RunFolder;
 use super::output::Remains;
+use super::tail::Tail;
 use super::time;
 use super::worker::{Ended, Exit, Worker};
 use std::fmt::Write;
 
 /// The summary: who failed first, how, and its last words; then the others.
-pub(super) fn of_failure(workers: &[Worker], first: usize, remains: &Remains, folder: &RunFolder) -> Option<String> {
-    let worker = workers.get(first)?;
-    let ended = worker.ended?;
-    let mut text = format!(
-        "rank {} failed{}: it {}, {:.1} s after the start, at {} (local rank {}, pid {})",
-        worker.rank,
-        if workers.len() > 1 { " first" } else { "" },
-        ended.how,
-        ended.after.as_secs_f64(),
-        time::readable(ended.at),
-        worker.local_rank,
-        worker.pid,
-    );
+pub(super) fn of_failure(
+    workers: &[Worker],
+    cause: Cause,
+    remains: &Remains,
+    folder: &RunFolder,
+    topology: &Topology,
+) -> Option<String> {
+    let worker = workers.get(cause.worker)?;
+    let rank = worker.rank;
+    let mut text = String::new();
+    if let Some(elsewhere) = cause.elsewhere {
+        let node = elsewhere / topology.local_world_size;
+        let _ = writeln!(
+            text,
+            "rank {elsewhere} failed first, as rank {rank} heard from it: look at the output of ddprun on the machine \
+             with --node-rank {node}. Here,"
+        );
+    }
+    let ended = worker.ended;
+    let first = if workers.len() > 1 && cause.elsewhere.is_none() { " first" } else { "" };
+    let _ = match ended {
+        Some(ended) if failed(worker) => write!(text, "rank {rank} failed{first}: it {}", ended.how),
+        Some(Ended { how, told: false, .. }) => write!(text, "rank {rank} is what the others failed for: it {how}"),
+        Some(Ended { how, .. }) => {
+            write!(text, "rank {rank} is what the others failed for: it {how} after ddprun had told it to end")
+        }
+        None => write!(text, "rank {rank} is what the others failed for: it could not be ended"),
+    };
+    if let Some(ended) = ended {
+        let _ = write!(text, ", {:.1} s after the start, at {}", ended.after.as_secs_f64(), time::readable(ended.at));
+    }
+    let _ = write!(text, " (local rank {}, pid {})", worker.local_rank, worker.pid);
+    let tail = last_words(worker, remains);
     if let Some(error) = folder.error(worker.local_rank) {
         section(&mut text, "its error:", error.lines());
+    } else if let Some(error) = tail.and_then(Tail::earlier_error) {
+        section(&mut text, "its last error:", error.lines());
     }
-    match last_lines(worker, remains) {
-        Some(lines) => section(&mut text, "its last lines:", lines.iter().map(String::as_str)),
+    match tail {
+        Some(tail) => section(&mut text, "its last lines:", tail.lines().iter().map(String::as_str)),
         None => text.push_str("\n  it wrote nothing"),
     }
-    for (index, other) in workers.iter().enumerate().filter(|(index, _)| *index != first) {
+    for (index, other) in workers.iter().enumerate().filter(|(index, _)| *index != cause.worker) {
         let rank = other.rank;
         let _ = match other.ended {
             None => write!(text, "\n  rank {rank} could not be ended (pid {})", other.pid),
-            Some(Ended { how: Exit::Code(0), after, .. }) if after >= ended.after => continue,
+            Some(Ended { how: Exit::Code(0), after, .. }) if ended.is_none_or(|ended| after >= ended.after) => continue,
             Some(Ended { how, told: false, .. }) => write!(text, "\n  rank {rank} {how} by itself"),
             Some(Ended { how, .. }) => write!(text, "\n  rank {rank} {how} after ddprun had told it to end"),
         };
         if let Some(error) = folder.error(index) {
             section(&mut text, "with the error:", error.lines());
-        } else if failed(other)
-            && let Some(last) = last_lines(other, remains).and_then(|lines| lines.into_iter().next_back())
-        {
-            section(&mut text, "its last line:", std::iter::once(last.as_str()));
+        } else if let Some(tail) = last_words(other, remains).filter(|_| failed(other)) {
+            match (tail.earlier_error(), tail.lines().last()) {
+                (Some(error), _) => section(&mut text, "its last error:", error.lines()),
+                (None, Some(last)) => section(&mut text, "its last line:", std::iter::once(last.as_str())),
+                (None, None) => {}
+            }
         }
     }
     Some(text)
 }
 
-/// The last lines of a worker's stderr, or else of its stdout, or else of both in one stream.
-fn last_lines(worker: &Worker, remains: &Remains) -> Option<Vec<String>> {
-    let own = remains.tails.iter().filter(|(local_rank, ..)| *local_rank == worker.local_rank);
-    let written = own.map(|(_, target, tail)| (*target, tail.lines())).filter(|(_, lines)| !lines.is_empty());
-    written.min_by_key(|(target, _)| *target == Target::Stdout).map(|(_, lines)| lines)
+/// What is kept of a worker's stderr, or else of its stdout, or else of both in one stream.
+fn last_words<'a>(worker: &Worker, remains: &'a Remains) -> Option<&'a Tail> {
+    let own = remains.iter().filter(|(local_rank, ..)| *local_rank == worker.local_rank);
+    let written = own.filter(|(.., tail)| !tail.lines().is_empty());
+    written.min_by_key(|(_, target, _)| *target == Target::Stdout).map(|(.., tail)| tail)
 }
 
 fn section<'a>(text: &mut String, title: &str, lines: impl Iterator<Item = &'a str>) {

@@ -1,11 +1,13 @@
 //! Watching over the workers: the first failure ends them all, signals are passed on, nothing is left behind.
+use super::console::Console;
+use super::descendants::{Descendants, Process};
 use super::output::{Remains, Source};
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
 use crate::{Error, Result};
 use rustix::io::Errno;
-use rustix::process::{Signal, WaitOptions, wait, waitpid};
-use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGTSTP, SIGWINCH};
+use rustix::process::{Signal, WaitOptions, wait};
+use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use signal_hook::iterator::Signals;
 use std::io::PipeWriter;
 use std::os::fd::OwnedFd;
@@ -13,21 +15,26 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 /// How long the other workers have to end by themselves when one has failed: those that failed because of it say so, and
-/// the one that did so by itself may need a moment to write its error.
+/// the one that did so by itself may need a moment to write its error. Also, how long what the workers have left behind
+/// has when all of them ended well.
 const SETTLE: Duration = Duration::from_secs(1);
 
 /// How long killed processes may take to disappear: one that hangs in the kernel may take for ever.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
-/// Workers that take longer than this to end are named, so that the user knows what ddprun waits for.
+/// Processes that take longer than this to end are named, so that the user knows what ddprun waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Signals that follow the first one faster are the same request: `timeout` sends its own to the process and to its
+/// group.
+const AGAIN: Duration = Duration::from_millis(500);
 
 /// What the supervisor waits for.
 #[derive(Debug)]
 pub(super) enum Event {
     /// This process was sent a signal.
     Signal(i32),
-    /// All output was passed on.
+    /// All output was read.
     Output(Remains),
 }
 
@@ -58,10 +65,10 @@ impl Events {
     }
 
     /// Passes output on in a thread of its own, until all has ended or `closing` does.
-    pub(super) fn forward(&self, sources: Vec<Source>, closing: OwnedFd, console: super::Console) -> Result<()> {
+    pub(super) fn forward(&self, sources: Vec<Source>, closing: OwnedFd) -> Result<()> {
         let sender = self.sender.clone();
         spawn_thread("output", move || {
-            let remains = super::output::forward(sources, closing, console);
+            let remains = super::output::forward(sources, closing, Console::get());
             // The supervisor may have given up on it.
             let _ = sender.send(Event::Output(remains));
         })
@@ -72,7 +79,15 @@ impl Events {
         let Some(deadline) = deadline else { return self.receiver.recv().ok() };
         self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
+
+    /// Whether this process was sent a signal that ends a run since this was last asked.
+    pub(super) fn interrupted(&self) -> bool {
+        self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if !WATCHING.contains(&signal)))
+    }
 }
+
+/// Signals that do not end a run, but are needed to watch it.
+const WATCHING: [i32; 4] = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
 
 fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     let thread = std::thread::Builder::new().name(format!("ddprun-{name}")).spawn(work);
@@ -103,16 +118,19 @@ pub(super) enum Outcome {
     Signalled(i32),
 }
 
-/// The workers of a run. When it is dropped, none of them is left.
+/// The workers of a run. When it is dropped, neither they nor anything that they have started is left.
 #[derive(Debug)]
 pub(super) struct Supervisor {
     /// The workers, by local rank.
     pub(super) workers: Vec<Worker>,
+    descendants: Descendants,
     /// Pseudo-terminals, which follow the size of ours.
     terminals: Vec<OwnedFd>,
     started: Instant,
     grace: Duration,
     phase: Phase,
+    /// When this process was first sent a signal that ends the run.
+    signalled: Option<Instant>,
     /// When to say who is being waited for.
     announce: Option<Instant>,
     outcome: Outcome,
@@ -123,17 +141,19 @@ impl Supervisor {
     pub(super) fn new(grace: Duration) -> Self {
         Self {
             workers: Vec::new(),
+            descendants: Descendants::adopt(),
             terminals: Vec::new(),
             started: Instant::now(),
             grace,
             phase: Phase::Running,
+            signalled: None,
             announce: None,
             outcome: Outcome::Success,
         }
     }
 
-    /// Waits until all workers and all that they started have ended, then for their output. `closing` is dropped in
-    /// between: it tells the output's thread that nothing more will come.
+    /// Waits until all workers and all that they started have ended, then until their output was read. `closing` is
+    /// dropped in between: it tells the output's thread that nothing more will come.
     pub(super) fn watch(
         &mut self,
         events: &Events,
@@ -143,52 +163,56 @@ impl Supervisor {
         self.terminals = terminals;
         let mut remains = None;
         loop {
-            self.reap();
-            if matches!(self.phase, Phase::Running | Phase::Settling(_))
-                && self.workers.iter().all(|worker| worker.ended.is_some())
-            {
-                // What they have left behind.
-                self.end(Signal::TERM);
-            }
-            if !self.workers.iter().any(|worker| worker.group) {
-                break;
+            let childless = self.reap();
+            if childless || self.workers.iter().all(|worker| worker.ended.is_some()) {
+                if childless || self.descendants.list().is_empty() {
+                    break;
+                }
+                match (self.phase, self.outcome) {
+                    (Phase::Running, _) => self.phase = Phase::Settling(Instant::now() + SETTLE),
+                    (Phase::Settling(_), Outcome::Failure(_)) => self.end(Signal::TERM),
+                    _ => {}
+                }
             }
             let deadline = match self.phase {
                 Phase::Running => None,
                 Phase::Settling(deadline) => Some(deadline),
                 Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
-                Phase::Killed(deadline) => Some(deadline),
+                Phase::Killed(deadline) => {
+                    // What was started before its parent was killed.
+                    self.signal_all(Signal::KILL);
+                    Some(deadline)
+                }
             };
             match events.next(deadline) {
                 Some(Event::Signal(signal)) => self.on_signal(signal),
                 Some(Event::Output(all)) => remains = Some(all),
                 None if matches!(self.phase, Phase::Settling(_)) => self.end(Signal::TERM),
                 None if matches!(self.phase, Phase::Killed(_)) => {
-                    super::message("some processes hang in the kernel and could not be killed");
+                    super::message(format_args!("could not kill {}", self.names()));
                     break;
                 }
                 None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
                 None => self.kill(),
             }
         }
+        Console::get().stop_waiting();
         drop(closing);
-        let remains = remains.unwrap_or_else(|| {
-            loop {
-                match events.next(None) {
-                    Some(Event::Output(remains)) => break remains,
-                    // Whoever reads our output does not go on, and the user does not want to wait.
-                    Some(Event::Signal(signal)) if ![SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH].contains(&signal) => {
-                        break Remains::default();
-                    }
-                    Some(Event::Signal(_)) => {}
-                    None => break Remains::default(),
+        let deadline = Instant::now() + LAST_WAIT;
+        let remains = remains.or_else(|| {
+            // A log file on a file system that hangs is the only thing that can keep the thread from ending.
+            while let Some(event) = events.next(Some(deadline)) {
+                if let Event::Output(remains) = event {
+                    return Some(remains);
                 }
             }
+            None
         });
-        (self.outcome, remains)
+        (self.outcome, remains.unwrap_or_default())
     }
 
     fn on_signal(&mut self, number: i32) {
+        let again = "a second signal kills them at once";
         match (number, self.phase) {
             (SIGCHLD, _) => {}
             (SIGWINCH, _) => terminal::resize(&self.terminals),
@@ -199,48 +223,70 @@ impl Supervisor {
                 let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
             }
             (_, Phase::Killed(_)) => {}
-            (SIGINT, Phase::Ending(_)) => self.kill(),
-            (_, Phase::Ending(_)) => {
-                if let Some(signal) = signal::typed(number) {
-                    self.signal_all(signal);
+            (_, Phase::Ending(_)) => match self.signalled {
+                Some(first) if first.elapsed() < AGAIN => {}
+                Some(_) => self.kill(),
+                None => {
+                    self.signalled = Some(Instant::now());
+                    super::message(format_args!(
+                        "{}: the workers were already told to end; {again}",
+                        signal::name(number)
+                    ));
                 }
-            }
+            },
             (_, Phase::Running | Phase::Settling(_)) => {
                 if self.phase == Phase::Running {
                     self.outcome = Outcome::Signalled(number);
                 }
-                let again = if number == SIGINT { "; SIGINT again kills them at once" } else { "" };
+                self.signalled = Some(Instant::now());
+                self.end(signal::typed(number).unwrap_or(Signal::TERM));
                 super::message(format_args!(
-                    "{} passed on to the workers, which have {} s to end{again}",
+                    "{} passed on to the workers, which have {} s to end; {again}",
                     signal::name(number),
                     self.grace.as_secs_f64()
                 ));
-                self.end(signal::typed(number).unwrap_or(Signal::TERM));
             }
         }
     }
 
-    /// Tells all workers to end.
+    /// Tells all processes to end.
     fn end(&mut self, signal: Signal) {
+        let now = Instant::now();
+        self.announce = Some(now + PATIENCE);
+        if self.outcome == Outcome::Success {
+            // Only this outcome leaves processes that nobody expects to be ended.
+            self.announce = None;
+            let (names, grace) = (self.names(), self.grace.as_secs_f64());
+            super::message(format_args!(
+                "the workers have ended and left {names}: told to end now, with SIGKILL after {grace} s"
+            ));
+        }
         self.signal_all(signal);
         // One that is stopped does not hear anything else.
         self.signal_all(Signal::CONT);
-        let now = Instant::now();
         self.phase = Phase::Ending(now.checked_add(self.grace));
-        self.announce = Some(now + PATIENCE);
     }
 
     /// Says who is being waited for.
     fn announce(&mut self) {
         self.announce = None;
-        let waiting = self.workers.iter().filter(|worker| worker.group);
-        let names: Vec<String> =
-            waiting.map(|worker| format!("{} (process group {})", worker.rank, worker.pid)).collect();
         let grace = self.grace.as_secs_f64();
-        super::message(format_args!(
-            "waiting for rank {} to end, and for what it started: SIGKILL after {grace} s",
-            names.join(", ")
-        ));
+        super::message(format_args!("waiting for {} to end: SIGKILL after {grace} s", self.names()));
+    }
+
+    /// The processes that are there: workers by their rank.
+    fn names(&self) -> String {
+        const MOST: usize = 8;
+        let name = |process: &Process| match self.workers.iter().find(|worker| worker.pid == process.pid) {
+            Some(worker) => format!("rank {} (pid {})", worker.rank, worker.pid),
+            None => process.to_string(),
+        };
+        let list = self.descendants.list();
+        let mut names: Vec<String> = list.iter().take(MOST).map(name).collect();
+        if list.len() > MOST {
+            names.push(format!("{} more processes", list.len() - MOST));
+        }
+        names.join(", ")
     }
 
     fn kill(&mut self) {
@@ -249,17 +295,21 @@ impl Supervisor {
     }
 
     fn signal_all(&self, signal: Signal) {
-        self.workers.iter().for_each(|worker| worker.signal(signal));
+        // The numbers of those that have ended may have been given to others.
+        let workers = self.workers.iter().filter(|worker| worker.ended.is_none());
+        self.descendants.signal(signal, workers.map(|worker| worker.pid));
     }
 
-    /// Takes note of every process that has ended: workers, and orphans of theirs.
-    fn reap(&mut self) {
+    /// Takes note of every process that has ended: workers, and orphans of theirs. Returns whether no process is left.
+    fn reap(&mut self) -> bool {
         loop {
             let (pid, status) = match wait(WaitOptions::NOHANG) {
                 Ok(Some(ended)) => ended,
                 Err(Errno::INTR) => continue,
-                Ok(None) | Err(_) => break,
+                Ok(None) => return false,
+                Err(_) => return true,
             };
+            self.descendants.forget(pid);
             let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
             let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { continue };
             let how = Exit::new(status);
@@ -275,18 +325,19 @@ impl Supervisor {
                 self.phase = Phase::Settling(Instant::now() + SETTLE);
             }
         }
-        self.workers.iter_mut().for_each(Worker::look_at_group);
     }
 }
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        self.signal_all(Signal::KILL);
-        for worker in self.workers.iter().filter(|worker| worker.ended.is_none() && worker.group) {
-            if matches!(self.phase, Phase::Killed(_)) {
+        // Those that could not be killed were given up.
+        let deadline = Instant::now() + LAST_WAIT;
+        while !matches!(self.phase, Phase::Killed(_)) && !self.reap() && Instant::now() < deadline {
+            if self.descendants.list().is_empty() {
                 break;
             }
-            while matches!(waitpid(Some(worker.pid), WaitOptions::empty()), Err(Errno::INTR)) {}
+            self.signal_all(Signal::KILL);
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 }

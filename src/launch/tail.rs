@@ -1,4 +1,5 @@
-//! The last lines of a stream, kept for the summary of a failure.
+//! What is kept of a stream for the summary of a failure: its last lines, and the last error in it.
+use super::blame::named_in;
 use std::collections::VecDeque;
 
 /// Lines that are kept.
@@ -12,6 +13,12 @@ pub(super) struct Tail {
     lines: VecDeque<Vec<u8>>,
     current: Vec<u8>,
     after_return: bool,
+    /// The last error. Many lines may follow it: a backtrace, or what a program says when it cleans up.
+    error: Option<String>,
+    /// Whether the error is a panic whose message is in the next line.
+    panicked: bool,
+    /// The rank that the last error about another rank named.
+    named: Option<usize>,
 }
 
 impl Tail {
@@ -43,7 +50,41 @@ impl Tail {
         if self.lines.len() == LINES {
             self.lines.pop_front();
         }
-        self.lines.push_back(std::mem::take(&mut self.current));
+        let line = std::mem::take(&mut self.current);
+        // Errors have a colon: other lines are not worth a closer look.
+        if self.panicked || line.contains(&b':') {
+            self.look_for_error(&plain(&String::from_utf8_lossy(&line)));
+        }
+        self.lines.push_back(line);
+    }
+
+    fn look_for_error(&mut self, line: &str) {
+        if let Some(error) = self.error.as_mut().filter(|_| std::mem::take(&mut self.panicked)) {
+            error.push('\n');
+            error.push_str(line);
+        } else if is_error(line) {
+            self.error = Some(line.to_owned());
+            self.panicked = line.contains(PANICKED);
+        }
+        self.named = named_in(line).or(self.named);
+    }
+
+    /// Takes note of the end of the stream.
+    pub(super) fn end(&mut self) {
+        if !self.current.is_empty() {
+            self.end_line();
+        }
+    }
+
+    /// The last error, if lines follow it that leave it out of [`Self::lines`].
+    pub(super) fn earlier_error(&self) -> Option<&str> {
+        let lines = self.lines();
+        self.error.as_deref().filter(|error| !lines.iter().any(|line| error.lines().next() == Some(line)))
+    }
+
+    /// The rank that failed, as the last error about another rank said.
+    pub(super) fn named(&self) -> Option<usize> {
+        self.named
     }
 
     /// The lines, the oldest first, without colours and other control sequences, and without empty ones at the end.
@@ -57,6 +98,16 @@ impl Tail {
         }
         lines
     }
+}
+
+const PANICKED: &str = "' panicked at ";
+
+/// Whether a line has the form in which programs say why they end: `Error: …` of a Rust `main`, a panic, or a Python
+/// exception, `ValueError: …`.
+fn is_error(line: &str) -> bool {
+    let kind = line.split_once(": ").map_or("", |(kind, _)| kind);
+    let is_name = kind.chars().all(|character| character.is_alphanumeric() || "._".contains(character));
+    (is_name && (kind.ends_with("Error") || kind.ends_with("Exception"))) || line.contains(PANICKED)
 }
 
 /// `text` without ANSI control sequences (ESC [ … final byte) and control characters.
@@ -98,6 +149,25 @@ mod tests {
     #[test]
     fn what_a_carriage_return_overwrote_is_gone() {
         assert_eq!(lines(&["10%\r20%", "\r30%\n", "end\r", "\n"]), ["30%", "end"]);
+    }
+
+    #[test]
+    fn the_last_error_is_kept_however_much_follows() {
+        let noise = "freeing memory\n".repeat(LINES);
+        let mut tail = Tail::default();
+        tail.push(b"Error: an older one\nError: rank 3 ended the group: no memory\n   0: std::backtrace\n");
+        assert_eq!(tail.earlier_error(), None);
+        tail.push(noise.as_bytes());
+        assert_eq!(tail.earlier_error(), Some("Error: rank 3 ended the group: no memory"));
+        assert_eq!(tail.named(), Some(3));
+        tail.push(format!("thread 'main' panicked at src/main.rs:1:2:\nno data\nnote: {noise}").as_bytes());
+        assert_eq!(tail.earlier_error(), Some("thread 'main' panicked at src/main.rs:1:2:\nno data"));
+        tail.push(format!("torch.cuda.OutOfMemoryError: 3 GiB\n{noise}").as_bytes());
+        assert_eq!(tail.earlier_error(), Some("torch.cuda.OutOfMemoryError: 3 GiB"));
+        tail.push(format!("no Error: here\n{noise}rank 4 is gone: its connection closed").as_bytes());
+        assert_eq!((tail.earlier_error(), tail.named()), (Some("torch.cuda.OutOfMemoryError: 3 GiB"), Some(3)));
+        tail.end();
+        assert_eq!(tail.named(), Some(4));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::tail::Tail;
 use super::{child, environment, signal, terminal};
 use crate::{Error, Result};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitStatus, kill_process_group, test_kill_process_group};
+use rustix::process::{Pid, WaitStatus};
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
@@ -63,33 +63,13 @@ pub(super) struct Ended {
     pub(super) told: bool,
 }
 
-/// A worker that was started, and the process group that it leads.
+/// A worker that was started. It leads a process group of its own.
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) local_rank: usize,
     pub(super) rank: usize,
     pub(super) pid: Pid,
     pub(super) ended: Option<Ended>,
-    /// Whether the group still has members: the worker, or what it started.
-    pub(super) group: bool,
-}
-
-impl Worker {
-    /// Sends `signal` to the worker and to all that it started.
-    pub(super) fn signal(&self, signal: Signal) {
-        if self.group {
-            // It may have ended just now.
-            let _ = kill_process_group(self.pid, signal);
-        }
-    }
-
-    /// Notices the end of the group. A group keeps its number from being given to others as long as it has a member,
-    /// so a group that once was empty is never signalled again.
-    pub(super) fn look_at_group(&mut self) {
-        if self.ended.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH) {
-            self.group = false;
-        }
-    }
 }
 
 /// What is needed to start workers.
@@ -98,7 +78,7 @@ pub(super) struct Starter<'a> {
     pub(super) program: &'a OsStr,
     pub(super) folder: &'a RunFolder,
     pub(super) master_port: u16,
-    pub(super) console: &'a Console,
+    pub(super) console: &'static Console,
     /// The streams of the workers that were started.
     pub(super) sources: Vec<Source>,
     /// Those of them that are pseudo-terminals.
@@ -133,7 +113,7 @@ impl Starter<'_> {
             None => cannot_start(self.program, source),
         })?;
         let pid = Pid::from_child(&process);
-        Ok(Worker { local_rank, rank, pid, ended: None, group: true })
+        Ok(Worker { local_rank, rank, pid, ended: None })
     }
 
     /// Makes one output stream: the worker's end.
@@ -173,7 +153,7 @@ impl Starter<'_> {
 }
 
 /// What to do when the system has run out of something, whatever the program is.
-fn lack(error: &std::io::Error) -> Option<&'static str> {
+pub(super) fn lack(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
         Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),
@@ -185,8 +165,7 @@ fn lack(error: &std::io::Error) -> Option<&'static str> {
 
 /// Something that every worker needs failed, not its program.
 fn cannot(doing: &str, rank: usize, source: std::io::Error) -> Error {
-    let hint = lack(&source).map(|hint| format!(" ({hint})")).unwrap_or_default();
-    Error::io(format!("{doing} for rank {rank}{hint}"), source)
+    Error::io(format!("{doing} for rank {rank}"), source)
 }
 
 /// Why a program could not be started, and what to do.

@@ -37,6 +37,12 @@ pub struct InitOptions {
     pub timeout: Duration,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
+    /// Has the kernel kill this process when its parent dies, however that happens: for launchers such as torchrun, whose
+    /// workers would go on when it is killed by SIGKILL. `ddprun` does so by itself. Linux only. Default: false.
+    ///
+    /// The parent is the thread that started this process, and the setting belongs to the thread that calls
+    /// [`init_process_group`]: it ends with that. A parent that died before the call is not noticed.
+    pub die_with_parent: bool,
 }
 
 impl Default for InitOptions {
@@ -48,6 +54,7 @@ impl Default for InitOptions {
             world_size: None,
             timeout: Duration::from_secs(600),
             device: None,
+            die_with_parent: false,
         }
     }
 }
@@ -63,6 +70,9 @@ impl Default for InitOptions {
 /// the time-out: each says which variable, address or rank, and what to do. A rank that has come but has no device, or
 /// another engine than the others, is an error on all ranks.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
+    if options.die_with_parent {
+        super::parent::die_with_parent()?;
+    }
     let backend = choose(options.backend, options.device.as_ref(), nccl::device_count)?;
     let found = rendezvous::rendezvous(&RendezvousOptions {
         init_method: options.init_method,

@@ -1,6 +1,7 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod compare;
 mod init;
+mod parent;
 mod spawn;
 
 pub use init::{Backend, InitOptions, init_process_group};

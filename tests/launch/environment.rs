@@ -73,6 +73,37 @@ fn a_second_machine_continues_the_ranks_of_the_first() {
     }
 }
 
+/// Kubeflow's Trainer says it this way.
+#[test]
+fn options_come_from_the_variables_of_torchrun() {
+    let place = Place::new();
+    let variables = [
+        ("PET_NNODES", "2"),
+        ("PET_NPROC_PER_NODE", "2"),
+        ("PET_NODE_RANK", "1"),
+        ("PET_MASTER_ADDR", "10.0.0.1"),
+        ("PET_MASTER_PORT", "29400"),
+        ("PET_RDZV_ID", "job7"),
+        ("PET_ROLE", "trainer"),
+        ("PET_RDZV_BACKEND", "static"),
+        ("PET_RDZV_CONF", ""),
+        ("PET_NO_PYTHON", "1"),
+        ("PET_STANDALONE", "0"),
+    ];
+    let all = environments(&Ran::new(place.ddprun(&["sh", "-c", PRINT]).envs(variables)));
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), [2, 3]);
+    for variables in all.values() {
+        assert_eq!((variables["MASTER_ADDR"].as_str(), variables["MASTER_PORT"].as_str()), ("10.0.0.1", "29400"));
+        assert_eq!((variables["WORLD_SIZE"].as_str(), variables["GROUP_RANK"].as_str()), ("4", "1"));
+        assert_eq!((variables["TORCHELASTIC_RUN_ID"].as_str(), variables["ROLE_NAME"].as_str()), ("job7", "trainer"));
+    }
+    // Options win.
+    let args = ["--nproc-per-node=1", "--master-port=29401", "sh", "-c", PRINT];
+    let all = environments(&Ran::new(place.ddprun(&args).envs(variables)));
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), [1]);
+    assert_eq!(all[&1]["MASTER_PORT"], "29401");
+}
+
 #[test]
 fn the_store_is_there_from_the_first_moment_to_the_last() {
     let place = Place::new();

@@ -2,10 +2,13 @@
 #![cfg(feature = "launcher")]
 #![allow(clippy::unwrap_used)]
 mod building;
+mod cause;
 mod ending;
 mod environment;
+mod leftovers;
 mod output;
 mod terminal;
+mod unread;
 mod usage;
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -37,7 +40,9 @@ impl Place {
     fn ddprun(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
         command.args(args).current_dir(self.folder.path()).env("TMPDIR", self.path("tmp"));
-        for variable in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"] {
+        let pet = std::env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("PET_"));
+        let threads = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"].map(Into::into);
+        for variable in pet.chain(threads) {
             command.env_remove(variable);
         }
         command

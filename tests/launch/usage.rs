@@ -21,6 +21,9 @@ fn nonsense_is_refused_with_code_2() {
         (&["--rdzv-conf", "timeout=9", "x"], "leave it out"),
         (&["--local-addr", "a", "x"], "leave it out"),
         (&["--local_ranks_filter", "0", "x"], "--redirects"),
+        (&["--numa-binding", "node", "x"], "numactl"),
+        (&["--virtual_local_rank", "x"], "CUDA_VISIBLE_DEVICES=$LOCAL_RANK"),
+        (&["--merge-traces", "x", "y"], "cannot be used with"),
         (&["--redirects", "7", "x"], "expected 0 (none)"),
     ];
     for (args, hint) in cases {
@@ -28,6 +31,62 @@ fn nonsense_is_refused_with_code_2() {
         assert_eq!(ran.code, Some(2), "{args:?}: {ran:?}");
         ran.says(hint);
     }
+}
+
+#[test]
+fn variables_that_make_no_sense_are_named() {
+    let place = Place::new();
+    for (name, value, hint) in [
+        ("PET_NNODES", "none", "\"none\" is not a number of machines"),
+        ("PET_NPROC_PER_NODE", "many", "expected a number from 1 up"),
+        ("PET_RDZV_BACKEND", "c10d", "--master-addr and --master-port"),
+        ("PET_RDZV_ENDPOINT", "a:1", "--master-addr and --master-port"),
+        ("PET_MAX_RESTARTS", "3", "not supported yet"),
+        ("PET_MODULE", "1", "python -m"),
+    ] {
+        let ran = Ran::new(place.ddprun(&["true"]).env(name, value));
+        assert_eq!(ran.code, Some(2), "{name}: {ran:?}");
+        ran.says(hint);
+        ran.says(&format!("options also come from the environment: {name}={value}\n"));
+    }
+}
+
+/// As root by another user's limit, since root has none.
+#[test]
+fn a_system_without_threads_says_which_limit_to_raise() {
+    let place = Place::new();
+    let root = rustix::process::geteuid().is_root();
+    let user = 59_713;
+    if root {
+        for folder in ["", "tmp"] {
+            std::os::unix::fs::chown(place.path(folder), Some(user), None).unwrap();
+        }
+        // The binary may be in a folder that only root can read.
+        std::fs::copy(env!("CARGO_BIN_EXE_ddprun"), place.path("ddprun")).unwrap();
+    }
+    let mut told = 0;
+    for limit in if root { 1..8 } else { 1..2 } {
+        let limit = format!("--nproc={limit}");
+        let user = format!("--reuid={user}");
+        let args: &[&str] = if root {
+            &["setpriv", &user, "--clear-groups", "prlimit", &limit, "./ddprun"]
+        } else {
+            &["prlimit", &limit, env!("CARGO_BIN_EXE_ddprun")]
+        };
+        let mut command = std::process::Command::new("env");
+        command.args(args).args(["sh", "-c", "exit 0"]);
+        command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp"));
+        let ran = Ran::new(&mut command);
+        if ["env:", "setpriv:", "prlimit:"].iter().any(|program| ran.stderr.starts_with(program)) {
+            println!("SKIPPED, since such a limit cannot be set here: {ran:?}");
+            return;
+        }
+        if ran.code != Some(0) {
+            ran.says("ulimit -u");
+            told += 1;
+        }
+    }
+    assert!(told > 0);
 }
 
 #[test]

@@ -1,0 +1,225 @@
+//! A thread that writes to stdout or stderr, so that nobody else has to wait when nobody reads it.
+use super::console::{NoReader, Target};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Bytes that may be unwritten before output has to wait.
+const LIMIT: usize = 1 << 18;
+/// Bytes that are written at once, so that it is noticed when somebody reads, but slowly.
+const CHUNK: usize = 1 << 16;
+
+/// Something to write.
+#[derive(Debug)]
+pub(super) enum Piece {
+    /// Output of a worker: from which source, and to which stream.
+    Output { source: usize, target: Target, bytes: Vec<u8> },
+    /// A message of ddprun's own.
+    Message(String),
+}
+
+impl Piece {
+    fn len(&self) -> usize {
+        match self {
+            Self::Output { bytes, .. } => bytes.len(),
+            Self::Message(text) => text.len(),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    pieces: VecDeque<Piece>,
+    /// Bytes that are not yet written.
+    left: usize,
+    /// Output does not wait however much is unwritten.
+    unlimited: bool,
+    /// Nobody will ever read this.
+    closed: bool,
+}
+
+/// What one place, a terminal, a file or a pipe, has to be given.
+#[derive(Debug, Default)]
+pub(super) struct Printer {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl Printer {
+    /// Starts the thread that writes to `target`, and to the other stream if that is the same place.
+    pub(super) fn start(target: Target, terminal: bool) -> Arc<Self> {
+        let printer = Arc::new(Self::default());
+        let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complained: false };
+        let name = if target == Target::Stdout { "ddprun-stdout" } else { "ddprun-stderr" };
+        if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(move || writer.run()) {
+            // There are no threads left: no worker will run, and this is the way to say it.
+            let text = format!("ddprun: starting a thread: {error} (raise the limit on processes, `ulimit -u`)\n");
+            let _ = write_all(io::stderr().as_fd(), text.as_bytes(), |_| ());
+            printer.lock().closed = true;
+        }
+        printer
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for `condition`, or until `deadline`.
+    fn wait_while<'a>(
+        &'a self,
+        mut queue: MutexGuard<'a, Queue>,
+        deadline: Option<Instant>,
+        condition: impl Fn(&Queue) -> bool,
+    ) -> MutexGuard<'a, Queue> {
+        while condition(&queue) {
+            queue = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => break,
+                Some(rest) => self.changed.wait_timeout(queue, rest).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        queue
+    }
+
+    /// Puts `piece` in line. Output waits for its turn as long as the line is too long; messages never do.
+    pub(super) fn push(&self, piece: Piece) -> Result<(), NoReader> {
+        let mut queue = self.lock();
+        if matches!(piece, Piece::Output { .. }) {
+            queue = self.wait_while(queue, None, |queue| queue.left >= LIMIT && !queue.unlimited && !queue.closed);
+        }
+        if queue.closed {
+            return Err(NoReader);
+        }
+        queue.left += piece.len();
+        queue.pieces.push_back(piece);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// From now on nothing waits for its turn.
+    pub(super) fn stop_waiting(&self) {
+        self.lock().unlimited = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until all is written, for `patience` at most. Returns the number of bytes that are not.
+    pub(super) fn wait(&self, patience: Duration) -> usize {
+        let deadline = Instant::now().checked_add(patience);
+        self.wait_while(self.lock(), deadline, |queue| queue.left > 0).left
+    }
+}
+
+/// An unfinished line: who wrote it, and whether it is a progress bar, which will be drawn again.
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    source: usize,
+    in_place: bool,
+}
+
+/// Writes pieces so that no source's line is continued by another.
+struct Writer {
+    printer: Arc<Printer>,
+    terminal: bool,
+    open: Option<Open>,
+    /// Whether it was said that the stream cannot be written.
+    complained: bool,
+}
+
+impl Writer {
+    fn run(mut self) {
+        let printer = Arc::clone(&self.printer);
+        loop {
+            let mut queue = printer.wait_while(printer.lock(), None, |queue| queue.pieces.is_empty());
+            let Some(piece) = queue.pieces.pop_front() else { continue };
+            drop(queue);
+            // What could not be written is settled here.
+            let mut left = piece.len();
+            let result = self.write(&piece, &mut left);
+            let mut queue = printer.lock();
+            queue.left -= left;
+            if let (Err(error), Piece::Output { target, .. }) = (result, piece) {
+                if error.kind() == io::ErrorKind::BrokenPipe {
+                    queue.closed = true;
+                    queue.pieces.clear();
+                    queue.left = 0;
+                } else if !std::mem::replace(&mut self.complained, true) {
+                    drop(queue);
+                    let name = if target == Target::Stdout { "stdout" } else { "stderr" };
+                    super::message(format_args!(
+                        "cannot write the workers' output to {name}: {error}. Some of it is missing"
+                    ));
+                }
+            }
+            printer.changed.notify_all();
+        }
+    }
+
+    /// Writes one piece; `left` of its bytes are not yet taken off the queue's count.
+    fn write(&mut self, piece: &Piece, left: &mut usize) -> io::Result<()> {
+        let (start, bytes, target): (&[u8], &[u8], Target) = match piece {
+            Piece::Message(text) => {
+                let start: &[u8] = if self.open.take().is_some() { b"\n" } else { b"" };
+                (start, text.as_bytes(), Target::Stderr)
+            }
+            Piece::Output { source, target, bytes } => (self.turn_to(*source, bytes), bytes, *target),
+        };
+        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let fd = if target == Target::Stdout { stdout.as_fd() } else { stderr.as_fd() };
+        let printer = &self.printer;
+        let mut extra = start.len();
+        let written = |count: usize| {
+            let before = extra.min(count);
+            extra -= before;
+            let count = count - before;
+            *left -= count;
+            printer.lock().left -= count;
+            printer.changed.notify_all();
+        };
+        if start.is_empty() { write_all(fd, bytes, written) } else { write_all(fd, &[start, bytes].concat(), written) }
+    }
+
+    /// What is needed before `bytes` of `source`, where another source's line is unfinished.
+    fn turn_to(&mut self, source: usize, bytes: &[u8]) -> &'static [u8] {
+        if bytes.is_empty() {
+            return b"";
+        }
+        let start: &[u8] = match self.open {
+            Some(open) if open.source == source => b"",
+            Some(open) if open.in_place && self.terminal => b"\r\x1b[2K",
+            Some(_) => b"\n",
+            None => b"",
+        };
+        let before = self.open.is_some_and(|open| open.source == source && open.in_place);
+        let last_line = bytes.rsplit(|&byte| byte == b'\n').next().unwrap_or_default();
+        let returns = last_line.contains(&b'\r') || (before && last_line.len() == bytes.len());
+        self.open = (!last_line.is_empty()).then_some(Open { source, in_place: returns });
+        start
+    }
+}
+
+/// Writes all of `bytes`, past interruptions, and also where somebody made the file non-blocking. Tells `written` of every
+/// part.
+fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8], mut written: impl FnMut(usize)) -> io::Result<()> {
+    while let Some(chunk) = bytes.get(..bytes.len().min(CHUNK)).filter(|chunk| !chunk.is_empty()) {
+        match rustix::io::write(fd, chunk) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => {
+                bytes = bytes.get(count..).unwrap_or_default();
+                written(count);
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => {
+                poll(&mut [PollFd::new(&fd, PollFlags::OUT)], None).or_else(|errno| match errno {
+                    Errno::INTR => Ok(0),
+                    errno => Err(errno),
+                })?;
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,24 @@
+//! The tie between this process and the one that started it.
+use crate::{Error, Result};
+
+/// Makes the kernel kill this process when its parent dies.
+#[cfg(target_os = "linux")]
+pub(super) fn die_with_parent() -> Result<()> {
+    use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+    let parent = getppid();
+    set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(|errno| Error::io("setting the parent-death signal (InitOptions.die_with_parent)", errno))?;
+    // A parent that died before the signal was set will not send it.
+    if getppid() == parent {
+        return Ok(());
+    }
+    Err(Error::io("the parent process has just died (InitOptions.die_with_parent)", rustix::io::Errno::SRCH))
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) fn die_with_parent() -> Result<()> {
+    Err(Error::Unavailable {
+        what: "InitOptions.die_with_parent".to_string(),
+        hint: "only Linux tells processes of the death of their parent: leave it false".to_string(),
+    })
+}

@@ -1,0 +1,73 @@
+//! Who is named when a run fails, and whose exit code it gets.
+use crate::Place;
+
+/// What a program may still say after its error: a backtrace, or that it cleans up.
+const NOISE: &str = "i=0; while [ $i -lt 30 ]; do echo \"  $i: cleaning up\" >&2; i=$((i + 1)); done";
+
+/// The error that names the cause is followed by more lines than are kept.
+#[test]
+fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
+    let script = format!(
+        r#"
+        case $RANK in
+        0) echo 'Error: rank 1 ended the group: no data' >&2; {NOISE}; exit 1;;
+        1) sleep 0.4; echo 'Error: no data' >&2; {NOISE}; exit 3;;
+        esac"#
+    );
+    let ran = Place::new().run(&["--nproc-per-node", "2"], &script);
+    assert_eq!(ran.code, Some(3), "{ran:?}");
+    ran.says("rank 1 failed first: it ended with exit code 3");
+    ran.says("its last error:\n    Error: no data\n  its last lines:\n      10: cleaning up\n");
+    ran.says(
+        "rank 0 ended with exit code 1 by itself\n  its last error:\n    Error: rank 1 ended the group: no data\n",
+    );
+}
+
+/// The rank that hangs has not failed, but is what the others failed for.
+#[test]
+fn a_rank_that_others_waited_for_in_vain_is_named() {
+    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was \
+                     sequence 3, barrier()";
+    let script = format!(
+        "case $RANK in
+        0) echo 'Error: rank 2 ended the group: {timed_out}' >&2; exit 6;;
+        1) echo waiting for data >&2; exec sleep 1000;;
+        2) sleep 0.2; echo 'Error: {timed_out}' >&2; exit 7;;
+        esac"
+    );
+    let ran = Place::new().run(&["--nproc-per-node", "3"], &script);
+    assert_eq!(ran.code, Some(6), "{ran:?}");
+    ran.says(
+        "ddprun: rank 1 is what the others failed for: it was killed by SIGTERM after ddprun had told it to end, ",
+    );
+    ran.says("its last lines:\n    waiting for data\n");
+    ran.says("rank 0 ended with exit code 6 by itself\n  its last line:\n    Error: rank 2 ended the group");
+}
+
+#[test]
+fn a_rank_that_left_too_early_is_named() {
+    let script = r#"
+        [ $RANK = 1 ] && echo done early && exit 0
+        sleep 0.2
+        echo 'Error: rank 1 left the group after sequence 5, and cannot take part in barrier()' >&2; exit 5"#;
+    let ran = Place::new().run(&["--nproc-per-node", "2"], script);
+    assert_eq!(ran.code, Some(5), "{ran:?}");
+    ran.says("ddprun: rank 1 is what the others failed for: it ended with exit code 0, ");
+    ran.says("its last lines:\n    done early\n");
+    ran.says("rank 0 ended with exit code 5 by itself\n  its last line:\n    Error: rank 1 left the group");
+}
+
+#[test]
+fn a_rank_of_another_machine_is_named_with_its_machine() {
+    let args = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--nproc-per-node=2"];
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = format!("--master-port={port}");
+    let script = r#"
+        [ $RANK = 1 ] && exec sleep 1000
+        echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1"#;
+    let ran = Place::new().run(&[&args[..], &[&port]].concat(), script);
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("ddprun: rank 3 failed first, as rank 0 heard from it: look at the output of ddprun on the machine with ");
+    ran.says("--node-rank 1. Here,\n");
+    ran.says("\nrank 0 failed: it ended with exit code 1");
+}

@@ -1,0 +1,176 @@
+//! What workers have started ends with the run, however it detached itself, and nothing else does.
+use crate::{Place, Ran, Running, is_alive, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
+use std::process::Stdio;
+
+/// Processes that a test has started, by the files that hold their numbers. Those that are left are killed.
+struct Started<'a>(&'a Place, &'static [&'static str]);
+
+impl Started<'_> {
+    fn pids(&self) -> Vec<Pid> {
+        self.1.iter().map(|name| self.0.pid(name)).collect()
+    }
+
+    #[track_caller]
+    fn have_ended(&self, when: &str) {
+        let left: Vec<_> = self.1.iter().zip(self.pids()).filter(|(_, pid)| is_alive(*pid)).collect();
+        assert!(left.is_empty(), "left {when}: {left:?}");
+    }
+}
+
+impl Drop for Started<'_> {
+    fn drop(&mut self) {
+        for name in self.1 {
+            let pid = std::fs::read_to_string(self.0.path(name)).ok().and_then(|text| text.trim().parse().ok());
+            let Some(pid) = pid.and_then(Pid::from_raw) else { continue };
+            // The number may be another process's by now; the test's own are in its folder.
+            let folder = std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
+            if folder.is_some_and(|folder| Some(folder) == self.0.folder.path().canonicalize().ok()) {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
+/// Another process group, another session, two forks, and all of it together.
+const DETACHED: &str = r#"
+    timeout 1000 sh -c 'echo $$ >group; exec sleep 1000' &
+    setsid sh -c 'echo $$ >session; exec sleep 1000' &
+    (sh -c 'echo $$ >orphan; exec sleep 1000' &)
+    (setsid sh -c '(sh -c "echo \$\$ >daemon; exec sleep 1000" &)' &)
+    for name in group session orphan daemon; do while [ ! -s $name ]; do sleep 0.01; done; done"#;
+const FILES: &[&str] = &["group", "session", "orphan", "daemon"];
+
+#[test]
+fn detached_processes_end_with_a_run_that_is_signalled() {
+    let place = Place::new();
+    let started = Started(&place, FILES);
+    let mut child = place.start(&[], &format!("{DETACHED}; echo >armed; wait"));
+    place.wait_for("armed");
+    child.send(Signal::TERM);
+    assert_eq!(Ran::of(child).code, Some(143));
+    started.have_ended("after SIGTERM");
+}
+
+#[test]
+fn detached_processes_end_with_a_run_that_fails() {
+    for end in ["exit 5", "kill -KILL $$"] {
+        let place = Place::new();
+        let started = Started(&place, FILES);
+        let ran = place.run(&[], &format!("{DETACHED}; {end}"));
+        assert!([Some(5), Some(137)].contains(&ran.code), "{ran:?}");
+        started.have_ended(end);
+    }
+}
+
+#[test]
+fn what_is_left_after_a_success_is_named_and_ended() {
+    let place = Place::new();
+    let started = Started(&place, FILES);
+    let ran = place.run(&[], &format!("{DETACHED}; echo end"));
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "end\n"));
+    started.have_ended("after success");
+    ran.says("ddprun: the workers have ended and left ");
+    for pid in started.pids() {
+        ran.says(&format!("sleep (pid {pid})"));
+    }
+}
+
+/// As Python's resource tracker does, which removes shared memory that a program has forgotten.
+#[test]
+fn what_ends_soon_after_a_success_is_left_in_peace() {
+    let place = Place::new();
+    let script = "setsid sh -c 'trap \"echo >told\" TERM; echo >armed; sleep 0.3; echo >cleaned' & \
+                  while [ ! -s armed ]; do sleep 0.01; done";
+    let ran = place.run(&[], script);
+    assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
+    assert!(place.path("cleaned").exists());
+    assert!(!place.path("told").exists());
+}
+
+#[test]
+fn a_detached_process_that_does_not_listen_is_killed_after_the_grace_period() {
+    let place = Place::new();
+    let started = Started(&place, &["deaf"]);
+    let script = "setsid sh -c 'trap \"\" TERM; echo $$ >deaf; while :; do sleep 0.01; done' & \
+                  while [ ! -s deaf ]; do sleep 0.01; done; exit 3";
+    let ran = place.run(&["--shutdown-timeout", "0.2"], script);
+    assert_eq!(ran.code, Some(3));
+    started.have_ended("after the grace period");
+}
+
+/// A shell that starts something in the background and then becomes ddprun leaves it a child that is not of the run.
+#[test]
+fn children_of_before_the_run_are_none_of_ddpruns_business() {
+    let place = Place::new();
+    for background in ["sleep 1000", "setsid sleep 1000"] {
+        let started = Started(&place, &["before"]);
+        let shell = format!(r#"{background} >/dev/null 2>&1 & echo $! >before; exec "$0" "$@""#);
+        for (worker, code) in [("exit 0", 0), ("exit 4", 4)] {
+            let ddprun = place.ddprun(&["sh", "-c", worker]);
+            let mut command = std::process::Command::new("sh");
+            command.args(["-c", &shell]).arg(ddprun.get_program()).args(ddprun.get_args());
+            command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp"));
+            let ran = Ran::new(&mut command);
+            assert_eq!(ran.code, Some(code), "{ran:?}");
+            let pid = started.pids()[0];
+            assert!(is_alive(pid), "{background} was ended with {worker}: {ran:?}");
+            kill_process(pid, Signal::KILL).unwrap();
+            wait_until("it to end", || !is_alive(pid));
+            std::fs::remove_file(place.path("before")).unwrap();
+        }
+    }
+}
+
+/// Temporary folders of runs that were killed are removed by the next one, and those of others that are alive are not.
+#[test]
+fn the_folder_of_a_killed_run_is_removed_by_the_next() {
+    let place = Place::new();
+    let folders = || std::fs::read_dir(place.path("tmp")).unwrap().count();
+    let mut killed = place.start(&[], "echo >armed0; exec sleep 1000");
+    let alive =
+        place.start(&[], "echo >armed1; while [ ! -e go ]; do sleep 0.01; done; test -d ${TORCHELASTIC_ERROR_FILE%/*}");
+    place.wait_for("armed0");
+    place.wait_for("armed1");
+    assert_eq!(folders(), 2);
+    killed.child().kill().unwrap();
+    killed.child().wait().unwrap();
+    assert_eq!(folders(), 2);
+    assert_eq!(place.run(&[], "exit 0").code, Some(0));
+    assert_eq!(folders(), 1);
+    std::fs::write(place.path("go"), "").unwrap();
+    assert_eq!(Ran::of(alive).code, Some(0));
+    assert_eq!(folders(), 0);
+}
+
+#[test]
+fn no_folder_is_left_when_descriptors_are_short() {
+    let place = Place::new();
+    for limit in 5..14 {
+        let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", &script, env!("CARGO_BIN_EXE_ddprun"), "sh", "-c", "exit 0"]).stdout(Stdio::null());
+        let ran = Ran::of(Running::new(command.env("TMPDIR", place.path("tmp")).stderr(Stdio::piped())));
+        if ran.code != Some(0) {
+            ran.says("ulimit -n");
+        }
+        assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "ulimit -n {limit}: {ran:?}");
+    }
+}
+
+/// As the first process of a container, which has no parent and is in no process group of its own.
+#[test]
+fn ddprun_may_be_the_first_process_of_a_container() {
+    let place = Place::new();
+    let ddprun = place.ddprun(&["sh", "-c", "setsid sleep 1000 >left & echo $$; exit 4"]);
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    command.arg(ddprun.get_program()).args(ddprun.get_args());
+    let ran = Ran::new(command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp")));
+    if ran.stderr.starts_with("unshare:") {
+        println!("SKIPPED, since there are no containers here: {}", ran.stderr);
+        return;
+    }
+    assert_eq!(ran.code, Some(4), "{ran:?}");
+    ran.says("rank 0 failed: it ended with exit code 4");
+}

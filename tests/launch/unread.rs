@@ -1,0 +1,93 @@
+//! Output that nobody reads keeps nothing from ending.
+use crate::{Place, Ran, Running};
+use rustix::process::Signal;
+use std::process::Stdio;
+
+/// More than a pipe holds, which ddprun has read then, and more than all pipes and buffers on the way hold.
+const FLOOD: &str = "head -c 150000 /dev/zero; echo >armed; head -c 4000000 /dev/zero";
+
+#[test]
+fn a_signal_ends_a_run_whose_output_nobody_reads() {
+    let place = Place::new();
+    let mut child = place.start(&["--shutdown-timeout=0.5"], FLOOD);
+    let _unread = child.child().stdout.take();
+    place.wait_for("armed");
+    child.send(Signal::TERM);
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(143));
+    ran.says("SIGTERM passed on");
+    ran.says("nobody reads the output: ");
+}
+
+#[test]
+fn a_failure_ends_a_run_whose_output_nobody_reads() {
+    let place = Place::new();
+    let script = format!(
+        "[ $RANK = 0 ] && {{ {FLOOD}; }}; while [ ! -s armed ]; do sleep 0.01; done; sleep 0.3; \
+                          echo 'Error: no data' >&2; exit 5"
+    );
+    let mut child = place.start(&["--nproc-per-node=2", "--shutdown-timeout=0.5"], &script);
+    let _unread = child.child().stdout.take();
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(5));
+    ran.says("rank 1 failed first: it ended with exit code 5");
+    ran.says("its last lines:\n    Error: no data\n");
+}
+
+/// What the workers could still write is told.
+#[test]
+fn a_success_ends_a_run_whose_output_nobody_reads() {
+    let place = Place::new();
+    let mut child = place.start(&["--shutdown-timeout=0.5"], "head -c 300000 /dev/zero; echo last >&2");
+    let _unread = child.child().stdout.take();
+    let ran = Ran::of(child);
+    assert_eq!(ran.code, Some(0));
+    // A pipe holds 64 KiB, or less for a user who has many.
+    let lost = ran.stderr.split_once("nobody reads the output: ").and_then(|(_, rest)| rest.split_once(" bytes"));
+    let lost: usize = lost.unwrap_or_else(|| panic!("{ran:?}")).0.parse().unwrap();
+    assert!((230_000..=300_000).contains(&lost), "{ran:?}");
+    ran.says("last\n");
+}
+
+/// A reader that reads, but slowly, gets everything.
+#[test]
+fn a_slow_reader_is_waited_for() {
+    let place = Place::new();
+    let mut child = place.start(&["--shutdown-timeout=1"], "head -c 300000 /dev/zero | tr '\\0' x");
+    let mut stdout = child.child().stdout.take().unwrap();
+    let reader = std::thread::spawn(move || {
+        let (mut text, mut piece) = (Vec::new(), [0; 40_000]);
+        while let Ok(count @ 1..) = std::io::Read::read(&mut stdout, &mut piece) {
+            text.extend_from_slice(&piece[..count]);
+            std::thread::sleep(std::time::Duration::from_millis(200));
+        }
+        text.len()
+    });
+    let ran = Ran::of(child);
+    assert_eq!((ran.code, ran.stderr.as_str(), reader.join().unwrap()), (Some(0), "", 300_000));
+}
+
+/// Not even ddprun's own messages find a reader.
+#[test]
+fn nobody_reads_anything() {
+    let place = Place::new();
+    let (unread, writer) = std::io::pipe().unwrap();
+    let mut command = place.ddprun(&["--shutdown-timeout=0.5", "sh", "-c", FLOOD]);
+    let mut child = Running::new(command.stdout(writer.try_clone().unwrap()).stderr(writer));
+    drop(command);
+    place.wait_for("armed");
+    child.send(Signal::TERM);
+    assert_eq!(Ran::of(child).code, Some(143));
+    drop(unread);
+
+    // The pipe is full before ddprun begins.
+    let (unread, writer) = std::io::pipe().unwrap();
+    let mut command = place.ddprun(&["no-such-program"]);
+    let full = r#"head -c 65536 /dev/zero >&2; exec "$0" "$@""#;
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", full]).arg(command.get_program()).args(command.get_args());
+    let child = Running::new(shell.current_dir(place.folder.path()).stdout(Stdio::null()).stderr(writer));
+    drop((command.stdin(Stdio::null()), shell));
+    assert_eq!(Ran::of(child).code, Some(127));
+    drop(unread);
+}
