@@ -1,4 +1,5 @@
 //! ddprun's own stdout and stderr, as the one place where the output of all ranks comes together.
+pub(super) use super::printer::{NoReader, Target};
 use super::printer::{Piece, Printer};
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -6,17 +7,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
-
-/// One of the two standard streams.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
-    Stdout,
-    Stderr,
-}
-
-/// Nobody reads a stream of ours any more, as after `ddprun … | head`.
-#[derive(Debug)]
-pub(super) struct NoReader;
 
 /// The two streams. Threads write them, so that nothing else has to wait for whoever reads them.
 #[derive(Debug)]
@@ -30,8 +20,9 @@ pub(super) struct Console {
 static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
     let same = identity(io::stdout().as_fd()).is_some_and(|out| identity(io::stderr().as_fd()) == Some(out));
     let terminal = [io::stdout().is_terminal(), io::stderr().is_terminal()];
-    let stdout = Printer::start(Target::Stdout, terminal[0]);
-    let stderr = if same { Arc::clone(&stdout) } else { Printer::start(Target::Stderr, terminal[1]) };
+    let stdout = Printer::start(Target::Stdout, terminal[0], |text| message(text));
+    let stderr =
+        if same { Arc::clone(&stdout) } else { Printer::start(Target::Stderr, terminal[1], |text| message(text)) };
     Console { terminal, stdout, stderr }
 });
 
@@ -111,4 +102,9 @@ impl Console {
 fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     let metadata = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
     Some((metadata.dev(), metadata.ino()))
+}
+
+/// Shows one message of ddprun's to the user. Never waits.
+pub(super) fn message(text: impl std::fmt::Display) {
+    Console::get().message(format!("ddprun: {text}\n"));
 }

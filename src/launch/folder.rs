@@ -1,5 +1,6 @@
 //! The run's folder: log files, and the files in which workers leave their errors.
 use super::config::Config;
+use super::console::message;
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
@@ -44,7 +45,7 @@ impl RunFolder {
             std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
         }
         if files {
-            super::message(format_args!("log files are in {}", folder.path.display()));
+            message(format_args!("log files are in {}", folder.path.display()));
         }
         Ok(folder)
     }

@@ -12,7 +12,6 @@
 //!   (TORCHELASTIC_USE_AGENT_STORE).
 //!
 //! [`Cli`] is the command line as it was typed, [`Config`] what it means; [`run`] does it.
-mod blame;
 mod cargo;
 mod child;
 mod cli;
@@ -20,11 +19,13 @@ mod config;
 mod console;
 mod descendants;
 mod environment;
+mod error_text;
 mod folder;
 mod lines;
 mod output;
 mod printer;
 mod processes;
+mod root_cause;
 mod signal;
 mod store;
 mod streams;
@@ -44,7 +45,7 @@ pub use streams::{StreamSelection, Streams};
 use crate::{Error, Result};
 use cargo::Built;
 use clap::{CommandFactory, Parser};
-use console::Console;
+use console::{Console, message};
 use folder::RunFolder;
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -175,13 +176,13 @@ fn execute(config: &Config) -> Result<End> {
         Outcome::Signalled(signal) => (Exit::Signal(signal).code(), patience.min(UNREAD)),
         Outcome::Failure(first) => {
             let workers = &supervisor.workers;
-            let cause = blame::cause(workers, first, &remains, &config.topology);
+            let cause = root_cause::cause(workers, first, &remains, &config.topology);
             if let Some(summary) = summary::of_failure(workers, cause, &remains, &folder, &config.topology) {
                 message(summary);
             }
             // The cause need not have failed itself.
             let failed = [cause.worker, first].into_iter().filter_map(|index| workers.get(index));
-            let ended = failed.filter(|worker| blame::failed(worker)).find_map(|worker| worker.ended);
+            let ended = failed.filter(|worker| root_cause::failed(worker)).find_map(|worker| worker.ended);
             (ended.map_or(1, |ended| ended.how.code()), patience)
         }
     };
@@ -195,9 +196,4 @@ fn say_threads(config: &Config) {
         let (cores, workers) = (config.cores, config.topology.local_world_size);
         message(format_args!("{} for each worker: {cores} cores shared by {workers}", list.join(" and ")));
     }
-}
-
-/// Shows one message to the user. Never waits.
-fn message(text: impl std::fmt::Display) {
-    Console::get().message(format!("ddprun: {text}\n"));
 }

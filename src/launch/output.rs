@@ -1,5 +1,5 @@
 //! Passing the workers' output on: one thread reads every stream, so that nothing can tear.
-use super::console::{Console, Target};
+use super::console::{Console, Target, message};
 use super::lines::Lines;
 use super::tail::Tail;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -57,7 +57,7 @@ impl Source {
             && let Err(error) = file.write_all(bytes)
         {
             // A full disk does not end the training.
-            super::message(format_args!("cannot write {}: {error}. It is incomplete from here on", path.display()));
+            message(format_args!("cannot write {}: {error}. It is incomplete from here on", path.display()));
             self.file = None;
         }
         if let Some(lines) = &mut self.shown {
@@ -103,7 +103,7 @@ pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, console: &Cons
             Ok(0) => break,
             Err(Errno::INTR) => continue,
             Err(error) => {
-                super::message(format_args!("cannot read the workers' output: {error}"));
+                message(format_args!("cannot read the workers' output: {error}"));
                 break;
             }
             Ok(_) => {}

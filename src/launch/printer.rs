@@ -1,5 +1,4 @@
 //! A thread that writes to stdout or stderr, so that nobody else has to wait when nobody reads it.
-use super::console::{NoReader, Target};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -7,6 +6,17 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+/// One of the two standard streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Target {
+    Stdout,
+    Stderr,
+}
+
+/// Nobody reads a stream of ours any more, as after `ddprun … | head`.
+#[derive(Debug)]
+pub(super) struct NoReader;
 
 /// Bytes that may be unwritten before output has to wait.
 const LIMIT: usize = 1 << 18;
@@ -50,10 +60,11 @@ pub(super) struct Printer {
 }
 
 impl Printer {
-    /// Starts the thread that writes to `target`, and to the other stream if that is the same place.
-    pub(super) fn start(target: Target, terminal: bool) -> Arc<Self> {
+    /// Starts the thread that writes to `target`, and to the other stream if that is the same place. `complain` is given
+    /// why output of the workers cannot be written, once.
+    pub(super) fn start(target: Target, terminal: bool, complain: fn(&str)) -> Arc<Self> {
         let printer = Arc::new(Self::default());
-        let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complained: false };
+        let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complain: Some(complain) };
         let name = if target == Target::Stdout { "ddprun-stdout" } else { "ddprun-stderr" };
         if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(move || writer.run()) {
             // There are no threads left: no worker will run, and this is the way to say it.
@@ -125,8 +136,8 @@ struct Writer {
     printer: Arc<Printer>,
     terminal: bool,
     open: Option<Open>,
-    /// Whether it was said that the stream cannot be written.
-    complained: bool,
+    /// Whom to tell that the stream cannot be written; nobody, once that was told.
+    complain: Option<fn(&str)>,
 }
 
 impl Writer {
@@ -146,12 +157,10 @@ impl Writer {
                     queue.closed = true;
                     queue.pieces.clear();
                     queue.left = 0;
-                } else if !std::mem::replace(&mut self.complained, true) {
+                } else if let Some(complain) = self.complain.take() {
                     drop(queue);
                     let name = if target == Target::Stdout { "stdout" } else { "stderr" };
-                    super::message(format_args!(
-                        "cannot write the workers' output to {name}: {error}. Some of it is missing"
-                    ));
+                    complain(&format!("cannot write the workers' output to {name}: {error}. Some of it is missing"));
                 }
             }
             printer.changed.notify_all();

@@ -1,5 +1,6 @@
 //! The store at which the ranks meet. It lives in the launcher of machine 0 and outlives the workers.
 use super::config::Config;
+use super::console::message;
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
 use crate::{Error, Result};
 use std::net::{IpAddr, ToSocketAddrs};
@@ -14,7 +15,7 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     }
     let look_up = move || {
         if let Err(error) = (host.as_str(), 0).to_socket_addrs() {
-            super::message(format_args!(
+            message(format_args!(
                 "--master-addr: the name {host} cannot be resolved on this machine: {error}. Its workers will try again \
                  until their time-out"
             ));
@@ -34,7 +35,7 @@ impl log::Log for Warnings {
 
     fn log(&self, record: &log::Record) {
         if self.enabled(record.metadata()) {
-            super::message(record.args());
+            message(record.args());
         }
     }
 
@@ -59,7 +60,7 @@ pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     let server = host_store(&listening, Some(&config.run_id))?;
     let port = server.port();
     if let Some(warning) = &listening.warning {
-        super::message(format_args!("--master-addr: {warning}"));
+        message(format_args!("--master-addr: {warning}"));
     }
     Ok((Some(server), port))
 }

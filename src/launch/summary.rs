@@ -1,9 +1,9 @@
 //! What ddprun says when a run has failed.
-use super::blame::{Cause, failed};
 use super::config::Topology;
 use super::console::Target;
 use super::folder::RunFolder;
 use super::output::Remains;
+use super::root_cause::{Cause, failed};
 use super::tail::Tail;
 use super::time;
 use super::worker::{Ended, Exit, Worker};

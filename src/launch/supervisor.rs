@@ -1,5 +1,5 @@
 //! Watching over the workers: the first failure ends them all, signals are passed on, nothing is left behind.
-use super::console::Console;
+use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
 use super::output::{Remains, Source};
 use super::worker::{Ended, Exit, Worker};
@@ -189,7 +189,7 @@ impl Supervisor {
                 Some(Event::Output(all)) => remains = Some(all),
                 None if matches!(self.phase, Phase::Settling(_)) => self.end(Signal::TERM),
                 None if matches!(self.phase, Phase::Killed(_)) => {
-                    super::message(format_args!("could not kill {}", self.names()));
+                    message(format_args!("could not kill {}", self.names()));
                     break;
                 }
                 None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
@@ -228,10 +228,7 @@ impl Supervisor {
                 Some(_) => self.kill(),
                 None => {
                     self.signalled = Some(Instant::now());
-                    super::message(format_args!(
-                        "{}: the workers were already told to end; {again}",
-                        signal::name(number)
-                    ));
+                    message(format_args!("{}: the workers were already told to end; {again}", signal::name(number)));
                 }
             },
             (_, Phase::Running | Phase::Settling(_)) => {
@@ -240,7 +237,7 @@ impl Supervisor {
                 }
                 self.signalled = Some(Instant::now());
                 self.end(signal::typed(number).unwrap_or(Signal::TERM));
-                super::message(format_args!(
+                message(format_args!(
                     "{} passed on to the workers, which have {} s to end; {again}",
                     signal::name(number),
                     self.grace.as_secs_f64()
@@ -257,7 +254,7 @@ impl Supervisor {
             // Only this outcome leaves processes that nobody expects to be ended.
             self.announce = None;
             let (names, grace) = (self.names(), self.grace.as_secs_f64());
-            super::message(format_args!(
+            message(format_args!(
                 "the workers have ended and left {names}: told to end now, with SIGKILL after {grace} s"
             ));
         }
@@ -271,7 +268,7 @@ impl Supervisor {
     fn announce(&mut self) {
         self.announce = None;
         let grace = self.grace.as_secs_f64();
-        super::message(format_args!("waiting for {} to end: SIGKILL after {grace} s", self.names()));
+        message(format_args!("waiting for {} to end: SIGKILL after {grace} s", self.names()));
     }
 
     /// The processes that are there: workers by their rank.

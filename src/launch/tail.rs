@@ -1,5 +1,5 @@
 //! What is kept of a stream for the summary of a failure: its last lines, and the last error in it.
-use super::blame::named_in;
+use super::error_text::named_in;
 use std::collections::VecDeque;
 
 /// Lines that are kept.
