@@ -1,3 +1,5 @@
+use super::init_store::{InitStore, LimitedStore};
+use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
 use super::plan::{Place, Plan};
 use super::{FileStore, PrefixStore, Store, TcpStore, TcpStoreServer};
@@ -68,14 +70,21 @@ impl std::fmt::Debug for Rendezvous {
 /// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
 /// (a rank given twice, another world size) is an error on all; who has not come in time is named.
 pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
+    let (met, watcher) = meet(options)?;
+    watcher.conclude(Ok(met))
+}
+
+/// [`rendezvous`], with the watcher over what else belongs to initialisation. It bounds the calls of the store until then.
+pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatcher)> {
     let deadline = Instant::now() + options.timeout;
     let plan = Plan::new(options)?;
     let Plan { rank, world_size, .. } = plan;
-    let mut addresses = None;
-    let (name, base): (String, Arc<dyn Store>) = match &plan.place {
+    let (mut addresses, mut hosts) = (None, false);
+    let (name, base): (String, Arc<dyn LimitedStore>) = match &plan.place {
         Place::File(path) => (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?)),
         Place::Tcp { host, port, launcher_hosts } => {
-            let store = if rank == 0 && !launcher_hosts {
+            hosts = rank == 0 && !launcher_hosts;
+            let store = if hosts {
                 let server = shared_server(*port)?;
                 // Not by the host's name, which need not lead to this host from inside of it.
                 let own = Ipv4Addr::LOCALHOST.to_string();
@@ -88,24 +97,34 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
         }
     };
     let prefix = format!("{PREFIX}/{}/{}", plan.restart_count, count_call(&name, rank));
-    let join = Join {
-        store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
-        name,
-        rank,
-        world_size,
-        host: host(),
-        addresses,
-        deadline,
-        timeout: options.timeout,
+    let base = Arc::new(InitStore::new(base, deadline));
+    let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, hosts);
+    let started = watcher.start(world_size);
+    let join = || -> Result<Rendezvous> {
+        started?;
+        let join = Join {
+            store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
+            name,
+            rank,
+            world_size,
+            host: host(),
+            addresses,
+            deadline,
+            timeout: options.timeout,
+        };
+        join.run()?;
+        let (local_rank, local_world_size) = match plan.local {
+            Some(local) => local,
+            None => join.local_place()?,
+        };
+        let address = join.address()?;
+        let store = Arc::new(PrefixStore::new(prefix, base));
+        Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
     };
-    join.run()?;
-    let (local_rank, local_world_size) = match plan.local {
-        Some(local) => local,
-        None => join.local_place()?,
-    };
-    let address = join.address()?;
-    let store = Arc::new(PrefixStore::new(prefix, base));
-    Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
+    match join() {
+        Ok(met) => Ok((met, watcher)),
+        Err(error) => watcher.conclude(Err(error)),
+    }
 }
 
 /// The servers that this process hosts: groups that meet at the same port, one after the other or at once, share one.

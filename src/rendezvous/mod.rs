@@ -1,11 +1,14 @@
 //! How ranks find each other: the environment a launcher sets, init methods, and key-value stores.
 //!
 //! [`rendezvous`] is the way in; its answer holds a store of the run's own, this rank's place, and its address.
+mod cancellation;
 mod environment;
 mod file_log;
 mod file_store;
 mod hash_store;
 mod init_method;
+mod init_store;
+mod init_watcher;
 mod join;
 mod meeting;
 mod plan;
@@ -14,13 +17,17 @@ mod slurm;
 mod store;
 mod tcp_store;
 
+pub(crate) use cancellation::{Cancellation, Reason};
 pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use init_method::{InitMethod, Location};
+pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
+pub(crate) use meeting::meet;
 pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;
+pub(crate) use store::absent_ranks;
 pub use tcp_store::{TcpStore, TcpStoreServer};

@@ -1,5 +1,8 @@
-use crate::Result;
-use std::time::Duration;
+use crate::{Error, Result};
+use std::time::{Duration, Instant};
+
+/// How often a wait that can be cancelled asks whether it is.
+pub(super) const CANCELLATION_CHECK: Duration = Duration::from_millis(250);
 
 /// A key-value store that all ranks share: PyTorch's `torch.distributed.Store`.
 ///
@@ -21,6 +24,28 @@ pub trait Store: Send + Sync {
     /// Waits until all `keys` are set; `timeout` is the store's own when `None`.
     fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()>;
 
+    /// [`wait`](Self::wait), given up with the error of `cancelled`, which is asked several times a second.
+    fn wait_cancellable(
+        &self,
+        keys: &[&str],
+        timeout: Option<Duration>,
+        cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let timeout = timeout.unwrap_or_else(|| self.timeout());
+        let start = Instant::now();
+        loop {
+            cancelled()?;
+            let left = timeout.saturating_sub(start.elapsed());
+            match self.wait(keys, Some(left.min(CANCELLATION_CHECK))) {
+                Err(Error::StoreTimeout { .. }) if left > CANCELLATION_CHECK => {}
+                Err(Error::StoreTimeout { operation, store, reason, .. }) => {
+                    return Err(Error::StoreTimeout { operation, store, timeout, reason });
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Whether all `keys` are set.
     fn check(&self, keys: &[&str]) -> Result<bool>;
 
@@ -41,4 +66,19 @@ pub trait Store: Send + Sync {
 
     /// How long a call may take.
     fn timeout(&self) -> Duration;
+}
+
+/// Those of `ranks` whose key nobody has set. The first error of the store is the last question.
+pub(crate) fn absent_ranks(
+    store: &dyn Store,
+    ranks: impl Iterator<Item = usize>,
+    key: impl Fn(usize) -> String,
+) -> Result<Vec<usize>> {
+    let mut absent = Vec::new();
+    for rank in ranks {
+        if !store.check(&[&key(rank)])? {
+            absent.push(rank);
+        }
+    }
+    Ok(absent)
 }

@@ -10,7 +10,7 @@ use super::lane::Lane;
 use super::monitor;
 use super::share::Ways;
 use super::transport::Transport;
-use crate::backend::{Collective, Communicator, Work};
+use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr};
@@ -134,12 +134,12 @@ impl CpuCommunicator {
     ///
     /// `store` is shared by all ranks and private to this group; it is not needed any more afterwards.
     pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
-        Self::beside(None, store, rank, world_size, options)
+        Self::within(Construction::default(), store, rank, world_size, options)
     }
 
-    /// [`new`](Self::new), for a group made of the ranks of `parent`, whose failure ends the waiting for them.
-    pub(crate) fn beside(
-        parent: Option<&dyn Communicator>,
+    /// [`new`](Self::new), which `construction` may end early.
+    pub(crate) fn within(
+        construction: Construction,
         store: Arc<dyn Store>,
         rank: usize,
         world_size: usize,
@@ -163,8 +163,8 @@ impl CpuCommunicator {
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let start = Instant::now();
         // A time-out beyond what the clock can express means ten years.
-        let deadline =
-            start.checked_add(timeout).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60));
+        let latest = start.checked_add(timeout).unwrap_or_else(|| start + Duration::from_secs(10 * 365 * 24 * 60 * 60));
+        let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
         let connector = Connector {
             store: &*store,
             rank,
@@ -172,16 +172,14 @@ impl CpuCommunicator {
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
-            parent,
+            construction,
         };
         let Ways { connections, hosts, room, layout } = match world_size {
             1 => Ways::none(),
-            _ => connector
-                .connect()
-                .and_then(|connections| {
-                    connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
-                })
-                .map_err(|error| connector.cause(error))?,
+            _ => {
+                let connections = connector.connect()?;
+                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())?
+            }
         };
         let tuning = match layout {
             None => tune(Tuning::TCP),
@@ -190,7 +188,7 @@ impl CpuCommunicator {
         };
         let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
-        let timeout = deadline - start;
+        let timeout = latest - start;
         let transports = [data, direct].map(Transport::new);
         let group = Arc::new(Group::new(rank, world_size, timeout, hosts, room, transports, control));
         let lane = |channel| Lane::new(group.clone(), channel, tuning);
@@ -205,8 +203,12 @@ impl CpuCommunicator {
             communicator.monitor = Some(communicator.start_monitor()?);
         }
         // From here on a failure is one of the group, which all ranks hear of.
-        communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline)?;
-        Ok(communicator)
+        match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
+            Ok(()) => Ok(communicator),
+            // It may have given up before it could tell the group.
+            Err(error @ Error::PeerGone { .. }) => Err(construction.cause(error)),
+            Err(error) => Err(error),
+        }
     }
 
     fn start_monitor(&self) -> Result<JoinHandle<()>> {
