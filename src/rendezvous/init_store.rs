@@ -51,31 +51,37 @@ impl InitStore {
         *self.limited.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    fn in_init(&self) -> Option<Arc<dyn Store>> {
+    /// The store with its limits, unless they are lifted.
+    pub(super) fn in_init(&self) -> Option<Arc<dyn Store>> {
         self.limited.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn now(&self) -> Arc<dyn Store> {
-        self.in_init().unwrap_or_else(|| Arc::clone(&self.plain) as Arc<dyn Store>)
+    fn call<T>(&self, call: impl FnOnce(&dyn Store) -> Result<T>) -> Result<T> {
+        let Some(limited) = self.in_init() else { return call(&*self.plain) };
+        call(&*limited).map_err(|error| match error {
+            Error::StoreTimeout { .. } => error,
+            // Where the store has gone with the rank that failed, that one's reason is the cause.
+            _ => self.cancellation.check().err().unwrap_or(error),
+        })
     }
 }
 
 impl Store for InitStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.now().set(key, value)
+        self.call(|store| store.set(key, value))
     }
 
     fn get(&self, key: &str) -> Result<Vec<u8>> {
         self.wait(&[key], None)?;
-        self.now().get(key)
+        self.call(|store| store.get(key))
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.now().add(key, amount)
+        self.call(|store| store.add(key, amount))
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.now().compare_set(key, expected, desired)
+        self.call(|store| store.compare_set(key, expected, desired))
     }
 
     fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
@@ -88,13 +94,14 @@ impl Store for InitStore {
         timeout: Option<Duration>,
         cancelled: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
-        let Some(limited) = self.in_init() else {
+        if self.in_init().is_none() {
             return self.plain.wait_cancellable(keys, timeout, cancelled);
-        };
+        }
         let longest = self.timeout();
         let left = self.deadline.saturating_duration_since(Instant::now());
         let either = || cancelled().and_then(|()| self.cancellation.check());
-        match limited.wait_cancellable(keys, Some(timeout.unwrap_or(longest).min(left)), &either) {
+        let timeout = timeout.unwrap_or(longest).min(left);
+        match self.call(|store| store.wait_cancellable(keys, Some(timeout), &either)) {
             Err(Error::StoreTimeout { operation, store, reason, .. }) if Instant::now() >= self.deadline => {
                 Err(Error::StoreTimeout { operation, store, timeout: longest, reason })
             }
@@ -103,28 +110,28 @@ impl Store for InitStore {
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
-        self.now().check(keys)
+        self.call(|store| store.check(keys))
     }
 
     fn delete(&self, key: &str) -> Result<bool> {
-        self.now().delete(key)
+        self.call(|store| store.delete(key))
     }
 
     fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.now().append(key, value)
+        self.call(|store| store.append(key, value))
     }
 
     fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
         self.wait(keys, None)?;
-        self.now().multi_get(keys)
+        self.call(|store| store.multi_get(keys))
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
-        self.now().multi_set(pairs)
+        self.call(|store| store.multi_set(pairs))
     }
 
     fn num_keys(&self) -> Result<usize> {
-        self.now().num_keys()
+        self.call(|store| store.num_keys())
     }
 
     fn timeout(&self) -> Duration {

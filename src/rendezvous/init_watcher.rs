@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 const ABORT: &str = "init/abort";
 /// How many ranks know of it.
 const HEARD: &str = "init/heard";
-/// The last heartbeat of a rank that is connected.
+const FIRST: &[u8] = b"0";
+/// The last heartbeat of a rank that needs no watching any more.
 const DONE: &[u8] = b"done";
 
 fn heartbeat_key(rank: usize) -> String {
@@ -74,16 +75,13 @@ impl InitWatcher {
     }
 
     fn start_at(&mut self, pace: Pace, world_size: usize) -> Result<()> {
-        if world_size == 1 {
-            return Ok(());
-        }
+        let Some(store) = self.store.in_init().filter(|_| world_size > 1) else { return Ok(()) };
+        let keys = PrefixStore::new(self.prefix.as_str(), store);
+        keys.set(&heartbeat_key(self.rank), FIRST)?;
         let ((stop, stopped), (end, ended)) = (channel(), channel());
-        let (store, heard, prefix, rank) =
-            (Arc::clone(&self.store), Arc::clone(&self.heard), self.prefix.clone(), self.rank);
+        let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
             let _end = end;
-            // The connection is made when it is first needed: most groups are made before.
-            let keys = PrefixStore::new(prefix, store.limited(store.deadline + REPORTING));
             Look { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
         };
         let handle = std::thread::Builder::new()
@@ -224,9 +222,7 @@ impl Look<'_> {
                 Err(error) => log::debug!("rank {}: a look at the store during initialisation: {error}", self.rank),
             }
         }
-        if heartbeats > 0
-            && let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE)
-        {
+        if let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE) {
             log::debug!("rank {}: the last heartbeat of initialisation: {error}", self.rank);
         }
     }
@@ -293,5 +289,93 @@ impl Look<'_> {
             .next()
             .filter(|name| !name.is_empty())
             .map_or_else(String::new, |name| format!(" on host {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::FileStore;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    const FAST: Pace = Pace { tick: Duration::from_millis(5), ticks_per_heartbeat: 2, lost_after: 5 };
+
+    fn watcher(path: &std::path::Path, rank: usize, pace: Pace) -> InitWatcher {
+        let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
+        let store = Arc::new(InitStore::new(file, Instant::now() + TIMEOUT));
+        let mut watcher = InitWatcher::new(store, "run", rank, false);
+        watcher.start_at(pace, 2).unwrap();
+        watcher
+    }
+
+    fn hear(watcher: &InitWatcher) -> (usize, String) {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < TIMEOUT, "nothing was heard");
+            match watcher.check() {
+                Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+                Err(Error::PeerFailed { peer, reason }) => return (peer, reason),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_failure_is_heard_and_waits_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let store = Arc::clone(&a.store);
+        let waiting = std::thread::spawn(move || store.get("never set"));
+        let error = b.conclude::<()>(Err(Error::invalid("device", "no GPU"))).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error stays what it is: {error}");
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
+        assert!(matches!(waiting.join().unwrap(), Err(Error::PeerFailed { peer: 1, .. })));
+        assert!(a.conclude::<()>(a_failure()).is_err());
+    }
+
+    fn a_failure<T>() -> Result<T> {
+        Err(Error::invalid("device", "an echo"))
+    }
+
+    #[test]
+    fn a_rank_whose_heartbeat_stops_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let keys = FileStore::open(&path, TIMEOUT).unwrap();
+        let a = watcher(&path, 0, FAST);
+        std::thread::sleep(FAST.tick * 30);
+        a.check().unwrap(); // rank 1 has not come yet
+        keys.set("run/join/host/1", b"node7 0123").unwrap();
+        keys.set("run/init/heartbeat/1", FIRST).unwrap();
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
+        assert!(keys.check(&["run/init/abort"]).unwrap());
+    }
+
+    #[test]
+    fn ranks_that_live_or_are_connected_are_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let slow = Pace { lost_after: 60, ..FAST };
+        let [a, b] = [0, 1].map(|rank| watcher(&path, rank, slow));
+        std::thread::sleep(Duration::from_millis(900));
+        b.check().unwrap();
+        b.conclude(Ok(())).unwrap();
+        std::thread::sleep(Duration::from_millis(900));
+        a.conclude(Ok(())).unwrap();
+    }
+
+    #[test]
+    fn a_panic_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let panicked = std::thread::spawn(move || {
+            let _b = b;
+            panic!("out of luck");
+        });
+        panicked.join().unwrap_err();
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
     }
 }

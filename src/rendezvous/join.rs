@@ -42,6 +42,13 @@ impl Join<'_> {
     /// Fails on all ranks when two claim the same place or when they disagree on their number, and after the time-out
     /// when some do not come.
     pub(super) fn run(&self) -> Result<()> {
+        match self.meet() {
+            Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
+            result => result,
+        }
+    }
+
+    fn meet(&self) -> Result<()> {
         let Self { store, rank, world_size, .. } = *self;
         if store.add(&rank_key(rank), 1)? != 1 {
             return self.give_up(format!("two processes claim to be rank {rank}: give each its own rank"));
@@ -63,10 +70,7 @@ impl Join<'_> {
             store.compare_set(OUTCOME, b"", COMPLETE)?;
         }
         let left = self.deadline.saturating_duration_since(Instant::now());
-        match store.wait(&[OUTCOME], Some(left)) {
-            Err(Error::StoreTimeout { .. }) => return Err(self.incomplete()),
-            result => result?,
-        }
+        store.wait(&[OUTCOME], Some(left))?;
         let outcome = store.get(OUTCOME)?;
         if outcome == COMPLETE { Ok(()) } else { Err(self.failed(String::from_utf8_lossy(&outcome).into_owned())) }
     }
