@@ -253,8 +253,8 @@ fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
     let folder = tempfile::tempdir().unwrap();
     let mut ranks = waiting_for_the_last("init-frozen", folder.path(), 4);
     signal(&ranks[0], rustix::process::Signal::STOP);
-    for rank in 1..4 {
-        let (seconds, error) = outcome("init-frozen", folder.path(), rank, &mut ranks[rank]);
+    for (rank, process) in ranks.iter_mut().enumerate().skip(1) {
+        let (seconds, error) = outcome("init-frozen", folder.path(), rank, process);
         assert!(seconds < 9.0, "time-out 4 s, ended after {seconds} s: {error}");
         assert!(error.contains("timed out after 4s on the store 127.0.0.1:"), "{error}");
         assert!(error.contains("the store does not answer"), "{error}");
@@ -265,14 +265,31 @@ fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
 
 #[test]
 fn the_death_of_a_rank_during_initialisation_is_noticed() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut ranks = waiting_for_the_last("init", folder.path(), 3);
-    ranks[1].kill().unwrap();
-    ranks[1].wait().unwrap();
-    for rank in [0, 2] {
-        let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
-        assert!(seconds < 25.0, "time-out 60 s, ended after {seconds} s: {error}");
-        assert!(error.contains("rank 1 ended the group: it gave no sign of life for 8 s"), "{error}");
+    // In the rendezvous, and while the connections are made: ranks wait for its address, and for it to connect.
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let meeting = waiting_for_the_last("init", folders[0].path(), 3);
+    let init_method = format!("file://{}", folders[1].path().join("store").display());
+    let start = |rank: usize| {
+        let mut command = joining("init", folders[1].path(), &init_method, rank, 3);
+        if rank == 1 {
+            command.env(PAUSE, "wait");
+        }
+        command.spawn().unwrap()
+    };
+    let connecting: Vec<Child> = (0..3).map(start).collect();
+    let store = FileStore::open(folders[1].path().join("store"), Duration::from_secs(60)).unwrap();
+    store.wait(&["candle_ddp/0/0/cpu/addr/0", "candle_ddp/0/0/backend/1"], None).unwrap();
+    let mut jobs = [meeting, connecting];
+    for ranks in &mut jobs {
+        ranks[1].kill().unwrap();
+        ranks[1].wait().unwrap();
+    }
+    for (mut ranks, folder) in jobs.into_iter().zip(&folders) {
+        for rank in [0, 2] {
+            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
+            assert!(seconds < 25.0, "time-out 60 s, ended after {seconds} s: {error}");
+            assert!(error.contains("rank 1 ended the group: it gave no sign of life for 8 s"), "{error}");
+        }
     }
 }
 

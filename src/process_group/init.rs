@@ -157,7 +157,7 @@ fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     match store.wait(&keys, None) {
         Err(Error::StoreTimeout { store: name, timeout, reason, .. }) => {
-            let reason = match absent_ranks(store, 0..world_size, backend_key) {
+            let reason = match absent_ranks(store, 0..world_size, &backend_key) {
                 Ok(absent) => format!(
                     "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or \
                      give them more time (timeout)"

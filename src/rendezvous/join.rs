@@ -108,7 +108,7 @@ impl Join<'_> {
     fn incomplete(&self) -> Error {
         const SHOWN: usize = 8;
         let world_size = self.world_size;
-        let reason = match absent_ranks(self.store, 0..world_size, rank_key) {
+        let reason = match absent_ranks(self.store, 0..world_size, &rank_key) {
             Ok(absent) => {
                 let arrived = world_size - absent.len();
                 let shown: Vec<String> = absent.iter().take(SHOWN).map(usize::to_string).collect();

@@ -1,4 +1,5 @@
 use crate::{Error, Result};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// How often a wait that can be cancelled asks whether it is.
@@ -68,17 +69,39 @@ pub trait Store: Send + Sync {
     fn timeout(&self) -> Duration;
 }
 
-/// Those of `ranks` whose key nobody has set. The first error of the store is the last question.
+/// Those of `ranks` whose key nobody has set, found by halving, since most often few of many are absent.
 pub(crate) fn absent_ranks(
     store: &dyn Store,
-    ranks: impl Iterator<Item = usize>,
-    key: impl Fn(usize) -> String,
+    ranks: Range<usize>,
+    key: &dyn Fn(usize) -> String,
 ) -> Result<Vec<usize>> {
-    let mut absent = Vec::new();
-    for rank in ranks {
-        if !store.check(&[&key(rank)])? {
-            absent.push(rank);
+    let keys: Vec<String> = ranks.clone().map(key).collect();
+    if store.check(&keys.iter().map(String::as_str).collect::<Vec<_>>())? {
+        return Ok(Vec::new());
+    }
+    if ranks.len() == 1 {
+        return Ok(ranks.collect());
+    }
+    let middle = ranks.start + ranks.len() / 2;
+    let mut absent = absent_ranks(store, ranks.start..middle, key)?;
+    absent.extend(absent_ranks(store, middle..ranks.end, key)?);
+    Ok(absent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::HashStore;
+
+    #[test]
+    fn absent_ranks_are_found() {
+        let store = HashStore::new(Duration::from_secs(5));
+        let key = |rank: usize| format!("rank/{rank}");
+        for present in [1, 2, 4, 5, 6] {
+            store.set(&key(present), b"").unwrap();
+        }
+        for (ranks, expected) in [(0..7, vec![0, 3]), (4..7, vec![]), (3..4, vec![3]), (0..0, vec![])] {
+            assert_eq!(absent_ranks(&store, ranks, &key).unwrap(), expected);
         }
     }
-    Ok(absent)
 }

@@ -119,7 +119,7 @@ impl Connector<'_> {
         let key = key(peer);
         match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
             Err(Error::StoreTimeout { operation, store, reason, .. }) => {
-                return Err(match absent_ranks(self.store, 0..self.rank, self::key) {
+                return Err(match absent_ranks(self.store, 0..self.rank, &self::key) {
                     Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
                     // It does not answer.
                     Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },

@@ -46,7 +46,7 @@ pub(super) fn hear(store: &dyn Store, rank: usize, world_size: usize, timeout: D
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     match store.wait(&keys, Some(timeout)) {
         Err(Error::StoreTimeout { .. }) => {
-            let peers = absent_ranks(store, 0..world_size, key)?;
+            let peers = absent_ranks(store, 0..world_size, &key)?;
             let reason = "it has not come to make the group: look for the first error in its output".to_string();
             return Err(Error::Connect { rank, peers, timeout, reason });
         }
