@@ -142,7 +142,7 @@ pub(super) fn await_id(
     operation: &'static str,
 ) -> std::result::Result<UniqueId, Stop> {
     let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
-    let ended = || group.failure().map_or(Ok(()), |failure| Err(failure.into()));
+    let ended = || group.failure().map_or(Ok(()), |failure| Err(Error::from(failure)));
     if let Err(error) = store.wait_cancellable(&[key], Some(group.timeout), &ended) {
         return Err(group.failure().map_or_else(|| cannot(&error), Stop::Group));
     }
