@@ -228,3 +228,56 @@ fn making_a_group_ends_with_the_group_it_is_made_of() {
         .unwrap();
     }
 }
+
+#[test]
+fn peers_hear_why_a_rank_ended() {
+    let expect = |pg: &ProcessGroup, reason: &str| {
+        for _ in 0..2 {
+            let error = pg.barrier().unwrap_err();
+            let heard = matches!(&error, Error::PeerFailed { peer: 1, reason: heard } if heard == reason);
+            assert!(heard, "rank {}: {error}", pg.rank());
+        }
+    };
+    // An error of the program's own.
+    ranks(3, |pg| {
+        if pg.rank() == 1 {
+            let error = pg.abort_on_error(|| Err::<(), String>("no disk".to_string()));
+            assert_eq!(error.unwrap_err(), "no disk");
+        }
+        expect(&pg, "no disk");
+        Ok(())
+    })
+    .unwrap();
+    // A panic goes on afterwards.
+    ranks(3, |pg| {
+        if pg.rank() == 1 {
+            let body = || -> Result<(), String> { panic!("out of luck") };
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| pg.abort_on_error(body))).unwrap_err();
+        }
+        expect(&pg, "it panicked: out of luck");
+        Ok(())
+    })
+    .unwrap();
+    // The failure of another rank keeps its name, also where it ends this one.
+    ranks(3, |pg| {
+        let ended = pg.abort_on_error(|| match pg.rank() {
+            1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+            _ => pg.barrier(),
+        });
+        assert!(ended.is_err());
+        expect(&pg, "reading data: no disk");
+        Ok(())
+    })
+    .unwrap();
+    // Ranks that are threads do so by themselves.
+    let error = ranks(3, |pg| match pg.rank() {
+        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        _ => {
+            expect(&pg, "reading data: no disk");
+            Ok(())
+        }
+    });
+    assert_eq!(error.unwrap_err().to_string(), "reading data: no disk");
+    // All is well.
+    assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))).unwrap(), [0, 1]);
+}

@@ -5,9 +5,10 @@
 mod common;
 
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
 use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
-use common::{assert_close, fill, floats, tensor, var};
+use common::{assert_close, fill, floats, free_port, tensor, var};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -36,12 +37,30 @@ impl Module for Net {
 fn rank_of_another_test() {
     let Ok(job) = std::env::var(JOB) else { return };
     let folder = std::env::var(FOLDER).unwrap();
-    let timeout = Duration::from_secs(if job == "frozen" { 3 } else { 60 });
+    let timeout = Duration::from_secs(match job.as_str() {
+        "frozen" => 3,
+        "init-frozen" => 4,
+        _ => 60,
+    });
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
     let die_with_parent = job == "orphan";
-    let pg = init_process_group(InitOptions { timeout, init_method, die_with_parent, ..Default::default() }).unwrap();
-    let report = |text: &str| std::fs::write(format!("{folder}/{job}-rank{}", pg.rank()), text).unwrap();
+    let rank = std::env::var("RANK").unwrap();
+    let report = |text: &str| std::fs::write(format!("{folder}/{job}-rank{rank}"), text).unwrap();
+    if let Ok(pause) = std::env::var(PAUSE) {
+        log::set_boxed_logger(Box::new(Interrupting { panics: pause == "panic", go: format!("{folder}/go") })).unwrap();
+        log::set_max_level(log::LevelFilter::Info);
+    }
+    let start = Instant::now();
+    let options = InitOptions { timeout, init_method, die_with_parent, ..Default::default() };
+    let pg = match init_process_group(options) {
+        Ok(pg) => pg,
+        Err(error) if job.starts_with("init") => {
+            return report(&format!("{} {error}", start.elapsed().as_secs_f32()));
+        }
+        Err(error) => panic!("{error}"),
+    };
     match job.as_str() {
+        "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
         "train" => report(&train(&pg).unwrap()),
         // Until something happens to one of the ranks.
         "killed" | "frozen" => loop {
@@ -64,6 +83,32 @@ fn rank_of_another_test() {
         }
         other => panic!("no such job: {other}"),
     }
+}
+
+/// What a rank does between the rendezvous and the making of its connections: `panic`, or wait for the file `go`.
+const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
+
+/// A logger is code of the program's own that runs in the middle of initialisation.
+struct Interrupting {
+    panics: bool,
+    go: String,
+}
+
+impl log::Log for Interrupting {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record) {
+        if record.args().to_string().contains("backend Cpu") {
+            assert!(!self.panics, "out of luck");
+            while !Path::new(&self.go).exists() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+
+    fn flush(&self) {}
 }
 
 /// Five steps; returns the final parameters.
@@ -215,4 +260,135 @@ fn a_frozen_rank_is_a_time_out_that_names_it_on_all_others() {
     for report in reports {
         assert!(report.contains("timed out after 3s") && report.contains("rank 1"), "{report}");
     }
+}
+
+/// A rank that joins the group, in a process.
+fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size: usize) -> Command {
+    let mut command = rank_command(&std::env::current_exe().unwrap(), job, folder);
+    command.args(RANK_ARGUMENTS).env("INIT_METHOD", init_method).stdout(Stdio::null()).stderr(Stdio::null());
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+    command
+}
+
+/// After how many seconds initialisation ended on a rank, and how.
+fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> (f32, String) {
+    process.wait().unwrap();
+    let report = std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap();
+    let (seconds, error) = report.split_once(' ').unwrap();
+    (seconds.parse().unwrap_or_else(|_| panic!("rank {rank}: {report}")), error.to_string())
+}
+
+fn signal(process: &Child, signal: rustix::process::Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_child(process), signal).unwrap();
+}
+
+/// Starts ranks 0 to `started` of a world that is larger by one, and returns when they wait for the last one.
+fn waiting_for_the_last(job: &str, folder: &Path, started: usize) -> Vec<Child> {
+    let port = free_port();
+    let init_method = format!("tcp://127.0.0.1:{port}");
+    let start = |rank| joining(job, folder, &init_method, rank, started + 1).spawn().unwrap();
+    let ranks: Vec<Child> = (0..started).map(start).collect();
+    let store = TcpStore::connect("127.0.0.1", port, Duration::from_secs(60)).unwrap();
+    let keys: Vec<String> = (0..started).map(|rank| format!("candle_ddp/0/0/join/host/{rank}")).collect();
+    store.wait(&keys.iter().map(String::as_str).collect::<Vec<_>>(), None).unwrap();
+    ranks
+}
+
+#[test]
+fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks = waiting_for_the_last("init-frozen", folder.path(), 4);
+    signal(&ranks[0], rustix::process::Signal::STOP);
+    for (rank, process) in ranks.iter_mut().enumerate().skip(1) {
+        let (seconds, error) = outcome("init-frozen", folder.path(), rank, process);
+        assert!(seconds < 9.0, "time-out 4 s, ended after {seconds} s: {error}");
+        assert!(error.contains("timed out after 4s on the store 127.0.0.1:"), "{error}");
+        assert!(error.contains("the store does not answer"), "{error}");
+    }
+    ranks[0].kill().unwrap();
+    ranks[0].wait().unwrap();
+}
+
+#[test]
+fn the_death_of_a_rank_during_initialisation_is_noticed() {
+    // In the rendezvous, and while the connections are made: ranks wait for its address, and for it to connect.
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let meeting = waiting_for_the_last("init", folders[0].path(), 3);
+    let init_method = format!("file://{}", folders[1].path().join("store").display());
+    let start = |rank: usize| {
+        let mut command = joining("init", folders[1].path(), &init_method, rank, 3);
+        if rank == 1 {
+            command.env(PAUSE, "wait");
+        }
+        command.spawn().unwrap()
+    };
+    let connecting: Vec<Child> = (0..3).map(start).collect();
+    let store = FileStore::open(folders[1].path().join("store"), Duration::from_secs(60)).unwrap();
+    store.wait(&["candle_ddp/0/0/cpu/addr/0", "candle_ddp/0/0/backend/1"], None).unwrap();
+    let mut jobs = [meeting, connecting];
+    for ranks in &mut jobs {
+        ranks[1].kill().unwrap();
+        ranks[1].wait().unwrap();
+    }
+    for (mut ranks, folder) in jobs.into_iter().zip(&folders) {
+        for rank in [0, 2] {
+            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
+            assert!(seconds < 25.0, "time-out 60 s, ended after {seconds} s: {error}");
+            assert!(error.contains("rank 1 ended the group: it gave no sign of life for 8 s"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_error_or_a_panic_during_initialisation_is_told_to_all_others() {
+    let transport = ("CANDLE_DDP_CPU_TRANSPORT", "none");
+    let refused = "CANDLE_DDP_CPU_TRANSPORT=\"none\": it is one of auto, tcp, shm (on host ";
+    for (failing, (variable, value), expected) in [
+        // The rank that hosts the store, and others.
+        (0, transport, refused),
+        (1, transport, refused),
+        (2, (PAUSE, "panic"), "it panicked during initialisation (on host "),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let init_method = format!("tcp://127.0.0.1:{}", free_port());
+        let mut ranks: Vec<Child> = (0..3)
+            .map(|rank| {
+                let mut command = joining("init", folder.path(), &init_method, rank, 3);
+                if rank == failing {
+                    command.env(variable, value);
+                }
+                command.spawn().unwrap()
+            })
+            .collect();
+        for rank in (0..3).filter(|rank| *rank != failing) {
+            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
+            assert!(seconds < 20.0, "time-out 60 s, ended after {seconds} s: {error}");
+            assert!(error.contains(&format!("rank {failing} ended the group: {expected}")), "rank {rank}: {error}");
+        }
+        ranks[failing].wait().unwrap();
+    }
+}
+
+#[test]
+fn silent_connections_do_not_end_a_rank_that_has_few_descriptors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let init_method = format!("file://{}", path.display());
+    let rank_0 = joining("init", folder.path(), &init_method, 0, 2);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\""]).arg(rank_0.get_program()).args(rank_0.get_args());
+    limited.envs(rank_0.get_envs().filter_map(|(name, value)| Some((name, value?)))).stdout(Stdio::null());
+    let mut ranks = vec![limited.spawn().unwrap()];
+    ranks.push(joining("init", folder.path(), &init_method, 1, 2).env(PAUSE, "wait").spawn().unwrap());
+    let store = FileStore::open(&path, Duration::from_secs(60)).unwrap();
+    let address = String::from_utf8(store.get("candle_ddp/0/0/cpu/addr/0").unwrap()).unwrap();
+    let address = address.split(' ').next().unwrap().to_string();
+    let silent: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect();
+    std::fs::write(folder.path().join("go"), "").unwrap();
+    for (rank, process) in ranks.iter_mut().enumerate() {
+        process.wait().unwrap();
+        let report = std::fs::read_to_string(folder.path().join(format!("init-rank{rank}"))).unwrap();
+        assert_eq!(report, "all is well", "rank {rank}");
+    }
+    drop(silent);
 }

@@ -1,25 +1,15 @@
 //! Ranks that meet: threads of this process, and processes under a launcher's environment.
 #![allow(clippy::unwrap_used)]
+mod common;
+
 use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
 use candle_ddp::{Error, Result};
+use common::free_port;
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// A port that nobody else takes meanwhile: outside of the range from which the system hands out ports.
-fn free_port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    loop {
-        let offset = std::process::id() * 31 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 20_000 + (offset % 10_000) as u16;
-        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
-            return port;
-        }
-    }
-}
 
 fn options(init_method: &str, rank: usize, world_size: usize) -> RendezvousOptions {
     let init_method = init_method.to_string();
@@ -152,11 +142,32 @@ fn who_does_not_come_is_named() {
     let start = Instant::now();
     let results = meet(vec![short(0), short(2)]);
     assert!(start.elapsed() < TIMEOUT / 2);
-    let error = results[0].as_ref().unwrap_err();
-    assert!(matches!(error, Error::StoreTimeout { .. }));
-    let text = error.to_string();
-    assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
-    assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
+    // Each by its own time-out, or by that of the other, which came a moment before. Rank 0 takes the store with it.
+    for result in results {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::StoreTimeout { .. } | Error::PeerFailed { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
+        assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
+    }
+}
+
+/// Nobody can meet without it.
+#[test]
+fn the_end_of_one_ranks_patience_is_that_of_all() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    for impatient in 0..2 {
+        let start = Instant::now();
+        let mut options = [0, 1].map(|rank| options(&init_method, rank, 3)).to_vec();
+        options[impatient].timeout = Duration::from_secs(1);
+        let mut results = meet(options);
+        assert!(start.elapsed() < TIMEOUT / 2);
+        let other = results.remove(1 - impatient).unwrap_err();
+        assert!(matches!(other, Error::PeerFailed { peer, .. } if peer == impatient), "{other}");
+        for error in [other, results.remove(0).unwrap_err()] {
+            assert!(error.to_string().contains("2 of 3 ranks arrived, missing: 2."), "{error}");
+        }
+    }
 }
 
 #[test]

@@ -89,12 +89,8 @@ fn main() -> ExitCode {
 /// Measures all sizes. Returns how many values were wrong.
 fn sweep(options: &Options) -> Result<u64> {
     let pg = init_process_group(InitOptions::default())?;
-    let result = measure_all(options, &pg);
-    if let Err(error) = &result {
-        // What fails on one rank alone, such as writing a file, is said by all.
-        pg.abort(&error.to_string());
-    }
-    result
+    // What fails on one rank alone, such as writing a file, is said by all.
+    pg.abort_on_error(|| measure_all(options, &pg))
 }
 
 fn measure_all(options: &Options, pg: &ProcessGroup) -> Result<u64> {

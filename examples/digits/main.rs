@@ -73,8 +73,7 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
-    // So that the other ranks hear of it, and not only that this one has left.
-    train(&pg, options).inspect_err(|error| pg.abort(&error.to_string()))
+    pg.abort_on_error(|| train(&pg, options))
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {

@@ -59,7 +59,7 @@ const LEARNING_RATE: f64 = 1e-5;
 type Times = [f64; 3];
 
 fn main() -> ExitCode {
-    match measure(&Options::parse()) {
+    match run(&Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -68,13 +68,17 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure(options: &Options) -> Result<()> {
+fn run(options: &Options) -> Result<()> {
     let pg = init_process_group(InitOptions::default())?;
+    pg.abort_on_error(|| measure(&pg, options))
+}
+
+fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
     let input = Tensor::randn(0f32, 1., [&[batch_size], options.model.input()].concat(), pg.device())?;
     let default = DdpOptions::default();
     let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
-    let new = |mode: &Mode| Trainer::new(*mode, options.model, &pg, ddp.clone());
+    let new = |mode: &Mode| Trainer::new(*mode, options.model, pg, ddp.clone());
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -82,7 +86,7 @@ fn measure(options: &Options) -> Result<()> {
             // Each mode comes first, and after each other one, as often as the others.
             let index = (turn + step as usize) % trainers.len();
             pg.barrier()?;
-            let elapsed = slowest(&pg, trainers[index].step(&input)?)?;
+            let elapsed = slowest(pg, trainers[index].step(&input)?)?;
             if step >= WARMUP {
                 times[index].push(elapsed);
             }

@@ -2,6 +2,7 @@
 mod call;
 mod check;
 mod collective;
+mod construction;
 pub mod cpu;
 mod failure;
 // Without the feature, the same names refuse politely; this is the one place that tells the two apart.
@@ -15,6 +16,7 @@ mod wire;
 mod work;
 
 pub use collective::{Collective, ReduceOp};
+pub(crate) use construction::Construction;
 pub use work::{Completion, Work};
 
 use crate::rendezvous::Store;

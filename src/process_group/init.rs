@@ -1,6 +1,6 @@
 use super::{ProcessGroup, Settings};
-use crate::backend::{Communicator, cpu, nccl};
-use crate::rendezvous::{self, PrefixStore, RendezvousOptions, Store};
+use crate::backend::{Communicator, Construction, cpu, nccl};
+use crate::rendezvous::{self, InitWatcher, PrefixStore, Rendezvous, RendezvousOptions, Store, absent_ranks};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::Arc;
@@ -67,36 +67,50 @@ impl Default for InitOptions {
 ///
 /// # Errors
 /// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
-/// the time-out: each says which variable, address or rank, and what to do. A rank that has come but has no device, or
-/// another engine than the others, is an error on all ranks.
+/// the time-out: each says which variable, address or rank, and what to do. A rank that has come and then fails, because
+/// it has no device or another engine than the others, for example, is an error on all ranks at once
+/// ([`Error::PeerFailed`]), and one whose process dies within ten seconds. The time-out bounds all of it.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;
     }
     let backend = choose(options.backend, options.device.as_ref(), nccl::device_count)?;
-    let found = rendezvous::rendezvous(&RendezvousOptions {
+    let (found, watcher) = rendezvous::meet(&RendezvousOptions {
         init_method: options.init_method,
         rank: options.rank,
         world_size: options.world_size,
         timeout: options.timeout,
     })?;
+    let made = connect(found, backend, options.device, options.timeout, &watcher);
+    watcher.conclude(made)
+}
+
+/// Makes the engine of the ranks that have met.
+fn connect(
+    found: Rendezvous,
+    backend: Backend,
+    device: Option<Device>,
+    timeout: Duration,
+    watcher: &InitWatcher,
+) -> Result<ProcessGroup> {
     let device = match backend {
-        Backend::Nccl => nccl::choose_device(options.device, found.local_rank),
-        _ => Ok(Device::Cpu),
+        Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
+        _ => Device::Cpu,
     };
-    tell(&*found.store, found.rank, backend, device.as_ref().err())?;
-    let device = device?;
+    tell(&*found.store, found.rank, backend)?;
     hear(&*found.store, found.rank, found.world_size)?;
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
         backend,
         device,
-        timeout: options.timeout,
+        timeout,
         local_rank: found.local_rank,
         local_world_size: found.local_world_size,
         address: found.address,
     };
-    ProcessGroup::connect(found.store, (0..found.world_size).collect(), found.rank, settings)
+    let cancelled = || watcher.check();
+    let construction = Construction { deadline: Some(watcher.deadline()), cancelled: Some(&cancelled) };
+    ProcessGroup::connect(construction, found.store, (0..found.world_size).collect(), found.rank, settings)
 }
 
 fn unavailable(what: &str, hint: impl Into<String>) -> Error {
@@ -138,28 +152,35 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
     }
 }
 
-/// Between a failed rank's key and its reason.
-const FAILED: &str = "failed: ";
-
 fn backend_key(rank: usize) -> String {
     format!("backend/{rank}")
 }
 
-/// Tells the other ranks this one's engine, or why it has none.
-fn tell(store: &dyn Store, rank: usize, backend: Backend, error: Option<&Error>) -> Result<()> {
-    let word = error.map_or_else(|| format!("{backend:?}"), |error| format!("{FAILED}{error}"));
-    store.set(&backend_key(rank), word.as_bytes())
+/// Tells the other ranks this one's engine.
+fn tell(store: &dyn Store, rank: usize, backend: Backend) -> Result<()> {
+    store.set(&backend_key(rank), format!("{backend:?}").as_bytes())
 }
 
-/// Checks that all ranks have an engine, and the same one.
+/// Checks that all ranks have the same engine.
 fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
     let keys: Vec<String> = (0..world_size).map(backend_key).collect();
-    let words = store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-    let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
-    let failed = words.iter().enumerate().find_map(|(peer, word)| Some((peer, word.strip_prefix(FAILED)?)));
-    if let Some((peer, reason)) = failed {
-        return Err(Error::PeerFailed { peer, reason: reason.to_string() });
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    match store.wait(&keys, None) {
+        Err(Error::StoreTimeout { store: name, timeout, reason, .. }) => {
+            let reason = match absent_ranks(store, 0..world_size, &backend_key) {
+                Ok(absent) => format!(
+                    "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or \
+                     give them more time (timeout)"
+                ),
+                Err(_) => reason,
+            };
+            let operation = format!("init_process_group of rank {rank}");
+            return Err(Error::StoreTimeout { operation, store: name, timeout, reason });
+        }
+        result => result?,
     }
+    let words = store.multi_get(&keys)?;
+    let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
     match words.iter().position(|word| *word != words[0]) {
         None => Ok(()),
         Some(peer) => {
@@ -179,9 +200,9 @@ pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<d
     Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
 }
 
-/// The engine of one group, made of the ranks of `parent` if that is not the first.
+/// The engine of one group.
 pub(super) fn communicator(
-    parent: Option<&dyn Communicator>,
+    construction: Construction,
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
@@ -193,7 +214,7 @@ pub(super) fn communicator(
         return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));
     }
     let options = cpu::CpuOptions { timeout, address: settings.address, ..Default::default() };
-    Ok(Box::new(cpu::CpuCommunicator::beside(parent, store, rank, world_size, options)?))
+    Ok(Box::new(cpu::CpuCommunicator::within(construction, store, rank, world_size, options)?))
 }
 
 #[cfg(test)]
@@ -227,16 +248,22 @@ mod tests {
     #[test]
     fn ranks_with_different_engines_all_hear_of_it() {
         let store = HashStore::new(Duration::from_secs(5));
-        tell(&store, 0, Backend::Nccl, None).unwrap();
-        tell(&store, 1, Backend::Cpu, None).unwrap();
+        tell(&store, 0, Backend::Nccl).unwrap();
+        tell(&store, 1, Backend::Cpu).unwrap();
         for rank in 0..2 {
             let error = hear(&store, rank, 2).unwrap_err().to_string();
             assert!(error.contains("rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu"), "{error}");
         }
-        tell(&store, 1, Backend::Nccl, None).unwrap();
+        tell(&store, 1, Backend::Nccl).unwrap();
         hear(&store, 0, 2).unwrap();
-        tell(&store, 1, Backend::Nccl, Some(&Error::invalid("device", "gone"))).unwrap();
-        let error = hear(&store, 0, 2).unwrap_err().to_string();
-        assert_eq!(error, "rank 1 ended the group: device: gone");
+    }
+
+    #[test]
+    fn a_rank_without_a_word_is_named() {
+        let store = HashStore::new(Duration::from_millis(20));
+        tell(&store, 1, Backend::Cpu).unwrap();
+        let error = hear(&store, 1, 3).unwrap_err().to_string();
+        assert!(error.contains("init_process_group of rank 1 timed out after 20ms"), "{error}");
+        assert!(error.contains("rank(s) [0, 2] have not chosen their devices"), "{error}");
     }
 }

@@ -1,6 +1,7 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod compare;
 mod init;
+mod on_error;
 mod parent;
 mod spawn;
 
@@ -8,7 +9,7 @@ pub use init::{Backend, InitOptions, init_process_group};
 pub(crate) use spawn::{STACK_BYTES, panic_message};
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
-use crate::backend::{Collective, Communicator, ReduceOp, Work};
+use crate::backend::{Collective, Communicator, Construction, ReduceOp, Work};
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -60,8 +61,14 @@ struct Settings {
 
 impl ProcessGroup {
     /// Builds the engine of a group whose rank `rank` is this process. `store` must be the group's own.
-    fn connect(store: Arc<dyn Store>, global_ranks: Vec<usize>, rank: usize, settings: Settings) -> Result<Self> {
-        let communicator = init::communicator(None, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
+    fn connect(
+        construction: Construction,
+        store: Arc<dyn Store>,
+        global_ranks: Vec<usize>,
+        rank: usize,
+        settings: Settings,
+    ) -> Result<Self> {
+        let communicator = init::communicator(construction, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
         Ok(Self::around(communicator, store, global_ranks, settings))
     }
 
@@ -149,8 +156,9 @@ impl ProcessGroup {
         let communicator = match self.0.communicator.split(ranks, init::engine_store(&store, &settings)) {
             Some(made) => made?,
             None => {
-                let parent = Some(&*self.0.communicator);
-                let make = |rank| init::communicator(parent, Arc::clone(&store), rank, ranks.len(), &settings);
+                let failed = || self.failed();
+                let construction = Construction { cancelled: Some(&failed), ..Default::default() };
+                let make = |rank| init::communicator(construction, Arc::clone(&store), rank, ranks.len(), &settings);
                 place.map(make).transpose()?
             }
         };
@@ -169,9 +177,15 @@ impl ProcessGroup {
         }
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
-        let parent = Some(&*self.0.communicator);
-        let made = init::communicator(parent, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
+        let failed = || self.failed();
+        let construction = Construction { cancelled: Some(&failed), ..Default::default() };
+        let made = init::communicator(construction, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
+    }
+
+    /// The failure of this group, if there was one: ranks then do not come to make another group of them.
+    fn failed(&self) -> Result<()> {
+        self.0.communicator.failure().map_or(Ok(()), Err)
     }
 
     /// Starts any collective; the methods named after them read better.
@@ -194,7 +208,8 @@ impl ProcessGroup {
     }
 
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
-    /// For an error after which this rank cannot make the calls that the others wait for.
+    /// For an error after which this rank cannot make the calls that the others wait for;
+    /// [`abort_on_error`](Self::abort_on_error) calls it where a whole program fails.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
         // Without waiting: one who holds the lock connects, and hears of it from this group or its time-out.

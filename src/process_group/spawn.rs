@@ -1,5 +1,6 @@
 use super::{Backend, ProcessGroup, Settings};
-use crate::rendezvous::{HashStore, Store};
+use crate::backend::Construction;
+use crate::rendezvous::{Cancellation, HashStore, Reason, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,6 +46,10 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
         return Err(Error::invalid("world_size", "a group needs at least one rank"));
     }
     let store: Arc<dyn Store> = Arc::new(HashStore::new(timeout));
+    let deadline = Instant::now().checked_add(timeout);
+    let cancellation = Cancellation::default();
+    let cancel =
+        |peer: usize, error: &Error| cancellation.cancel(Reason::PeerFailed { peer, reason: error.to_string() });
     let run = |rank: usize| -> Result<T> {
         let settings = Settings {
             backend: Backend::Cpu,
@@ -54,7 +59,12 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             local_world_size: world_size,
             address: None,
         };
-        work(ProcessGroup::connect(Arc::clone(&store), (0..world_size).collect(), rank, settings)?)
+        let cancelled = || cancellation.check();
+        let construction = Construction { deadline, cancelled: Some(&cancelled) };
+        let ranks = (0..world_size).collect();
+        let pg = ProcessGroup::connect(construction, Arc::clone(&store), ranks, rank, settings)
+            .inspect_err(|error| cancel(rank, error))?;
+        pg.abort_on_error(|| work(pg.clone()))
     };
     let run = &run;
     let outcomes: Vec<(Instant, Result<T>)> = thread::scope(|scope| {
@@ -66,7 +76,13 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
                         .unwrap_or_else(|panic| Err(Error::RankFailed { rank, reason: panic_message(&*panic) }));
                     (Instant::now(), result)
                 };
-                thread::Builder::new().name(format!("rank{rank}")).stack_size(STACK_BYTES).spawn_scoped(scope, body)
+                thread::Builder::new()
+                    .name(format!("rank{rank}"))
+                    .stack_size(STACK_BYTES)
+                    .spawn_scoped(scope, body)
+                    .map_err(|error| Error::io("starting a rank's thread", error))
+                    // The others would wait for it.
+                    .inspect_err(|error| cancel(rank, error))
             })
             .collect();
         ranks
@@ -75,7 +91,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
                 Ok(rank) => rank.join().unwrap_or_else(|panic| {
                     (Instant::now(), Err(Error::RankFailed { rank: 0, reason: panic_message(&*panic) }))
                 }),
-                Err(error) => (Instant::now(), Err(Error::io("starting a rank's thread", error))),
+                Err(error) => (Instant::now(), Err(error)),
             })
             .collect()
     });

@@ -5,7 +5,7 @@ use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The longest key and value, as in a [`TcpStore`](super::TcpStore).
@@ -29,9 +29,11 @@ type Map = HashMap<Vec<u8>, Vec<u8>>;
 /// Every change is appended to the file, which therefore grows with the number of calls: meant for a rendezvous, not as
 /// a database. A process that dies in the middle of a change leaves the store as it was before.
 pub struct FileStore {
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
     path: String,
     timeout: Duration,
+    /// The end of all calls, if they have one in common.
+    deadline: Option<Instant>,
 }
 
 struct State {
@@ -44,7 +46,14 @@ impl FileStore {
     pub fn open(path: impl AsRef<Path>, timeout: Duration) -> Result<Self> {
         let log = FileLog::open(path.as_ref(), deadline_after(timeout))?;
         let path = log.path().display().to_string();
-        Ok(Self { state: Mutex::new(State { log, map: Map::new() }), path, timeout })
+        let state = Arc::new(Mutex::new(State { log, map: Map::new() }));
+        Ok(Self { state, path, timeout, deadline: None })
+    }
+
+    /// The same store for calls that all end at `deadline`.
+    pub(super) fn until(&self, deadline: Instant) -> Self {
+        let Self { state, path, timeout, .. } = self;
+        Self { state: Arc::clone(state), path: path.clone(), timeout: *timeout, deadline: Some(deadline) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -69,7 +78,9 @@ impl FileStore {
     fn access<T>(&self, operation: &str, body: impl FnOnce(&Map) -> Result<(T, Vec<Change>)>) -> Result<T> {
         let mut state = self.lock();
         let State { log, map } = &mut *state;
-        let mut access = log.access(deadline_after(self.timeout)).map_err(|error| self.failed(operation, error))?;
+        let deadline = deadline_after(self.timeout);
+        let deadline = self.deadline.map_or(deadline, |end| end.min(deadline));
+        let mut access = log.access(deadline).map_err(|error| self.failed(operation, error))?;
         access.read(|record| apply(map, record)).map_err(|error| self.failed(operation, error))?;
         let (result, changes) = body(map)?;
         self.write(operation, &mut access, map, changes)?;

@@ -1,5 +1,6 @@
 //! The moment when all ranks of a run have found each other in a store.
 use super::Store;
+use super::store::absent_ranks;
 use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 /// Set by the rank that completes the run, or by one that finds that it cannot be completed, with its reason.
 const OUTCOME: &str = "outcome";
 const COMPLETE: &[u8] = b"complete";
-const ARRIVED: &str = "arrived";
+pub(super) const ARRIVED: &str = "arrived";
 const WORLD_SIZE: &str = "world_size";
 /// The store's own address, told by a rank on another host.
 const STORE_ADDRESS: &str = "store_address";
@@ -16,7 +17,7 @@ fn rank_key(rank: usize) -> String {
     format!("rank/{rank}")
 }
 
-fn host_key(rank: usize) -> String {
+pub(super) fn host_key(rank: usize) -> String {
     format!("host/{rank}")
 }
 
@@ -41,6 +42,13 @@ impl Join<'_> {
     /// Fails on all ranks when two claim the same place or when they disagree on their number, and after the time-out
     /// when some do not come.
     pub(super) fn run(&self) -> Result<()> {
+        match self.meet() {
+            Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
+            result => result,
+        }
+    }
+
+    fn meet(&self) -> Result<()> {
         let Self { store, rank, world_size, .. } = *self;
         if store.add(&rank_key(rank), 1)? != 1 {
             return self.give_up(format!("two processes claim to be rank {rank}: give each its own rank"));
@@ -62,10 +70,7 @@ impl Join<'_> {
             store.compare_set(OUTCOME, b"", COMPLETE)?;
         }
         let left = self.deadline.saturating_duration_since(Instant::now());
-        match store.wait(&[OUTCOME], Some(left)) {
-            Err(Error::StoreTimeout { .. }) => return Err(self.incomplete()),
-            result => result?,
-        }
+        store.wait(&[OUTCOME], Some(left))?;
         let outcome = store.get(OUTCOME)?;
         if outcome == COMPLETE { Ok(()) } else { Err(self.failed(String::from_utf8_lossy(&outcome).into_owned())) }
     }
@@ -99,24 +104,29 @@ impl Join<'_> {
         Err(self.failed(reason))
     }
 
-    /// Says who is missing, as far as the store still answers.
+    /// Says who is missing, if the store still answers.
     fn incomplete(&self) -> Error {
-        let arrived = self.store.add(ARRIVED, 0).unwrap_or(0);
-        let absent = |rank: &usize| matches!(self.store.check(&[&rank_key(*rank)]), Ok(false));
-        let missing: Vec<String> = (0..self.world_size).filter(absent).take(8).map(|rank| rank.to_string()).collect();
-        let more = self.world_size - usize::try_from(arrived).unwrap_or(0).min(self.world_size);
-        let dots = if more > missing.len() { ", …" } else { "" };
-        Error::StoreTimeout {
-            operation: format!("rendezvous of rank {}", self.rank),
-            store: self.name.clone(),
-            timeout: self.timeout,
-            reason: format!(
-                "{arrived} of {} ranks arrived, missing: {}{dots}. Check that they were started, look for the first \
-                 error in their output, or give them more time (timeout)",
-                self.world_size,
-                missing.join(", ")
-            ),
-        }
+        const SHOWN: usize = 8;
+        let world_size = self.world_size;
+        let reason = match absent_ranks(self.store, 0..world_size, &rank_key) {
+            Ok(absent) => {
+                let arrived = world_size - absent.len();
+                let shown: Vec<String> = absent.iter().take(SHOWN).map(usize::to_string).collect();
+                let dots = if absent.len() > SHOWN { ", …" } else { "" };
+                format!(
+                    "{arrived} of {world_size} ranks arrived, missing: {}{dots}. Check that they were started, look for \
+                     the first error in their output, or give them more time (timeout)",
+                    shown.join(", ")
+                )
+            }
+            Err(_) => {
+                "the store does not answer, so that it is not known which ranks arrived. Check that the process which \
+                       hosts it (rank 0, or the launcher) runs and is not stopped, and that its host can be reached"
+                    .to_string()
+            }
+        };
+        let (operation, store) = (format!("rendezvous of rank {}", self.rank), self.name.clone());
+        Error::StoreTimeout { operation, store, timeout: self.timeout, reason }
     }
 }
 

@@ -1,4 +1,6 @@
 use super::hosting::{host_shared, run_of};
+use super::init_store::{InitStore, LimitedStore};
+use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
 use super::plan::{Place, Plan};
 use super::tcp_store::Listening;
@@ -72,14 +74,21 @@ impl std::fmt::Debug for Rendezvous {
 /// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
 /// (a rank given twice, another world size) is an error on all; who has not come in time is named.
 pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
+    let (met, watcher) = meet(options)?;
+    watcher.conclude(Ok(met))
+}
+
+/// [`rendezvous`], with the watcher over what else belongs to initialisation. It bounds the calls of the store until then.
+pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatcher)> {
     let deadline = deadline_after(options.timeout);
     let plan = Plan::new(options)?;
     let Plan { rank, world_size, .. } = plan;
-    let mut addresses = None;
-    let (name, base): (String, Arc<dyn Store>) = match &plan.place {
+    let (mut addresses, mut hosts) = (None, false);
+    let (name, base): (String, Arc<dyn LimitedStore>) = match &plan.place {
         Place::File(path) => (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?)),
         Place::Tcp { host, port, launcher_hosts } => {
-            let store = if rank == 0 && !launcher_hosts {
+            hosts = rank == 0 && !launcher_hosts;
+            let store = if hosts {
                 let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout);
                 if let Some(warning) = &listening.warning {
                     log::warn!("{warning}");
@@ -94,29 +103,39 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
             (store.name(), Arc::new(store))
         }
     };
+    let base = Arc::new(InitStore::new(base, deadline));
     let run = match run_of(&*base, &name, rank, plan.run_id.as_deref())? {
         Some(run_id) => format!("{PREFIX}/run {run_id}"),
         None => PREFIX.to_string(),
     };
     let prefix = format!("{run}/{}/{}", plan.restart_count, count_call(&name, rank));
-    let join = Join {
-        store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
-        name,
-        rank,
-        world_size,
-        host: host(),
-        addresses,
-        deadline,
-        timeout: options.timeout,
+    let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, hosts);
+    let started = watcher.start(world_size);
+    let join = || -> Result<Rendezvous> {
+        started?;
+        let join = Join {
+            store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
+            name,
+            rank,
+            world_size,
+            host: host(),
+            addresses,
+            deadline,
+            timeout: options.timeout,
+        };
+        join.run()?;
+        let (local_rank, local_world_size) = match plan.local {
+            Some(local) => local,
+            None => join.local_place()?,
+        };
+        let address = join.address()?;
+        let store = Arc::new(PrefixStore::new(prefix, base));
+        Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
     };
-    join.run()?;
-    let (local_rank, local_world_size) = match plan.local {
-        Some(local) => local,
-        None => join.local_place()?,
-    };
-    let address = join.address()?;
-    let store = Arc::new(PrefixStore::new(prefix, base));
-    Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
+    match join() {
+        Ok(met) => Ok((met, watcher)),
+        Err(error) => watcher.conclude(Err(error)),
+    }
 }
 
 /// How often this process has met others as this rank in this store: a part of the keys, since the store may remember

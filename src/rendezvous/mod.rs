@@ -1,12 +1,15 @@
 //! How ranks find each other: the environment a launcher sets, init methods, and key-value stores.
 //!
 //! [`rendezvous`] is the way in; its answer holds a store of the run's own, this rank's place, and its address.
+mod cancellation;
 mod environment;
 mod file_log;
 mod file_store;
 mod hash_store;
 mod hosting;
 mod init_method;
+mod init_store;
+mod init_watcher;
 mod join;
 mod meeting;
 mod plan;
@@ -15,17 +18,21 @@ mod slurm;
 mod store;
 mod tcp_store;
 
+pub(crate) use cancellation::{Cancellation, Reason};
 pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 #[cfg(feature = "launcher")]
 pub(crate) use hosting::host as host_store;
 pub use init_method::{InitMethod, Location};
+pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
+pub(crate) use meeting::meet;
 pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
 pub use prefix_store::PrefixStore;
 pub use store::Store;
+pub(crate) use store::absent_ranks;
 #[cfg(feature = "launcher")]
 pub(crate) use tcp_store::Listening;
 pub use tcp_store::{TcpStore, TcpStoreServer, TcpStoreServerOptions};

@@ -47,6 +47,15 @@ impl Store for PrefixStore {
         self.with_keys(keys, |keys| self.store.wait(keys, timeout))
     }
 
+    fn wait_cancellable(
+        &self,
+        keys: &[&str],
+        timeout: Option<Duration>,
+        cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        self.with_keys(keys, |keys| self.store.wait_cancellable(keys, timeout, cancelled))
+    }
+
     fn check(&self, keys: &[&str]) -> Result<bool> {
         self.with_keys(keys, |keys| self.store.check(keys))
     }

@@ -1,5 +1,9 @@
-use crate::Result;
-use std::time::Duration;
+use crate::{Error, Result};
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+/// How often a wait that can be cancelled asks whether it is.
+pub(super) const CANCELLATION_CHECK: Duration = Duration::from_millis(250);
 
 /// A key-value store that all ranks share: PyTorch's `torch.distributed.Store`.
 ///
@@ -21,6 +25,28 @@ pub trait Store: Send + Sync {
     /// Waits until all `keys` are set; `timeout` is the store's own when `None`.
     fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()>;
 
+    /// [`wait`](Self::wait), given up with the error of `cancelled`, which is asked several times a second.
+    fn wait_cancellable(
+        &self,
+        keys: &[&str],
+        timeout: Option<Duration>,
+        cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let timeout = timeout.unwrap_or_else(|| self.timeout());
+        let start = Instant::now();
+        loop {
+            cancelled()?;
+            let left = timeout.saturating_sub(start.elapsed());
+            match self.wait(keys, Some(left.min(CANCELLATION_CHECK))) {
+                Err(Error::StoreTimeout { .. }) if left > CANCELLATION_CHECK => {}
+                Err(Error::StoreTimeout { operation, store, reason, .. }) => {
+                    return Err(Error::StoreTimeout { operation, store, timeout, reason });
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Whether all `keys` are set.
     fn check(&self, keys: &[&str]) -> Result<bool>;
 
@@ -41,4 +67,41 @@ pub trait Store: Send + Sync {
 
     /// How long a call may take.
     fn timeout(&self) -> Duration;
+}
+
+/// Those of `ranks` whose key nobody has set, found by halving, since most often few of many are absent.
+pub(crate) fn absent_ranks(
+    store: &dyn Store,
+    ranks: Range<usize>,
+    key: &dyn Fn(usize) -> String,
+) -> Result<Vec<usize>> {
+    let keys: Vec<String> = ranks.clone().map(key).collect();
+    if store.check(&keys.iter().map(String::as_str).collect::<Vec<_>>())? {
+        return Ok(Vec::new());
+    }
+    if ranks.len() == 1 {
+        return Ok(ranks.collect());
+    }
+    let middle = ranks.start + ranks.len() / 2;
+    let mut absent = absent_ranks(store, ranks.start..middle, key)?;
+    absent.extend(absent_ranks(store, middle..ranks.end, key)?);
+    Ok(absent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::HashStore;
+
+    #[test]
+    fn absent_ranks_are_found() {
+        let store = HashStore::new(Duration::from_secs(5));
+        let key = |rank: usize| format!("rank/{rank}");
+        for present in [1, 2, 4, 5, 6] {
+            store.set(&key(present), b"").unwrap();
+        }
+        for (ranks, expected) in [(0..7, vec![0, 3]), (4..7, vec![]), (3..4, vec![3]), (0..0, vec![])] {
+            assert_eq!(absent_ranks(&store, ranks, &key).unwrap(), expected);
+        }
+    }
 }

@@ -3,11 +3,25 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::{DataParallel, ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(30) }, work)
+}
+
+/// A port that nobody else takes meanwhile: outside of the range from which the system hands out ports.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let offset = std::process::id() * 31 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 20_000 + (offset % 10_000) as u16;
+        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// Reproducible values in -1..1, different for every seed.

@@ -10,7 +10,7 @@ use super::lane::Lane;
 use super::monitor;
 use super::share::Ways;
 use super::transport::Transport;
-use crate::backend::{Collective, Communicator, Work};
+use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -135,12 +135,12 @@ impl CpuCommunicator {
     ///
     /// `store` is shared by all ranks and private to this group; it is not needed any more afterwards.
     pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
-        Self::beside(None, store, rank, world_size, options)
+        Self::within(Construction::default(), store, rank, world_size, options)
     }
 
-    /// [`new`](Self::new), for a group made of the ranks of `parent`, whose failure ends the waiting for them.
-    pub(crate) fn beside(
-        parent: Option<&dyn Communicator>,
+    /// [`new`](Self::new), which `construction` may end early.
+    pub(crate) fn within(
+        construction: Construction,
         store: Arc<dyn Store>,
         rank: usize,
         world_size: usize,
@@ -162,7 +162,8 @@ impl CpuCommunicator {
             small: small_bytes.unwrap_or(by_default.small),
         };
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
-        let deadline = deadline_after(timeout);
+        let latest = deadline_after(timeout);
+        let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
         let connector = Connector {
             store: &*store,
             rank,
@@ -170,16 +171,14 @@ impl CpuCommunicator {
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
-            parent,
+            construction,
         };
         let Ways { connections, hosts, room, layout } = match world_size {
             1 => Ways::none(),
-            _ => connector
-                .connect()
-                .and_then(|connections| {
-                    connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())
-                })
-                .map_err(|error| connector.cause(error))?,
+            _ => {
+                let connections = connector.connect()?;
+                connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())?
+            }
         };
         let tuning = match layout {
             None => tune(Tuning::TCP),
@@ -202,8 +201,12 @@ impl CpuCommunicator {
             communicator.monitor = Some(communicator.start_monitor()?);
         }
         // From here on a failure is one of the group, which all ranks hear of.
-        communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline)?;
-        Ok(communicator)
+        match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
+            Ok(()) => Ok(communicator),
+            // It may have given up before it could tell the group.
+            Err(error @ Error::PeerGone { .. }) => Err(construction.cause(error)),
+            Err(error) => Err(error),
+        }
     }
 
     fn start_monitor(&self) -> Result<JoinHandle<()>> {

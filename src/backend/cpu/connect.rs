@@ -3,14 +3,16 @@
 //! Every rank listens and publishes its address and its terms in the store; of two ranks, the higher one connects to the lower one.
 //! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
+use super::accept::{Acceptor, Conversation, Heard};
 use super::hello::{Hello, Kind, Stranger, Terms};
-use crate::backend::Communicator;
+use crate::backend::Construction;
+use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
-use crate::rendezvous::Store;
+use crate::rendezvous::{Store, absent_ranks};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -29,8 +31,8 @@ pub(super) struct Connector<'a> {
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
-    /// The group that this one is made of. When it fails, ranks do not come that would have.
-    pub(super) parent: Option<&'a dyn Communicator>,
+    /// Says when ranks do not come that would have.
+    pub(super) construction: Construction<'a>,
 }
 
 /// What to do about ranks that do not come.
@@ -96,50 +98,33 @@ impl Connector<'_> {
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
-    /// How long to wait for a peer before looking after the parent.
-    fn slice(&self) -> Duration {
-        const SLICE: Duration = Duration::from_millis(500);
-        if self.parent.is_some() { self.left().min(SLICE) } else { self.left() }
-    }
-
-    /// The parent's failure.
-    fn heed_parent(&self) -> Result<()> {
-        self.parent.and_then(|parent| parent.failure()).map_or(Ok(()), Err)
-    }
-
-    /// What is behind `error`: a peer may have given up since it heard of the parent's failure a moment before this rank.
-    pub(super) fn cause(&self, error: Error) -> Error {
-        const PATIENCE: Duration = Duration::from_secs(1);
-        let until = Instant::now() + PATIENCE;
-        while self.parent.is_some() && Instant::now() < until {
-            if let Err(failure) = self.heed_parent() {
-                return failure;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        error
+    /// How long to wait for a peer before asking whether this was cancelled.
+    pub(super) fn slice(&self) -> Duration {
+        self.left().min(Duration::from_millis(500))
     }
 
     pub(super) fn failed(&self, peers: &[usize], reason: impl Into<String>) -> Error {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 
+    /// The error of a peer whose connection has closed, or what is behind that.
+    pub(super) fn gone(&self, peer: usize) -> Error {
+        let call = "the construction of the group".to_string();
+        self.construction.cause(Error::PeerGone { rank: self.rank, peer, call })
+    }
+
     /// The address of `peer`, and what it says to everybody.
     fn look_up(&self, peer: usize) -> Result<(SocketAddr, Hello)> {
         let key = key(peer);
-        loop {
-            self.heed_parent()?;
-            let error = match self.store.wait(&[&key], Some(self.slice())) {
-                Ok(()) => break,
-                Err(Error::StoreTimeout { .. }) if Instant::now() < self.deadline => continue,
-                Err(Error::StoreTimeout { operation, store, reason, .. }) => {
-                    Error::StoreTimeout { operation, store, timeout: self.timeout, reason }
-                }
-                Err(error) => return Err(error),
-            };
-            let is_missing = |peer: &usize| !self.store.check(&[&self::key(*peer)]).unwrap_or(false);
-            let missing: Vec<usize> = (0..self.rank).filter(is_missing).collect();
-            return Err(self.failed(&missing, format!("they have not come to the rendezvous ({error}). {ABSENT}")));
+        match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
+            Err(Error::StoreTimeout { operation, store, reason, .. }) => {
+                return Err(match absent_ranks(self.store, 0..self.rank, &self::key) {
+                    Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
+                    // It does not answer.
+                    Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },
+                });
+            }
+            result => result?,
         }
         let value = self.store.get(&key)?;
         let text = String::from_utf8_lossy(&value);
@@ -153,22 +138,39 @@ impl Connector<'_> {
 
     /// Connects to `peer` and says hello.
     fn call(&self, peer: usize, address: SocketAddr, hello: Hello) -> Result<TcpStream> {
-        let connect = || {
-            let mut socket = TcpStream::connect_timeout(&address, self.left())?;
-            socket.write_all(&hello.encode())?;
-            socket.set_nonblocking(true)?;
-            Ok(socket)
+        const PAUSE: Duration = Duration::from_millis(100);
+        let failed = |error: std::io::Error| {
+            let reason = format!("connecting to {address}: {error}. Is that address reachable from this host?");
+            self.construction.cause(self.failed(&[peer], reason))
         };
-        connect().map_err(|error: std::io::Error| {
-            self.failed(&[peer], format!("connecting to {address}: {error}. Is that address reachable from this host?"))
-        })
+        let mut is_warned = false;
+        let mut socket = loop {
+            self.construction.check()?;
+            match TcpStream::connect_timeout(&address, self.slice()) {
+                Ok(socket) => break socket,
+                Err(error) if Instant::now() >= self.deadline => return Err(failed(error)),
+                // Packets get lost, or the peer has more callers than it can accept at once.
+                Err(error) if error.kind() == ErrorKind::TimedOut => {}
+                Err(error) if is_shortage(&error) => {
+                    if !std::mem::replace(&mut is_warned, true) {
+                        let rank = self.rank;
+                        log::warn!("rank {rank} cannot connect for now, and tries again: {error} ({SHORTAGE_HINT})");
+                    }
+                    std::thread::sleep(PAUSE);
+                }
+                Err(error) => return Err(failed(error)),
+            }
+        };
+        socket.write_all(&hello.encode()).and_then(|()| socket.set_nonblocking(true)).map_err(failed)?;
+        Ok(socket)
     }
 
     /// Accepts connections, and reads the hellos and the replies of all, until there is one of each kind with each peer.
     fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
         let mut slots: Vec<Slots> = (0..self.terms.world_size).map(|_| Slots::default()).collect();
+        let mut acceptor = Acceptor::new(listener, self.rank);
         loop {
-            self.heed_parent()?;
+            self.construction.check()?;
             let missing: Vec<usize> = (0..slots.len())
                 .filter(|peer| *peer != self.rank && slots[*peer].iter().any(Option::is_none))
                 .collect();
@@ -184,9 +186,11 @@ impl Connector<'_> {
                     true => self.failed(&lower, "they do not answer"),
                 });
             }
-            let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+            let listening = acceptor.prepare(&mut conversations);
+            let mut fds: Vec<_> = listening.iter().map(|listener| PollFd::new(*listener, PollFlags::IN)).collect();
             fds.extend(conversations.iter().map(|conversation| PollFd::new(&conversation.socket, PollFlags::IN)));
-            match poll(&mut fds, Timespec::try_from(self.slice()).ok().as_ref()) {
+            let patience = self.slice().min(acceptor.patience());
+            match poll(&mut fds, Timespec::try_from(patience).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Error::io("waiting for connections", error)),
             }
@@ -195,60 +199,45 @@ impl Connector<'_> {
             for mut conversation in conversations {
                 match (conversation.read(), conversation.called) {
                     (Heard::Nothing, _) => waiting.push(conversation),
-                    (Heard::Hello(hello), None) => self.welcome(conversation, &hello, nonce, &mut slots)?,
+                    (Heard::Hello(hello), None) => {
+                        self.welcome(conversation, &hello, nonce, &mut slots, &mut acceptor)?;
+                    }
                     (Heard::Hello(reply), Some(expected)) => {
                         self.check_reply(&reply, expected)?;
                         slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
                     }
                     (Heard::Closed, None) => {}
                     (Heard::Closed, Some(Hello { rank, .. })) => {
-                        return Err(self.failed(&[rank], "it closed the connection: see its own error"));
+                        return Err(self.gone(rank));
                     }
                 }
             }
             conversations = waiting;
-            self.accept(listener, &mut conversations)?;
-        }
-    }
-
-    /// Accepts who has connected.
-    fn accept(&self, listener: &TcpListener, conversations: &mut Vec<Conversation>) -> Result<()> {
-        /// Connections that have not said hello yet; beyond this the oldest ones are closed.
-        const STRANGERS: usize = 1024;
-        loop {
-            match listener.accept() {
-                Ok((socket, address)) => {
-                    if socket.set_nonblocking(true).is_ok() {
-                        conversations.push(Conversation::new(socket, address, None));
-                    }
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                Err(error) => return Err(Error::io(format!("rank {}: accepting connections", self.rank), error)),
+            if listening.is_some() {
+                acceptor.accept(&mut conversations)?;
             }
         }
-        let strangers = conversations.iter().filter(|conversation| conversation.called.is_none()).count();
-        let mut excess = strangers.saturating_sub(STRANGERS);
-        conversations.retain(|conversation| {
-            let close = excess > 0 && conversation.called.is_none();
-            excess -= usize::from(close);
-            !close
-        });
-        Ok(())
     }
 
     /// Checks the hello of a caller and answers it. Strangers are sent away; peers that do not fit are an error here,
     /// and by the reply there.
-    fn welcome(&self, caller: Conversation, hello: &[u8; Hello::BYTES], nonce: u64, slots: &mut [Slots]) -> Result<()> {
+    fn welcome(
+        &self,
+        caller: Conversation,
+        hello: &[u8; Hello::BYTES],
+        nonce: u64,
+        slots: &mut [Slots],
+        acceptor: &mut Acceptor,
+    ) -> Result<()> {
         let address = caller.address;
         let hello = match Hello::decode(hello) {
             Ok(hello) if hello.nonce == nonce => hello,
             Ok(hello) => {
-                log::warn!("sent {address} away: it belongs to another group (as its rank {})", hello.rank);
+                acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", hello.rank));
                 return Ok(());
             }
             Err(stranger) => {
-                log::warn!("sent {address} away: {}", stranger.describe());
+                acceptor.refuse(address, stranger.describe());
                 if let Stranger::Version(_) = stranger {
                     // It should learn why; it is not waited for.
                     let _ = (&caller.socket).write(&self.hello(nonce, Kind::Control).encode());
@@ -262,7 +251,7 @@ impl Connector<'_> {
             return Err(self.failed(&[hello.rank], difference));
         }
         if !matches!(reply, Ok(Hello::BYTES)) {
-            return Err(self.failed(&[hello.rank], "its connection closed at once"));
+            return Err(self.gone(hello.rank));
         }
         let slot =
             slots.get_mut(hello.rank).filter(|_| hello.rank > self.rank).map(|slots| &mut slots[hello.kind as usize]);
@@ -326,42 +315,5 @@ fn keep_alive(socket: &TcpStream) {
     };
     if let Err(error) = set() {
         log::debug!("no TCP keepalive: {error}");
-    }
-}
-
-/// A connection on which a hello is awaited.
-struct Conversation {
-    socket: TcpStream,
-    address: SocketAddr,
-    /// The reply that is expected, when this rank has called.
-    called: Option<Hello>,
-    buffer: [u8; Hello::BYTES],
-    read: usize,
-}
-
-enum Heard {
-    Nothing,
-    Closed,
-    Hello([u8; Hello::BYTES]),
-}
-
-impl Conversation {
-    fn new(socket: TcpStream, address: SocketAddr, called: Option<Hello>) -> Self {
-        Self { socket, address, called, buffer: [0; Hello::BYTES], read: 0 }
-    }
-
-    fn read(&mut self) -> Heard {
-        loop {
-            match self.socket.read(&mut self.buffer[self.read..]) {
-                Ok(0) => return Heard::Closed,
-                Ok(count) => self.read += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
-                Err(_) => return Heard::Closed,
-            }
-            if self.read == Hello::BYTES {
-                return Heard::Hello(self.buffer);
-            }
-        }
     }
 }

@@ -1,6 +1,7 @@
 //! The CPU engine: collectives over shared memory between the ranks of a host, and over TCP between hosts.
 //!
 //! How it is made (connections, threads, frames, failures, determinism) is told in the `README.md` beside this file.
+mod accept;
 mod algorithm;
 mod check;
 mod communicator;

@@ -39,7 +39,17 @@ impl Connector<'_> {
         let (rank, world_size, deadline) = (self.rank, self.terms.world_size, self.deadline);
         let transport = Transport::new(data);
         let shares = wanted != CpuTransport::Tcp;
-        let guest = Guest { transport: &transport, rank, world_size, shares, part, label, deadline };
+        let is_cancelled = || self.construction.check().is_err();
+        let guest = Guest {
+            transport: &transport,
+            rank,
+            world_size,
+            shares,
+            part,
+            label,
+            deadline,
+            is_cancelled: &is_cancelled,
+        };
         let Meeting { hosts, room, layout, apart, complaints } = guest.meet().map_err(|stall| self.stalled(stall))?;
         let reason = match complaints.is_empty() {
             true => "they cannot map the memory of all ranks".to_string(),
@@ -66,9 +76,12 @@ impl Connector<'_> {
     }
 
     fn stalled(&self, stall: Stall) -> crate::Error {
+        if let Err(cause) = self.construction.check() {
+            return cause;
+        }
         match stall {
             Stall::TimedOut { peers } => self.failed(&peers, "they do not say what memory they share"),
-            Stall::Closed { peer, reason } => self.failed(&[peer], format!("it closed the connection ({reason})")),
+            Stall::Closed { peer, .. } => self.gone(peer),
             Stall::Header { peer, .. } => self.failed(&[peer], "it is in a call already"),
             Stall::System(reason) => self.failed(&[], reason),
         }

@@ -3,12 +3,11 @@ use super::group::Group;
 use super::handle::{Stop, UniqueId};
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
-use crate::deadline::deadline_after;
-use crate::rendezvous::Store;
+use crate::rendezvous::{Store, absent_ranks};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Facts about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,9 +46,9 @@ pub(super) fn hear(store: &dyn Store, rank: usize, world_size: usize, timeout: D
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     match store.wait(&keys, Some(timeout)) {
         Err(Error::StoreTimeout { .. }) => {
-            let absent = |peer: &usize| matches!(store.check(&[keys[*peer]]), Ok(false));
+            let peers = absent_ranks(store, 0..world_size, &key)?;
             let reason = "it has not come to make the group: look for the first error in its output".to_string();
-            return Err(Error::Connect { rank, peers: (0..world_size).filter(absent).collect(), timeout, reason });
+            return Err(Error::Connect { rank, peers, timeout, reason });
         }
         result => result?,
     }
@@ -142,18 +141,10 @@ pub(super) fn await_id(
     group: &Group,
     operation: &'static str,
 ) -> std::result::Result<UniqueId, Stop> {
-    const SLICE: Duration = Duration::from_millis(500);
     let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
-    let deadline = deadline_after(group.timeout);
-    loop {
-        if let Some(failure) = group.failure() {
-            return Err(Stop::Group(failure));
-        }
-        match store.wait(&[key], Some(SLICE)) {
-            Ok(()) => break,
-            Err(Error::StoreTimeout { .. }) if Instant::now() < deadline => {}
-            Err(error) => return Err(cannot(&error)),
-        }
+    let ended = || group.failure().map_or(Ok(()), |failure| Err(Error::from(failure)));
+    if let Err(error) = store.wait_cancellable(&[key], Some(group.timeout), &ended) {
+        return Err(group.failure().map_or_else(|| cannot(&error), Stop::Group));
     }
     let bytes = store.get(key).map_err(|error| cannot(&error))?;
     UniqueId::from_bytes(&bytes).ok_or_else(|| cannot(&"the other rank could not make one"))

@@ -2,7 +2,9 @@ use super::TcpStoreServer;
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
 use crate::deadline::deadline_after;
+use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::Store;
+use crate::rendezvous::store::CANCELLATION_CHECK;
 use crate::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,6 +31,8 @@ pub struct TcpStore {
     address: SocketAddr,
     local: IpAddr,
     timeout: Duration,
+    /// The end of all calls, if they have one in common.
+    deadline: Option<Instant>,
     idle: Mutex<Vec<Link>>,
     /// Dropped last, after our own connections.
     server: Option<Arc<TcpStoreServer>>,
@@ -65,6 +69,7 @@ impl TcpStore {
             address,
             local: local.ip().to_canonical(),
             timeout,
+            deadline: None,
             idle: Mutex::default(),
             server: None,
         };
@@ -80,6 +85,14 @@ impl TcpStore {
     pub(in crate::rendezvous) fn hosting(mut self, server: Arc<TcpStoreServer>) -> Self {
         self.server = Some(server);
         self
+    }
+
+    /// The same store for calls that all end at `deadline`. The idle connections go over to it, and close with it.
+    pub(in crate::rendezvous) fn until(&self, deadline: Instant) -> Self {
+        let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        let Self { ref host, port, address, local, timeout, ref server, .. } = *self;
+        let (host, server) = (host.clone(), server.clone());
+        Self { host, port, address, local, timeout, deadline: Some(deadline), idle: Mutex::new(idle), server }
     }
 
     /// Calls the store by another host name in messages.
@@ -114,6 +127,9 @@ impl TcpStore {
                 Error::StoreTimeout { operation, store, timeout, reason }
             }
             LinkError::Protocol(reason) => Error::Store { operation, store, reason },
+            LinkError::Closed(error) if is_shortage(&error) => {
+                Error::io(format!("{operation} on the store {store} ({SHORTAGE_HINT})"), error)
+            }
             LinkError::Closed(error) => {
                 // A server that is still there closes only on those whose request it refuses.
                 let alive = Link::open(self.address, Instant::now() + CANCEL_GRACE.min(timeout)).is_ok();
@@ -140,6 +156,7 @@ impl TcpStore {
         body: impl FnOnce(&mut Link, Instant) -> Result<T, LinkError>,
     ) -> Result<T> {
         let deadline = deadline_after(timeout);
+        let deadline = self.deadline.map_or(deadline, |end| end.min(deadline));
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
@@ -200,9 +217,14 @@ impl TcpStore {
         Ok(())
     }
 
-    /// Which of `keys` nobody has set, a few of them.
-    fn missing<'a>(&self, keys: &[&'a str]) -> Vec<&'a str> {
-        keys.iter().copied().take(256).filter(|key| matches!(self.check(&[*key]), Ok(false))).take(8).collect()
+    /// Which of `keys` nobody has set, a few of them, as far as the server says.
+    fn missing(&self, keys: &[&str]) -> String {
+        let answers = keys.iter().take(256).map_while(|key| Some((*key, self.check(&[*key]).ok()?)));
+        let missing: Vec<&str> = answers.filter(|(_, is_set)| !is_set).map(|(key, _)| key).take(8).collect();
+        match missing.is_empty() {
+            true => "not all of them were set, and the server does not say which".to_string(),
+            false => format!("nobody set {missing:?}"),
+        }
     }
 }
 
@@ -221,11 +243,23 @@ enum Waited {
 }
 
 /// Waits, and on expiry tells the server to stop waiting, so that the connection stays good.
-fn wait(link: &mut Link, request: &Request, deadline: Instant) -> Result<Waited, LinkError> {
+fn wait(
+    link: &mut Link,
+    request: &Request,
+    deadline: Instant,
+    mut is_cancelled: impl FnMut() -> bool,
+) -> Result<Waited, LinkError> {
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
     link.send(&bytes, deadline)?;
-    let answer = match link.receive(deadline) {
+    let received = loop {
+        // The answer is one byte, so that none of it is lost between two looks.
+        match link.receive(deadline.min(Instant::now() + CANCELLATION_CHECK)) {
+            Err(LinkError::Timeout) if Instant::now() < deadline && !is_cancelled() => {}
+            received => break received,
+        }
+    };
+    let answer = match received {
         Ok([answer]) => answer,
         Err(LinkError::Timeout) => {
             let deadline = Instant::now() + CANCEL_GRACE;
@@ -278,14 +312,34 @@ impl Store for TcpStore {
     }
 
     fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
+        self.wait_cancellable(keys, timeout, &|| Ok(()))
+    }
+
+    fn wait_cancellable(
+        &self,
+        keys: &[&str],
+        timeout: Option<Duration>,
+        cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        cancelled()?;
         let timeout = timeout.unwrap_or(self.timeout);
         let start = Instant::now();
         for keys in keys.chunks(KEYS_PER_REQUEST) {
             let request = Request::Wait(self.keys("wait", keys)?);
             let left = timeout.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
             let operation = named("wait", keys);
-            if let Waited::Expired = self.call(&operation, left, |link, deadline| wait(link, &request, deadline))? {
-                let reason = format!("nobody set {:?}", self.missing(keys));
+            let mut cancellation = None;
+            let mut is_cancelled = || {
+                cancellation = cancelled().err();
+                cancellation.is_some()
+            };
+            let waited =
+                self.call(&operation, left, |link, deadline| wait(link, &request, deadline, &mut is_cancelled))?;
+            if let Some(error) = cancellation {
+                return Err(error);
+            }
+            if let Waited::Expired = waited {
+                let reason = self.missing(keys);
                 return Err(Error::StoreTimeout { operation: operation(), store: self.name(), timeout, reason });
             }
         }

@@ -13,7 +13,7 @@ use crate::random::random_bytes;
 use rustix::fd::AsRawFd;
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What came of it.
 pub(in super::super) struct Meeting {
@@ -28,6 +28,9 @@ pub(in super::super) struct Meeting {
     pub(in super::super) complaints: Vec<String>,
 }
 
+/// How long to wait for the other ranks before asking whether this was cancelled.
+const SLICE: Duration = Duration::from_millis(500);
+
 /// Who meets, and how.
 pub(in super::super) struct Guest<'a> {
     pub(in super::super) transport: &'a Transport,
@@ -40,6 +43,8 @@ pub(in super::super) struct Guest<'a> {
     /// What to take for the identity of the running kernel.
     pub(in super::super) label: Option<&'a str>,
     pub(in super::super) deadline: Instant,
+    /// Asked while other ranks are waited for.
+    pub(in super::super) is_cancelled: &'a dyn Fn() -> bool,
 }
 
 impl Guest<'_> {
@@ -123,7 +128,13 @@ impl Guest<'_> {
             flow.push(part);
             recvs.push(flow);
         }
-        transport.exchange(&mut sends, &mut recvs, deadline)?;
+        loop {
+            match transport.exchange(&mut sends, &mut recvs, deadline.min(Instant::now() + SLICE)) {
+                // What has travelled is not sent again.
+                Err(Stall::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
+                result => break result?,
+            }
+        }
         drop(recvs);
         Ok(all)
     }

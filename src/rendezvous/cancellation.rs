@@ -1,0 +1,33 @@
+use crate::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+
+/// Ends the waiting of all who share it, with one reason.
+#[derive(Default)]
+pub(crate) struct Cancellation(Mutex<Option<Reason>>);
+
+#[derive(Clone)]
+pub(crate) enum Reason {
+    PeerFailed { peer: usize, reason: String },
+    StoreLost { operation: String, store: String, reason: String },
+}
+
+impl Cancellation {
+    /// Cancels, unless that was done before.
+    pub(crate) fn cancel(&self, reason: Reason) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+    }
+
+    /// The reason as an error, if this was cancelled.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), |reason| Err(reason.into()))
+    }
+}
+
+impl From<Reason> for Error {
+    fn from(reason: Reason) -> Self {
+        match reason {
+            Reason::PeerFailed { peer, reason } => Self::PeerFailed { peer, reason },
+            Reason::StoreLost { operation, store, reason } => Self::Store { operation, store, reason },
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! How ranks hear of each other's failures before they are connected.
+//!
+//! A rank whose initialisation fails sets the abort key, and each rank has a thread that looks at it. The thread also
+//! writes this rank's heartbeat and watches that of the next rank, so that the store has a few requests per rank and
+//! second, however many ranks there are. When the next rank's heartbeat stops, its process has died without a word.
+use super::cancellation::{Cancellation, Reason};
+use super::init_store::{InitStore, REPORTING};
+use super::join::{ARRIVED, host_key};
+use super::{PrefixStore, Store};
+use crate::{Error, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The rank that failed first, and why.
+const ABORT: &str = "init/abort";
+/// How many ranks know of it.
+const HEARD: &str = "init/heard";
+const FIRST: &[u8] = b"0";
+/// The last heartbeat of a rank that needs no watching any more.
+const DONE: &[u8] = b"done";
+
+fn heartbeat_key(rank: usize) -> String {
+    format!("init/heartbeat/{rank}")
+}
+
+/// How often the thread looks.
+#[derive(Clone, Copy)]
+struct Pace {
+    /// The time between two looks at the abort key.
+    tick: Duration,
+    /// Ticks from heartbeat to heartbeat.
+    ticks_per_heartbeat: u32,
+    /// Heartbeats of this rank without one of the next, after which that one is taken for dead. They are counted, rather
+    /// than timed: where the store, or this process, stands still for a while, nobody is missing.
+    lost_after: u32,
+}
+
+const PACE: Pace = Pace { tick: Duration::from_millis(500), ticks_per_heartbeat: 2, lost_after: 8 };
+
+/// After so many failed requests in a row the store is gone.
+const STORE_LOST_AFTER: u32 = 4;
+/// How long the end of initialisation waits for the thread, which may be in a request that is not answered.
+const THREAD_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Watches over one rank's initialisation.
+pub(crate) struct InitWatcher {
+    store: Arc<InitStore>,
+    prefix: String,
+    rank: usize,
+    /// Whether this process serves the store.
+    hosts: bool,
+    /// Whether this rank has been counted in `HEARD`.
+    heard: Arc<AtomicBool>,
+    thread: Option<Thread>,
+}
+
+struct Thread {
+    stop: Sender<()>,
+    ended: Receiver<()>,
+    handle: JoinHandle<()>,
+}
+
+impl InitWatcher {
+    /// The keys are those of `store` that begin with `prefix`; `hosts` says whether this process serves it.
+    pub(super) fn new(store: Arc<InitStore>, prefix: &str, rank: usize, hosts: bool) -> Self {
+        Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None }
+    }
+
+    /// Begins to watch.
+    pub(super) fn start(&mut self, world_size: usize) -> Result<()> {
+        self.start_at(PACE, world_size)
+    }
+
+    fn start_at(&mut self, pace: Pace, world_size: usize) -> Result<()> {
+        let Some(store) = self.store.in_init().filter(|_| world_size > 1) else { return Ok(()) };
+        let keys = PrefixStore::new(self.prefix.as_str(), store);
+        keys.set(&heartbeat_key(self.rank), FIRST)?;
+        let ((stop, stopped), (end, ended)) = (channel(), channel());
+        let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
+        let body = move || {
+            let _end = end;
+            Look { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+        };
+        let handle = std::thread::Builder::new()
+            .name(format!("ddp-{rank}-init"))
+            .spawn(body)
+            .map_err(|error| Error::io("starting the thread that watches over initialisation", error))?;
+        self.thread = Some(Thread { stop, ended, handle });
+        Ok(())
+    }
+
+    /// When initialisation must be over.
+    pub(crate) fn deadline(&self) -> Instant {
+        self.store.deadline
+    }
+
+    /// The failure of another rank, or of the store.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.store.cancellation.check()
+    }
+
+    /// Ends with the `result` of initialisation, of which the other ranks hear if it is an error.
+    pub(crate) fn conclude<T>(mut self, result: Result<T>) -> Result<T> {
+        self.end_thread();
+        match &result {
+            Ok(_) => self.store.lift_limits(),
+            Err(Error::PeerGone { rank, peer, .. }) => {
+                self.tell(*peer, &format!("it is gone: its connection to rank {rank} closed"));
+            }
+            Err(error) => self.tell(self.rank, &format!("{error} (on host {})", host_name())),
+        }
+        result
+    }
+
+    fn end_thread(&mut self) {
+        let Some(Thread { stop, ended, handle }) = self.thread.take() else { return };
+        drop(stop);
+        if let Err(RecvTimeoutError::Disconnected) = ended.recv_timeout(THREAD_PATIENCE)
+            && handle.join().is_err()
+        {
+            log::error!("rank {}: the thread that watched over initialisation panicked", self.rank);
+        }
+    }
+
+    /// Tells the other ranks that `culprit` failed, unless another failure was first.
+    fn tell(&self, culprit: usize, reason: &str) {
+        let tell = || -> Result<()> {
+            let end = self.store.deadline.min(Instant::now()) + REPORTING;
+            let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
+            keys.compare_set(ABORT, b"", format!("{culprit} {reason}").as_bytes())?;
+            count(&keys, &self.heard)?;
+            // The store ends with this process: the others are given the time to hear why.
+            while self.hosts && Instant::now() < end && keys.add(HEARD, 0)? < keys.add(&in_join(ARRIVED), 0)? {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Ok(())
+        };
+        if let Err(error) = tell() {
+            log::debug!("rank {}: the other ranks do not hear why it failed: {error}", self.rank);
+        }
+    }
+}
+
+impl Drop for InitWatcher {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.end_thread();
+            if std::thread::panicking() {
+                self.tell(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
+            }
+        }
+    }
+}
+
+fn in_join(key: &str) -> String {
+    format!("join/{key}")
+}
+
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Counts this rank among those that know of the failure, once.
+fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
+    if !heard.swap(true, Ordering::Relaxed) {
+        keys.add(HEARD, 1)?;
+    }
+    Ok(())
+}
+
+/// What the thread works with.
+struct Look<'a> {
+    keys: PrefixStore,
+    cancellation: &'a Cancellation,
+    heard: &'a AtomicBool,
+    rank: usize,
+    world_size: usize,
+}
+
+/// What was seen of the next rank.
+enum Next {
+    /// No heartbeat yet.
+    Absent,
+    /// This heartbeat, and how often it was the same.
+    Alive(Vec<u8>, u32),
+    Done,
+}
+
+impl Look<'_> {
+    fn run(&self, pace: Pace, stopped: &Receiver<()>) {
+        let (mut heartbeats, mut failures, mut next) = (0, 0, Next::Absent);
+        for tick in 1.. {
+            match stopped.recv_timeout(pace.tick) {
+                Err(RecvTimeoutError::Timeout) => {}
+                _ => break,
+            }
+            let look = || -> Result<bool> {
+                if self.hear()? {
+                    return Ok(true);
+                }
+                if tick % pace.ticks_per_heartbeat == 0 {
+                    heartbeats += 1;
+                    self.keys.set(&heartbeat_key(self.rank), format!("{heartbeats}").as_bytes())?;
+                    return self.watch(pace, &mut next);
+                }
+                Ok(false)
+            };
+            match { look }() {
+                Ok(true) => break,
+                Ok(false) => failures = 0,
+                Err(Error::Store { operation, store, reason }) => {
+                    failures += 1;
+                    if failures == STORE_LOST_AFTER {
+                        self.cancellation.cancel(Reason::StoreLost { operation, store, reason });
+                        break;
+                    }
+                }
+                // Time-outs among others: who waits for the store has a deadline of its own.
+                Err(error) => log::debug!("rank {}: a look at the store during initialisation: {error}", self.rank),
+            }
+        }
+        if let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE) {
+            log::debug!("rank {}: the last heartbeat of initialisation: {error}", self.rank);
+        }
+    }
+
+    /// Whether a rank has failed.
+    fn hear(&self) -> Result<bool> {
+        if !self.keys.check(&[ABORT])? {
+            return Ok(false);
+        }
+        self.cancel(&self.keys.get(ABORT)?)?;
+        Ok(true)
+    }
+
+    fn cancel(&self, abort: &[u8]) -> Result<()> {
+        let abort = String::from_utf8_lossy(abort);
+        let (peer, reason) = abort.split_once(' ').unwrap_or_default();
+        let peer = peer.parse().unwrap_or(self.world_size);
+        self.cancellation.cancel(Reason::PeerFailed { peer, reason: reason.to_string() });
+        count(&self.keys, self.heard)
+    }
+
+    /// Looks at the next rank's heartbeat. Whether that one is lost, of which all ranks hear.
+    fn watch(&self, pace: Pace, next: &mut Next) -> Result<bool> {
+        let peer = (self.rank + 1) % self.world_size;
+        let key = heartbeat_key(peer);
+        let missed = match next {
+            Next::Done => return Ok(false),
+            Next::Absent if !self.keys.check(&[&key])? => return Ok(false),
+            Next::Absent => {
+                *next = Next::Alive(self.keys.get(&key)?, 0);
+                return Ok(false);
+            }
+            Next::Alive(last, missed) => {
+                let heartbeat = self.keys.get(&key)?;
+                *missed = if heartbeat == *last { *missed + 1 } else { 0 };
+                *last = heartbeat;
+                *missed
+            }
+        };
+        if matches!(next, Next::Alive(last, _) if last == DONE) {
+            *next = Next::Done;
+        }
+        if missed < pace.lost_after || matches!(next, Next::Done) {
+            return Ok(false);
+        }
+        let seconds = (pace.tick * pace.ticks_per_heartbeat * missed).as_secs_f64();
+        let reason = format!(
+            "it gave no sign of life for {seconds} s during initialisation, as rank {} sees it: its process{} has died, or \
+             stands still. Look for the first error in its output",
+            self.rank,
+            self.host_of(peer)
+        );
+        let first = self.keys.compare_set(ABORT, b"", format!("{peer} {reason}").as_bytes())?;
+        self.cancel(&first)?;
+        Ok(true)
+    }
+
+    /// ` on host NAME`, if the rank came so far as to tell.
+    fn host_of(&self, peer: usize) -> String {
+        let key = in_join(&host_key(peer));
+        let told = self.keys.check(&[&key]).ok().filter(|told| *told).and_then(|_| self.keys.get(&key).ok());
+        let host = String::from_utf8_lossy(&told.unwrap_or_default()).into_owned();
+        host.split(' ')
+            .next()
+            .filter(|name| !name.is_empty())
+            .map_or_else(String::new, |name| format!(" on host {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::FileStore;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    const FAST: Pace = Pace { tick: Duration::from_millis(5), ticks_per_heartbeat: 2, lost_after: 5 };
+
+    fn watcher(path: &std::path::Path, rank: usize, pace: Pace) -> InitWatcher {
+        let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
+        let store = Arc::new(InitStore::new(file, Instant::now() + TIMEOUT));
+        let mut watcher = InitWatcher::new(store, "run", rank, false);
+        watcher.start_at(pace, 2).unwrap();
+        watcher
+    }
+
+    fn hear(watcher: &InitWatcher) -> (usize, String) {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < TIMEOUT, "nothing was heard");
+            match watcher.check() {
+                Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+                Err(Error::PeerFailed { peer, reason }) => return (peer, reason),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_failure_is_heard_and_waits_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let store = Arc::clone(&a.store);
+        let waiting = std::thread::spawn(move || store.get("never set"));
+        let error = b.conclude::<()>(Err(Error::invalid("device", "no GPU"))).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error stays what it is: {error}");
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
+        assert!(matches!(waiting.join().unwrap(), Err(Error::PeerFailed { peer: 1, .. })));
+        assert!(a.conclude::<()>(a_failure()).is_err());
+    }
+
+    fn a_failure<T>() -> Result<T> {
+        Err(Error::invalid("device", "an echo"))
+    }
+
+    #[test]
+    fn a_rank_whose_heartbeat_stops_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let keys = FileStore::open(&path, TIMEOUT).unwrap();
+        let a = watcher(&path, 0, FAST);
+        std::thread::sleep(FAST.tick * 30);
+        a.check().unwrap(); // rank 1 has not come yet
+        keys.set("run/join/host/1", b"node7 0123").unwrap();
+        keys.set("run/init/heartbeat/1", FIRST).unwrap();
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
+        assert!(keys.check(&["run/init/abort"]).unwrap());
+    }
+
+    #[test]
+    fn ranks_that_live_or_are_connected_are_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let slow = Pace { lost_after: 60, ..FAST };
+        let [a, b] = [0, 1].map(|rank| watcher(&path, rank, slow));
+        std::thread::sleep(Duration::from_millis(900));
+        b.check().unwrap();
+        b.conclude(Ok(())).unwrap();
+        std::thread::sleep(Duration::from_millis(900));
+        a.conclude(Ok(())).unwrap();
+    }
+
+    #[test]
+    fn a_panic_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let panicked = std::thread::spawn(move || {
+            let _b = b;
+            panic!("out of luck");
+        });
+        panicked.join().unwrap_err();
+        let (peer, reason) = hear(&a);
+        assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
+    }
+}
