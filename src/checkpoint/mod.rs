@@ -43,7 +43,7 @@ pub use distributed::{load_distributed, save_distributed};
 
 use crate::ddp::NamePredicate;
 use crate::error::describe;
-use crate::file::{Readable, parse_safetensors, require_all, write_safetensors};
+use crate::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::VarMap;
@@ -235,10 +235,8 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     // Eight bytes that say how long the following JSON is. They may begin with PK: this comes first. In a zip archive, a
     // method of compression that does not exist would be there.
     if start.get(8) == Some(&b'{') {
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(io)?;
-        return parse_safetensors(&bytes)
-            .map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
+        let parsed: Parsed = parse_safetensors(&mut file).map_err(io)?;
+        return parsed.map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
     }
     if start.starts_with(b"PK") {
         return pickle::read(path, file, key);
