@@ -357,8 +357,8 @@ fn kept(shape: &[i32], strides: &[i32]) -> Vec<u8> {
 fn a_small_file_cannot_use_up_the_memory() {
     let zeros = |bytes: usize| vec![0; bytes];
     let refused = |pickle: &[u8], storage: &[u8], words: &str| {
-        let text = checkpoint::read(archive(pickle, storage).path()).unwrap_err().to_string();
-        assert!(text.contains(words), "{text}");
+        let text = checkpoint::read(archive(pickle, storage).path()).err().map(|error| error.to_string());
+        assert!(text.as_ref().is_some_and(|text| text.contains(words)), "{text:?}");
     };
     // As long as a shape may be, and longer.
     let shape = |rank: usize| kept(&vec![1; rank], &vec![1; rank]);
