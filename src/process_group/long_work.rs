@@ -30,8 +30,8 @@ impl ProcessGroup {
         stuck: Duration,
     ) -> Result<T> {
         const WORKING: &str = "working";
-        // Ranks without work wait in the exchange of reports, which has the group's time-out.
-        let interval = (self.timeout() / 4).min(Duration::from_secs(5));
+        // Ranks without work wait in the exchange of reports, which has the group's time-out; and all hear of a failure soon.
+        let interval = (self.timeout() / 4).min(stuck).min(Duration::from_secs(1));
         let mut state = Background::start(work, stuck).map(State::Working);
         loop {
             state = match state {

@@ -146,15 +146,19 @@ fn save(pg: &ProcessGroup, path: &Path, tensor: &Tensor) -> Result<()> {
 fn what_a_failed_call_has_left_does_not_replace_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("weights");
+    let started = std::sync::Barrier::new(2);
     queued(|pg| {
         let weights = Tensor::ones(2, DType::F32, pg.device()).unwrap();
         pg.all_reduce(&weights, ReduceOp::Sum).unwrap();
         save(&pg, &path, &weights).unwrap();
         if pg.rank() == 1 {
+            started.wait();
             return pg.abort("it is told to");
         }
         let spoilt = Tensor::zeros(2, DType::F32, pg.device()).unwrap();
-        pg.all_reduce(&spoilt, ReduceOp::Sum).unwrap();
+        let work = pg.all_reduce_async(&spoilt, ReduceOp::Sum).unwrap();
+        started.wait();
+        work.wait().unwrap();
         match save(&pg, &path, &spoilt) {
             Err(Error::PeerFailed { peer: 1, reason }) => assert_eq!(reason, "it is told to"),
             other => panic!("{other:?}"),
