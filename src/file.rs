@@ -1,57 +1,144 @@
-//! Files of tensors that are there as a whole or not at all.
-use crate::process_group::panic_message;
+//! Files that are there as a whole or not at all.
+mod safetensors;
+
+pub(crate) use safetensors::{
+    Parsed, Readable, WriteJob, parse_safetensors, read_safetensors, read_tensor, require_all, write_safetensors,
+};
+
 use crate::{Error, Result};
-use candle_core::safetensors::{Load, SliceSafetensors};
-use candle_core::{DType, Device, Tensor};
-use std::collections::HashMap;
-use std::fs::File;
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::OsStr;
+use std::fs::{File, TryLockError};
+use crate::random::random_bytes;
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A tensor of a file, or why it cannot be read.
-pub(crate) type Readable = std::result::Result<Tensor, String>;
+/// A file that was written under a temporary name, and takes its own with [`commit`](Self::commit). Dropped before that,
+/// it is removed, and the old file stays.
+///
+/// The temporary file lies next to the target as `.TARGET.<16 hex digits>.tmp` and is locked until it gets its name: one
+/// without a lock is what a process that was killed has left, and the next write to the same target removes it. Where
+/// the file system has no locks, nothing is removed.
+#[derive(Debug)]
+pub(crate) struct PreparedFile {
+    temporary: PathBuf,
+    target: PathBuf,
+    file: File,
+    is_committed: bool,
+}
 
-/// Writes `tensors` as a safetensors file: to a temporary one in the same folder, which then takes its name. Symbolic
-/// links are followed, and an existing file's permissions are kept.
-pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
-    let io = |source: io::Error| Error::io(format!("writing {}", path.display()), source);
-    let target = follow_links(path).map_err(io)?;
-    if target.file_name().is_none() {
-        return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
+impl PreparedFile {
+    /// Gives `write` the temporary file; once it returns, the file is on the disk. Symbolic links of `path` are followed,
+    /// and the permissions of a file that is there are kept.
+    pub(crate) fn write(
+        path: &Path,
+        progress: &Progress,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<Self> {
+        let prepared = Self::create(path)?;
+        let mut writer = Writer { file: &prepared.file, progress, unsynchronized: 0 };
+        write(&mut writer).and_then(|()| prepared.file.sync_all()).map_err(|error| writing(path, error))?;
+        Ok(prepared)
     }
-    for (name, tensor) in tensors {
-        if matches!(tensor.dtype(), DType::F6E2M3 | DType::F6E3M2 | DType::F4 | DType::F8E8M0) {
-            return Err(Error::parameter(name, format!("candle cannot write dtype {}", tensor.dtype().as_str())));
+
+    fn create(path: &Path) -> Result<Self> {
+        let io = |source| writing(path, source);
+        let target = follow_links(path).map_err(io)?;
+        let Some(name) = target.file_name() else {
+            return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
+        };
+        let permissions = match target.metadata() {
+            Ok(existing) if existing.is_file() => Some(existing.permissions()),
+            Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
+            Err(_) => None,
+        };
+        let (folder, prefix) = (folder_of(&target), prefix(name));
+        remove_leftovers(folder, &prefix);
+        let (file, temporary) = create_locked(folder, &prefix).map_err(io)?;
+        let prepared = Self { temporary, target, file, is_committed: false };
+        if let Some(permissions) = permissions {
+            prepared.file.set_permissions(permissions).map_err(io)?;
+        }
+        Ok(prepared)
+    }
+
+    /// Replaces what is at the target.
+    pub(crate) fn commit(mut self) -> Result<()> {
+        let rename = std::fs::rename(&self.temporary, &self.target);
+        self.is_committed = rename.is_ok();
+        rename
+            .and_then(|()| File::open(folder_of(&self.target))?.sync_all())
+            .map_err(|source| writing(&self.target, source))
+    }
+}
+
+impl Drop for PreparedFile {
+    fn drop(&mut self) {
+        if !self.is_committed {
+            // What cannot be removed now is a leftover for the next write.
+            let _ = std::fs::remove_file(&self.temporary);
         }
     }
-    let permissions = match target.metadata() {
-        Ok(existing) if existing.is_file() => Some(existing.permissions()),
-        Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
-        Err(_) => None,
-    };
-    let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // Processes on other hosts write to the same folder: a process's number would not tell them apart.
-    let temporary = folder.join(format!(".{:016x}.tmp", RandomState::new().build_hasher().finish()));
-    let new = File::create_new(&temporary).map_err(io)?;
-    let write = || -> Result<()> {
-        // Otherwise those that a new file has here: what writes the tensors would let only their owner read them.
-        let permissions = permissions.map_or_else(|| new.metadata().map(|new| new.permissions()), Ok).map_err(io)?;
-        // candle panics where it cannot copy a tensor from its device.
-        catch_unwind(AssertUnwindSafe(|| candle_core::safetensors::save(tensors, &temporary)))
-            .map_err(|panic| panic_message(&*panic))
-            .and_then(|saved| saved.map_err(|error| error.to_string()))
-            .map_err(|reason| io(io::Error::other(reason)))?;
-        let file = File::options().write(true).open(&temporary).map_err(io)?;
-        file.set_permissions(permissions).and_then(|()| file.sync_all()).map_err(io)?;
-        std::fs::rename(&temporary, &target).map_err(io)?;
-        File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)
-    };
-    write().inspect_err(|_| {
-        // What is left of it is of no use to anybody; if it was never there, so much the better.
-        let _ = std::fs::remove_file(&temporary);
-    })
+}
+
+/// How far a write has come, for those who wait for it and may call it off.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    steps: AtomicU64,
+    is_cancelled: AtomicBool,
+}
+
+impl Progress {
+    /// A number that changes while the write makes progress.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// Notes that something was done. An error when nobody waits for the rest any more.
+    pub(crate) fn step(&self) -> io::Result<()> {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+        match self.is_cancelled.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("it was called off")),
+            false => Ok(()),
+        }
+    }
+
+    pub(crate) fn cancel(&self) {
+        self.is_cancelled.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Writes in parts that show progress.
+struct Writer<'a> {
+    file: &'a File,
+    progress: &'a Progress,
+    unsynchronized: usize,
+}
+
+impl Write for Writer<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        const PART: usize = 16 << 20;
+        // Otherwise the system collects a large file in memory, and the last call waits for the disk without any
+        // progress to be seen.
+        const SYNCHRONIZED: usize = 1 << 30;
+        self.progress.step()?;
+        let written = self.file.write(&bytes[..bytes.len().min(PART)])?;
+        self.unsynchronized += written;
+        if self.unsynchronized >= SYNCHRONIZED {
+            self.file.sync_data()?;
+            self.unsynchronized = 0;
+        }
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn writing(path: &Path, source: io::Error) -> Error {
+    Error::io(format!("writing {}", path.display()), source)
 }
 
 /// The file that `path` stands for, which need not be there.
@@ -66,61 +153,75 @@ fn follow_links(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other("there are too many symbolic links"))
 }
 
-/// Reads a safetensors file, all of it.
-pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
-    let bytes = std::fs::read(path).map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-    let tensors = parse_safetensors(&bytes)
-        .map_err(|reason| Error::invalid("path", format!("{} is not a safetensors file: {reason}", path.display())))?;
-    require_all(tensors).map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))
+fn folder_of(file: &Path) -> &Path {
+    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The tensors, if all of them can be read; otherwise the first that cannot, and why.
-pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Result<HashMap<String, Tensor>, String> {
-    let first = tensors.iter().filter_map(|(name, tensor)| Some((name, tensor.as_ref().err()?))).min();
-    match first {
-        Some((name, reason)) => Err(format!("{name}: {reason}")),
-        None => Ok(tensors.into_iter().filter_map(|(name, tensor)| Some((name, tensor.ok()?))).collect()),
+const SUFFIX: &str = ".tmp";
+
+/// How the names of temporary files begin. Of a long name a part: with the digits it must not be too long.
+fn prefix(name: &OsStr) -> String {
+    const LONGEST: usize = 100;
+    let name = name.to_string_lossy();
+    let mut end = name.len().min(LONGEST);
+    while !name.is_char_boundary(end) {
+        end -= 1;
     }
+    format!(".{}.", &name[..end])
 }
 
-/// The tensors of a safetensors file, or why it is none.
-pub(crate) fn parse_safetensors(bytes: &[u8]) -> std::result::Result<HashMap<String, Readable>, String> {
-    let file = SliceSafetensors::new(bytes).map_err(|error| error.to_string())?;
-    let mut tensors = HashMap::new();
-    for (name, view) in file.tensors() {
-        // candle multiplies dimensions without looking, also where one of them is zero.
-        let size = view.shape().iter().try_fold(1usize, |size, dim| size.checked_mul((*dim).max(1)));
-        let tensor = if size.is_none() {
-            Err(format!("its shape {:?} is too large", view.shape()))
-        } else if view.dtype().to_string() == "BOOL" {
-            Tensor::from_raw_buffer(view.data(), DType::U8, view.shape(), &Device::Cpu)
-                .map_err(|error| error.to_string())
-        } else {
-            view.load(&Device::Cpu).map_err(|error| match error {
-                candle_core::Error::UnsupportedSafeTensorDtype(dtype) => format!("candle has no dtype for {dtype}"),
-                error => error.to_string(),
-            })
-        };
-        tensors.insert(name, tensor);
+fn is_temporary(name: &OsStr, prefix: &str) -> bool {
+    let digits = name.to_str().and_then(|name| name.strip_prefix(prefix)?.strip_suffix(SUFFIX));
+    digits.is_some_and(|digits| digits.len() == 16 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
+}
+
+/// A new temporary file, and its path.
+fn create_locked(folder: &Path, prefix: &str) -> io::Result<(File, PathBuf)> {
+    // Another process that removes leftovers can only get between the first two steps.
+    for _ in 0..100 {
+        // Processes on other hosts write to the same folder: a process's number would not tell them apart.
+        let temporary = folder.join(format!("{prefix}{:016x}{SUFFIX}", u64::from_le_bytes(random_bytes()?)));
+        let file = File::create_new(&temporary)?;
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => continue,
+            Err(TryLockError::Error(error)) => log::debug!("{} cannot be locked: {error}", temporary.display()),
+            Ok(()) => {}
+        }
+        if file.metadata()?.nlink() > 0 {
+            return Ok((file, temporary));
+        }
     }
-    Ok(tensors)
+    Err(io::Error::other("another process takes its temporary files for leftovers again and again"))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Of the state of an optimizer, everything is wanted.
-    #[test]
-    fn a_tensor_that_cannot_be_read_is_named() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let header = br#"{"b":{"dtype":"I8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"BOOL","shape":[1],"data_offsets":[1,2]}}"#;
-        std::fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header, &[7, 1]].concat()).unwrap();
-        match read_safetensors(file.path()) {
-            Err(Error::InvalidArgument { argument: "path", reason }) => {
-                assert_eq!(reason, format!("{}: b: candle has no dtype for I8", file.path().display()));
-            }
-            other => panic!("{other:?}"),
+/// Removes what writes to the same target have left that were killed. What cannot be removed is no reason not to write.
+fn remove_leftovers(folder: &Path, prefix: &str) {
+    let Ok(entries) = folder.read_dir() else { return };
+    let files = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+    for leftover in files.filter(|entry| is_temporary(&entry.file_name(), prefix)).map(|entry| entry.path()) {
+        // NFS locks only files that are open for writing.
+        let file = File::options().write(true).open(&leftover).or_else(|_| File::open(&leftover));
+        let locked = file.and_then(|file| match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        });
+        match locked {
+            Ok(None) => {}
+            // With the lock, so that no other write can be about to begin with it.
+            Ok(Some(_lock)) => match std::fs::remove_file(&leftover) {
+                Ok(()) => log::info!("removed {}, which a write that was killed has left", leftover.display()),
+                Err(error) => log::debug!("{} cannot be removed: {error}", leftover.display()),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => log::warn!(
+                "{} may be left of a write that was killed, and cannot be locked to find out ({error}): if nothing \
+                 writes to it, remove it",
+                leftover.display()
+            ),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

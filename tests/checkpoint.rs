@@ -318,3 +318,29 @@ fn all_ranks_learn_of_a_failure() {
         assert_eq!(now, values(&rank0));
     }
 }
+
+/// A rank fails between the last step and the save of the others.
+#[test]
+fn a_rank_that_failed_leaves_the_file_of_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    ranks(2, |pg| {
+        let weights = varmap(DType::F32);
+        checkpoint::save_distributed(&pg, &weights, &file)?;
+        if pg.rank() == 1 {
+            pg.abort("it has failed");
+            return Ok(());
+        }
+        fill(&weights, 2);
+        match checkpoint::save_distributed(&pg, &weights, &file) {
+            Err(Error::PeerFailed { peer: 1, .. }) => Ok(()),
+            other => panic!("{other:?}"),
+        }
+    })
+    .unwrap();
+    let loaded = varmap(DType::F32);
+    fill(&loaded, 3);
+    checkpoint::load(&loaded, &file).unwrap();
+    assert_eq!(values(&loaded), values(&varmap(DType::F32)));
+    assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
+}

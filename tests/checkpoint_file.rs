@@ -6,11 +6,13 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, LoadOptions};
 use candle_nn::{Init, VarMap};
-use common::{floats, var};
+use common::{floats, in_a_process, peak_memory, var};
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 /// A safetensors file of tensors of one byte per element: their names, dtypes and values.
 fn safetensors(path: &Path, tensors: &[(&str, &str, &[u8])]) {
@@ -198,4 +200,57 @@ fn a_full_disk_leaves_the_old_file() {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
     assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
+}
+
+/// Runs itself in a process that saves again and again, and is killed while it does.
+#[test]
+fn a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up() {
+    const FILE: &str = "CANDLE_DDP_TEST_KILLED_SAVE";
+    const ELEMENTS: usize = 4 << 20;
+    let big = |value: f32| HashMap::from([("w".to_string(), Tensor::full(value, ELEMENTS, &Device::Cpu).unwrap())]);
+    if let Some(file) = std::env::var_os(FILE) {
+        // Until it is killed; if the test has failed, until the folder is gone.
+        for number in 1.. {
+            checkpoint::save_tensors(&big(number as f32), &file).unwrap();
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    checkpoint::save_tensors(&big(0.0), &file).unwrap();
+    let entries = || folder.path().read_dir().unwrap().count();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    // It may be killed just after it has renamed its file.
+    while entries() == 1 {
+        let name = "a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up";
+        let mut child = in_a_process(name, FILE, &file).stdout(Stdio::null()).spawn().unwrap();
+        while entries() == 1 {
+            assert!(Instant::now() < deadline, "nothing is saved");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    assert_eq!(entries(), 2, "the file, and what the process that was killed has left");
+    let found = floats(&checkpoint::read(&file).unwrap()["w"]);
+    assert_eq!(found.len(), ELEMENTS);
+    assert!(found.iter().all(|value| *value == found[0]), "the file is one that was saved, as a whole");
+    checkpoint::save_tensors(&twice(7.0), &file).unwrap();
+    assert_eq!(entries(), 1);
+    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), [7.0, 7.0]);
+}
+
+#[test]
+fn reading_takes_little_more_memory_than_the_tensors() {
+    const FILE: &str = "CANDLE_DDP_TEST_READ";
+    if let Some(file) = std::env::var_os(FILE) {
+        let (peak, length) = (peak_memory(|| checkpoint::read(&file).unwrap()), fs::metadata(&file).unwrap().len());
+        assert!(peak < length + length / 3, "{peak} bytes for a file of {length}");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("weights");
+    let tensor = |_| Tensor::full(1f32, 4 << 20, &Device::Cpu).unwrap();
+    checkpoint::save_tensors(&(0..3).map(|number| (number.to_string(), tensor(number))).collect(), &file).unwrap();
+    let child = in_a_process("reading_takes_little_more_memory_than_the_tensors", FILE, &file).output().unwrap();
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
 }

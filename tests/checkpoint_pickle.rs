@@ -6,9 +6,22 @@ use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, LoadOptions};
 use candle_nn::{Init, VarMap};
-use common::{floats, var};
+use common::{floats, in_a_process, peak_memory, var};
 use std::collections::HashMap;
 use std::io::Write;
+
+/// A tensor of a dtype that has no class of storages: what `torch.save` writes for these.
+fn untyped(dtype: &str, offset: i32, shape: &[i32]) -> Vec<u8> {
+    let strides: Vec<i32> = shape.iter().map(|_| 1).collect();
+    let tensor = tensor("UntypedStorage", offset, shape, &strides, &global(&format!("torch\n{dtype}")));
+    replace(&replace(&tensor, b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"), b"torch\nUnt", b"torch.storage\nUnt")
+}
+
+/// The first `from` becomes `to`.
+fn replace(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let position = bytes.windows(from.len()).position(|window| window == from).unwrap();
+    [&bytes[..position], to, &bytes[position + from.len()..]].concat()
+}
 
 /// An archive as `torch.save` makes it, with this pickle and one storage.
 fn archive(pickle: &[u8], storage: &[u8]) -> tempfile::NamedTempFile {
@@ -132,13 +145,16 @@ fn pickles_are_checked() {
     assert!(text.contains("no data.pkl"), "{text}");
 }
 
-/// uint16 and float8, which PyTorch writes with `_rebuild_tensor_v3`, complex numbers, and what lies outside.
+/// `_rebuild_tensor_v3` with arguments that are not known, uint16, complex numbers, and what lies outside.
 #[test]
 fn a_tensor_that_cannot_be_read_counts_only_where_it_is_wanted() {
     let v3 = [global("torch._utils\n_rebuild_tensor_v3"), b")R".to_vec()].concat();
+    let uint16 = untyped("uint16", 0, &[2]);
     let complex = tensor("ComplexFloatStorage", 0, &[2], &[1], b"");
     let outside = tensor("FloatStorage", 4, &[1], &[1], b"");
-    for (bad, words) in [(v3, "_rebuild_tensor_v3"), (complex, "ComplexFloatStorage"), (outside, "outside")] {
+    for (bad, words) in
+        [(v3, "_rebuild_tensor_v3"), (uint16, "torch.uint16"), (complex, "ComplexFloatStorage"), (outside, "outside")]
+    {
         let value = dict(&[("scale", &bad), ("w", &floats_of(2)), ("scale2", &bad)]);
         let file = archive(&pickle(&value), &storage());
         let varmap = |names: &[&str]| {
@@ -264,4 +280,142 @@ fn damaged_pickles_never_panic() {
         }
     }
     assert!(read > 100 && refused > 1000, "{read} {refused}");
+}
+
+#[test]
+fn dtypes_without_storages_of_their_own_are_read() {
+    let value = dict(&[("u32", &untyped("uint32", 2, &[2])), ("f8", &untyped("float8_e4m3fn", 11, &[1, 3]))]);
+    // -0.5, 448 and 1 as float8, with a byte of something else in between.
+    let storage = [&[0; 8][..], &7u32.to_le_bytes(), &u32::MAX.to_le_bytes()].concat();
+    let tensors = checkpoint::read(archive(&pickle(&value), &storage).path()).unwrap();
+    assert_eq!(tensors["u32"].to_vec1::<u32>().unwrap(), [7, u32::MAX]);
+    assert_eq!((tensors["f8"].dtype(), tensors["f8"].dims()), (DType::F8E4M3, &[1, 3][..]));
+    let storage = [&[0; 11][..], &[0xb0, 0x7e, 0x38]].concat();
+    let f8 = dict(&[("f8", &untyped("float8_e4m3fn", 11, &[1, 3]))]);
+    assert_eq!(floats(&checkpoint::read(archive(&pickle(&f8), &storage).path()).unwrap()["f8"]), [-0.5, 448.0, 1.0]);
+}
+
+/// As by `zip`, after the file was extracted.
+#[test]
+fn a_compressed_archive_is_told_from_a_damaged_one() {
+    let file = archive(&pickle(&dict(&[("w", &floats_of(2))])), &storage());
+    let mut bytes = std::fs::read(file.path()).unwrap();
+    // The method, in the headers of the parts and in the directory.
+    for (signature, method) in [(b"PK\x03\x04", 8), (b"PK\x01\x02", 10)] {
+        for position in 0..bytes.len() - 4 {
+            if bytes[position..].starts_with(signature) {
+                bytes[position + method] = 8;
+            }
+        }
+    }
+    std::fs::write(file.path(), bytes).unwrap();
+    match checkpoint::read(file.path()) {
+        Err(Error::CheckpointFile { reason, .. }) => {
+            assert!(reason.contains("compressed (Deflate") && reason.contains("zip -0"), "{reason}");
+            assert!(!reason.contains("complete"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// `count` tensors that all have the storage, the shape and the strides of one; its pickle is `first`, in which these are
+/// kept as 1, 2 and 3.
+fn many(count: usize, first: &[u8]) -> Vec<u8> {
+    let mut entries = [&b"}("[..], &text("w"), first].concat();
+    for number in 0..count {
+        entries.extend(text(&number.to_string()));
+        entries.extend(global("torch._utils\n_rebuild_tensor_v2"));
+        entries.extend(b"(h\x01K\x00h\x02h\x03\x89}tR");
+    }
+    pickle(&[&entries[..], b"u"].concat())
+}
+
+/// A tensor of this shape and these strides, for [`many`].
+fn kept(shape: &[i32], strides: &[i32]) -> Vec<u8> {
+    let tuple = |values: &[i32]| {
+        let values: Vec<u8> = values.iter().flat_map(|value| [b"J", &value.to_le_bytes()[..]].concat()).collect();
+        [b"(", &values[..], b"t"].concat()
+    };
+    [
+        global("torch._utils\n_rebuild_tensor_v2"),
+        b"((".to_vec(),
+        text("storage"),
+        global("torch\nFloatStorage"),
+        text("0"),
+        text("cpu"),
+        b"K\x04tQq\x01K\x00".to_vec(),
+        tuple(shape),
+        b"q\x02".to_vec(),
+        tuple(strides),
+        b"q\x03\x89}tR".to_vec(),
+    ]
+    .concat()
+}
+
+/// Many tensors of a small file may have the same large shape, or show the same large storage.
+#[test]
+fn a_small_file_cannot_use_up_the_memory() {
+    let zeros = |bytes: usize| vec![0; bytes];
+    let refused = |pickle: &[u8], storage: &[u8], words: &str| {
+        let text = checkpoint::read(archive(pickle, storage).path()).err().map(|error| error.to_string());
+        assert!(text.as_ref().is_some_and(|text| text.contains(words)), "{text:?}");
+    };
+    // As long as a shape may be, and longer.
+    let shape = |rank: usize| kept(&vec![1; rank], &vec![1; rank]);
+    assert_eq!(checkpoint::read(archive(&many(3, &shape(64)), &zeros(16)).path()).unwrap()["2"].rank(), 64);
+    refused(&many(1000, &shape(20_000)), &zeros(16), "20000 dimensions, more than 64");
+    refused(&many(20_000, &shape(64)), &zeros(16), "16 times");
+    // Copies of a matrix, transposed; each has a file's length.
+    let transposed = kept(&[200, 200], &[1, 200]);
+    assert_eq!(checkpoint::read(archive(&many(3, &transposed), &zeros(160_000)).path()).unwrap().len(), 4);
+    refused(&many(30, &transposed), &zeros(160_000), "16 times");
+    // A long name of a storage.
+    let long = replace(&kept(&[1], &[1]), &text("0"), &text(&"0".repeat(256)));
+    refused(&many(10, &long), &zeros(16), "damaged");
+}
+
+/// Where views are contiguous, they share the memory of their storage, as in PyTorch.
+#[test]
+fn views_of_a_storage_share_its_memory() {
+    let address = |tensor: &Tensor| {
+        let (storage, layout) = tensor.storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cpu(storage) => {
+                storage.as_slice::<f32>().unwrap()[layout.start_offset()..].as_ptr() as usize
+            }
+            _ => unreachable!(),
+        }
+    };
+    let view = |offset, count| tensor("FloatStorage", offset, &[count], &[1], b"");
+    let tensors = read(&dict(&[("all", &view(0, 4)), ("end", &view(2, 2)), ("one", &view(1, 1))])).unwrap();
+    assert_eq!(address(&tensors["end"]), address(&tensors["all"]) + 8);
+    assert_eq!(address(&tensors["one"]), address(&tensors["all"]) + 4);
+    assert_eq!(floats(&tensors["end"]), [2.0, 3.0]);
+    // With one that is not, and where most of the storage would be kept for nothing.
+    let transposed = tensor("FloatStorage", 0, &[2, 2], &[1, 2], b"");
+    let tensors = read(&dict(&[("all", &view(0, 4)), ("end", &view(2, 2)), ("t", &transposed)])).unwrap();
+    assert_eq!(address(&tensors["end"]), address(&tensors["all"]) + 8);
+    assert_eq!(floats(&tensors["t"]), [0.0, 2.0, 1.0, 3.0]);
+    let tensors = read(&dict(&[("one", &view(1, 1))])).unwrap();
+    assert_eq!(tensors["one"].storage_and_layout().1.start_offset(), 0);
+    assert_eq!(floats(&tensors["one"]), [1.0]);
+}
+
+/// Views that overlap, as in PyTorch's flat parameters.
+#[test]
+fn reading_views_takes_little_more_memory_than_the_file() {
+    const FILE: &str = "CANDLE_DDP_TEST_READ";
+    if let Some(file) = std::env::var_os(FILE) {
+        let (peak, length) =
+            (peak_memory(|| checkpoint::read(&file).unwrap()), std::fs::metadata(&file).unwrap().len());
+        assert!(peak < length + length / 3, "{peak} bytes for a file of {length}");
+        return;
+    }
+    let whole = 8 << 20;
+    let views: Vec<_> = (0..60).map(|first| (first.to_string(), kept(&[whole - first], &[1]))).collect();
+    let views: Vec<_> = views.iter().map(|(name, view)| (name.as_str(), &view[..])).collect();
+    let file = archive(&pickle(&dict(&views)), &vec![0; whole as usize * 4]);
+    let child =
+        in_a_process("reading_views_takes_little_more_memory_than_the_file", FILE, file.path()).output().unwrap();
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
 }

@@ -39,6 +39,8 @@ fn files_of_torch_save_are_read_or_refused_with_a_reason() {
                 "int16" => DType::I16,
                 "int32" => DType::I32,
                 "int64" => DType::I64,
+                "uint32" => DType::U32,
+                "float8_e4m3fn" => DType::F8E4M3,
                 other => panic!("{other}"),
             };
             assert_eq!(tensor.dtype(), dtype, "{file}: {name}");

@@ -537,3 +537,41 @@ fn a_part_of_the_shards_is_refused() {
     })
     .unwrap();
 }
+
+/// Rank 1 fails after it has taken part in everything but the saving itself.
+#[test]
+fn a_rank_that_failed_leaves_the_files_of_before() {
+    for shards in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let save = |optimizer: &ZeroRedundancyOptimizer<ParamsAdamW>| match shards {
+            false => optimizer.save(folder.path().join("whole")),
+            true => optimizer.save_shards(folder.path()),
+        };
+        let files = || {
+            let paths = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().path());
+            let mut files: Vec<_> = paths.map(|path| (std::fs::read(&path).unwrap(), path)).collect();
+            files.sort();
+            files
+        };
+        let before = ranks(2, |pg| {
+            let ddp = wrap(&pg, small())?;
+            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+            optimizer.step(&backward(&ddp, 0, 1.)?)?;
+            save(&optimizer)?;
+            let before = files();
+            pg.barrier()?;
+            optimizer.step(&backward(&ddp, 1, 1.)?)?;
+            if pg.rank() == 0 {
+                assert!(matches!(save(&optimizer), Err(Error::PeerFailed { peer: 1, .. })));
+                return Ok(before);
+            }
+            match shards {
+                false => drop(optimizer.consolidate_state_dict(0)?),
+                true => pg.broadcast(&Tensor::new(&[0i64], pg.device())?, 0)?,
+            }
+            pg.abort("it has failed");
+            Ok(before)
+        });
+        assert!(before.unwrap()[0] == files(), "shards: {shards}");
+    }
+}

@@ -1,18 +1,26 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
-use super::{LoadOptions, LoadReport, Prepared, save};
+use super::{LoadOptions, LoadReport, Prepared, tensors};
 use crate::Result;
+use crate::file::WriteJob;
 use crate::process_group::ProcessGroup;
 use candle_nn::VarMap;
 use std::path::Path;
 
-/// Rank 0 writes the variables of `varmap`, as [`save`] does; every rank calls it. When it returns, the file is there, and
-/// every rank that sees the same file system may read it.
+/// Rank 0 writes the variables of `varmap`, as [`save`](super::save) does; every rank calls it. When it returns, the file
+/// is there, and every rank that sees the same file system may read it.
+///
+/// The file takes its name only after all ranks have confirmed that everything went well up to then, on GPUs as well. So
+/// what was there before is never replaced by the variables of a run that has failed, as long as they are trained with
+/// `group`. Writing may take longer than the group's time-out, unless there is no progress for so long (and for 10
+/// minutes).
 ///
 /// # Errors
-/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`](crate::Error::PeerFailed) with its text. Writing must not take longer
-/// than the group's time-out.
+/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`](crate::Error::PeerFailed) with its text; or
+/// the failure of the group. What was there before stays, unless the group fails in the very moment in which the new file,
+/// which is whole then, takes its name.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    group.agree(if group.rank() == 0 { save(varmap, path) } else { Ok(()) })
+    let is_writer = group.rank() == 0;
+    group.write_together(is_writer.then(|| WriteJob::new(path.as_ref(), &tensors(varmap))).transpose())
 }
 
 /// Every rank reads a checkpoint into its variables, as [`load_with`](super::load_with) does; on several hosts each

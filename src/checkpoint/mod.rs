@@ -33,16 +33,20 @@
 //! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
 //! like any other name.
 //!
-//! # Trust
-//! A pickle is read without running any of it, however deep it is. A file that was made to do harm can still use up
-//! memory, with many tensors that show the same storage: from people you do not trust, take safetensors.
+//! # Memory and trust
+//! Tensors are read one by one: reading takes little more memory than they do. Tensors of a file of PyTorch's that share a
+//! storage there share its memory here as well, where they are contiguous.
+//!
+//! A pickle is read without running any of it, however deep it is. Many of its tensors may show the same values: a file whose
+//! tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
+//! holds names and shapes, takes about a hundred times its own size while it is read.
 mod distributed;
 mod pickle;
 
 pub use distributed::{load_distributed, save_distributed};
 
 use crate::error::describe;
-use crate::file::{Readable, parse_safetensors, require_all, write_safetensors};
+use crate::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
@@ -95,8 +99,11 @@ pub struct LoadReport {
 }
 
 /// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
-/// its name, so that there is never half a file, and the old one stays if something fails. Symbolic links are followed,
-/// and a file that is there keeps its permissions. One rank of several does this: see [`save_distributed`].
+/// its name, so that there is never half a file, and the old one stays if something fails. What earlier saves to the same
+/// file have left that were killed is removed. Symbolic links are followed, and a file that is there keeps its permissions.
+///
+/// Of several ranks, one does this. It does not know whether the others are well, and on GPUs not even whether the last
+/// collectives ended well: [`save_distributed`] does, before it replaces a file.
 ///
 /// # Errors
 /// [`Error::Io`] says what the system refused.
@@ -235,10 +242,8 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     // Eight bytes that say how long the following JSON is. They may begin with PK: this comes first. In a zip archive, a
     // method of compression that does not exist would be there.
     if start.get(8) == Some(&b'{') {
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(io)?;
-        return parse_safetensors(&bytes)
-            .map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
+        let parsed: Parsed = parse_safetensors(&mut file).map_err(io)?;
+        return parsed.map_err(|reason| unreadable(path, format!("not a safetensors file: {reason}")));
     }
     if start.starts_with(b"PK") {
         return pickle::read(path, file, key);

@@ -1,6 +1,7 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod compare;
 mod init;
+mod long_work;
 mod on_error;
 mod parent;
 mod spawn;
@@ -292,14 +293,16 @@ impl ProcessGroup {
     /// Every rank's bytes, in rank order; they may differ in length.
     pub(crate) fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (world, device) = (self.world_size(), self.device());
+        // Not by `wait`, after which a GPU may still see what a call that failed has left.
+        let all_gather = |output: &Tensor, input: &Tensor| self.all_gather_async(output, input)?.synchronize();
         let lengths = Tensor::zeros(world, DType::I64, device)?;
-        self.all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
+        all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
         let lengths: Vec<usize> = lengths.to_vec1::<i64>()?.into_iter().map(|length| length as usize).collect();
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let mut padded = bytes.to_vec();
         padded.resize(longest, 0);
         let all = Tensor::zeros(world * longest, DType::U8, device)?;
-        self.all_gather(&all, &Tensor::from_vec(padded, longest, device)?)?;
+        all_gather(&all, &Tensor::from_vec(padded, longest, device)?)?;
         let all = all.to_vec1::<u8>()?;
         Ok(lengths.iter().enumerate().map(|(rank, length)| all[rank * longest..][..*length].to_vec()).collect())
     }

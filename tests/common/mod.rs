@@ -55,6 +55,27 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// Runs the calling test binary's test `name` in a process of its own, with `variable` set to `value`.
+pub(crate) fn in_a_process(name: &str, variable: &str, value: &std::path::Path) -> std::process::Command {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", name, "--nocapture"]).env(variable, value);
+    command
+}
+
+/// How much memory `work` needs beyond what this process has already, at its highest.
+pub(crate) fn peak_memory<T>(work: impl FnOnce() -> T) -> u64 {
+    let kilobytes = |field: &str| -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+        line.trim_start_matches(':').trim_end_matches("kB").trim().parse().unwrap()
+    };
+    let before = kilobytes("VmRSS");
+    let result = work();
+    let peak = kilobytes("VmHWM").saturating_sub(before) * 1024;
+    drop(result);
+    peak
+}
+
 pub(crate) fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
 }

@@ -46,6 +46,8 @@ of_all_kinds = {
     "i16": torch.tensor([-300, 300], dtype=torch.int16),
     "i32": torch.tensor([-70000, 70000], dtype=torch.int32),
     "i64": torch.tensor([-(2**40), 2**40]),
+    "u32": torch.tensor([7, 2**32 - 1], dtype=torch.uint32),
+    "f8": torch.tensor([-0.5, 448.0]).to(torch.float8_e4m3fn),
     "parameter": nn.Parameter(torch.randn(2, 2)),
     "channels.last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
 }

@@ -376,6 +376,10 @@ impl Communicator for NcclCommunicator {
         Ok(())
     }
 
+    fn failure(&self) -> Option<Error> {
+        self.group.verdict().map(Error::from)
+    }
+
     fn abort(&self, reason: &str) {
         self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
     }

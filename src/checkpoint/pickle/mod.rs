@@ -1,17 +1,17 @@
 //! Files that `torch.save` writes: a zip archive of a pickle, which says what there is, and of the tensors' storages.
+mod archive;
 mod reader;
 mod view;
 
 use super::{CPU, unreadable};
 use crate::file::Readable;
 use crate::{Error, Result};
+use archive::{Archive, Budget};
 use reader::{Id, Pickle, Value};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::{BufReader, Read};
 use std::path::Path;
 use view::View;
-use zip::ZipArchive;
 
 /// Where state dicts are kept in files that hold more: PyTorch Lightning, PyTorch's tutorials, and others.
 const KEYS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
@@ -22,77 +22,15 @@ type Checked<T> = std::result::Result<T, String>;
 /// The tensors of the state dict under `key`, or where one usually is.
 pub(super) fn read(path: &Path, file: File, key: Option<&str>) -> Result<HashMap<String, Readable>> {
     let metadata = file.metadata().map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
+    let mut budget = Budget::of_file(metadata.len());
     Archive::open(file, metadata.len())
         .and_then(|mut archive| {
             let bytes = archive.bytes("data.pkl")?;
             let pickle = Pickle::parse(&bytes).map_err(|reason| format!("its pickle cannot be read: {reason}"))?;
-            archive.load(tensors(&pickle, state_dict(&pickle, key)?))
+            let views = views(&pickle, state_dict(&pickle, key)?, &mut budget)?;
+            archive.load(views, &mut budget)
         })
         .map_err(|reason| unreadable(path, reason))
-}
-
-struct Archive {
-    zip: ZipArchive<BufReader<File>>,
-    /// The folder within the archive, with a slash at its end.
-    folder: String,
-    /// Of the file, in bytes: no part of it can be longer.
-    length: u64,
-}
-
-impl Archive {
-    fn open(file: File, length: u64) -> Checked<Self> {
-        let zip = ZipArchive::new(BufReader::new(file)).map_err(|error| {
-            format!("it begins like a file of torch.save, but cannot be read: {error}. Is it complete?")
-        })?;
-        let name = zip
-            .file_names()
-            .filter_map(|name| Some(name.ok()?.into_owned()))
-            .find(|name| name.rsplit('/').next() == Some("data.pkl"));
-        let Some(name) = name else {
-            return Err(
-                "it is a zip archive, but not one that torch.save has written: there is no data.pkl".to_string()
-            );
-        };
-        let folder = name.strip_suffix("data.pkl").unwrap_or_default().to_string();
-        let mut archive = Self { zip, folder, length };
-        if archive.bytes("byteorder").is_ok_and(|order| order.starts_with(b"big")) {
-            return Err("its tensors are big-endian: write it again on a little-endian machine".to_string());
-        }
-        Ok(archive)
-    }
-
-    /// A part of the archive.
-    fn bytes(&mut self, name: &str) -> Checked<Vec<u8>> {
-        let name = format!("{}{name}", self.folder);
-        let damaged = |error: &dyn std::fmt::Display| format!("{name} cannot be read: {error}. Is the file complete?");
-        let entry = self.zip.by_name(&name).map_err(|error| damaged(&error))?;
-        if entry.size() > self.length {
-            return Err(damaged(&"it claims to be longer than the file"));
-        }
-        let mut bytes = Vec::with_capacity(entry.size() as usize);
-        // Checks the sum at its end.
-        entry.take(self.length).read_to_end(&mut bytes).map_err(|error| damaged(&error))?;
-        Ok(bytes)
-    }
-
-    /// Reads each storage once, and makes the tensors that are parts of it.
-    fn load(&mut self, views: HashMap<String, Checked<View>>) -> Checked<HashMap<String, Readable>> {
-        let mut of_storage: BTreeMap<String, Vec<(String, View)>> = BTreeMap::new();
-        let mut tensors = HashMap::with_capacity(views.len());
-        for (name, view) in views {
-            match view {
-                Ok(view) => of_storage.entry(view.storage.clone()).or_default().push((name, view)),
-                Err(reason) => drop(tensors.insert(name, Err(reason))),
-            }
-        }
-        for (storage, views) in of_storage {
-            let bytes = self.bytes(&format!("data/{storage}"))?;
-            for (name, view) in views {
-                tensors.insert(name, view.read(&bytes, self.length));
-            }
-        }
-        Ok(tensors)
-    }
 }
 
 /// The entries of the state dict.
@@ -129,12 +67,19 @@ fn state_dict<'a>(pickle: &'a Pickle, key: Option<&str>) -> Checked<&'a [(Id, Id
 }
 
 /// The tensors of a state dict. What is not a tensor is passed over.
-fn tensors(pickle: &Pickle, entries: &[(Id, Id)]) -> HashMap<String, Checked<View>> {
-    let view = |&(name, value): &(Id, Id)| {
-        let name = pickle.text(name)?.to_string();
-        Some((name, View::of(pickle, value).transpose()?))
-    };
-    entries.iter().filter_map(view).collect()
+fn views<'a>(
+    pickle: &Pickle<'a>,
+    entries: &[(Id, Id)],
+    budget: &mut Budget,
+) -> Checked<HashMap<&'a str, Checked<View<'a>>>> {
+    let (mut seen, mut views) = (HashSet::new(), HashMap::new());
+    // Of entries with the same name the last one counts. All may point to one long name, which is looked at once.
+    for &(name, value) in entries.iter().rev().filter(|(name, _)| seen.insert(*name)) {
+        let (Some(name), Some(view)) = (pickle.text(name), View::of(pickle, value).transpose()) else { continue };
+        budget.take(view.as_ref().map_or_else(|reason| reason.len() as u64, View::description_bytes))?;
+        views.entry(name).or_insert(view);
+    }
+    Ok(views)
 }
 
 /// What a value is, in words.

@@ -1,20 +1,37 @@
 //! Tensors as pickles describe them: as views of storages.
+use super::Checked;
 use super::reader::{Id, Pickle, Value};
-use super::{CPU, Checked};
-use candle_core::{DType, Tensor};
+use candle_core::DType;
+
+/// PyTorch's own limit for most of what it computes.
+const MOST_DIMENSIONS: usize = 64;
+
+/// Of storages. PyTorch numbers them.
+const LONGEST_KEY: usize = 255;
 
 /// What a tensor shows of a storage: `torch.as_strided`'s arguments, in elements.
-pub(super) struct View {
-    pub(super) storage: String,
-    dtype: DType,
+pub(super) struct View<'a> {
+    pub(super) storage: &'a str,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<usize>,
     offset: usize,
-    shape: Vec<usize>,
     strides: Vec<usize>,
 }
 
-impl View {
+/// Where in its storage a view is, in elements.
+pub(super) struct Place {
+    pub(super) start: usize,
+    /// Behind the last element.
+    pub(super) end: usize,
+    /// How many elements the view has.
+    pub(super) count: usize,
+    /// Whether they lie there one after the other.
+    pub(super) is_contiguous: bool,
+}
+
+impl<'a> View<'a> {
     /// The tensor that the value `id` is, if it is one.
-    pub(super) fn of(pickle: &Pickle, id: Id) -> Checked<Option<Self>> {
+    pub(super) fn of(pickle: &Pickle<'a>, id: Id) -> Checked<Option<Self>> {
         let Value::Object { mut callable, mut args } = pickle[id] else { return Ok(None) };
         // A tensor may be wrapped, as a parameter or with a subclass, and that again, but not often.
         for _ in 0..8 {
@@ -27,7 +44,26 @@ impl View {
                     if let Some(metadata) = further.get(2) {
                         check_metadata(pickle, *metadata)?;
                     }
-                    return Self::of_storage(pickle, *storage, *offset, *shape, *strides).map(Some);
+                    return Self::of_storage(pickle, None, [*storage, *offset, *shape, *strides]).map(Some);
+                }
+                // Of a dtype that is newer than the classes of storages.
+                (
+                    "torch._utils",
+                    "_rebuild_tensor_v3",
+                    [storage, offset, shape, strides, _, _, dtype, further @ ..],
+                ) => {
+                    if let Some(metadata) = further.first() {
+                        check_metadata(pickle, *metadata)?;
+                    }
+                    let dtype = match pickle[*dtype] {
+                        Value::Class { module: "torch", name: "uint32" } => DType::U32,
+                        Value::Class { module: "torch", name: "float8_e4m3fn" } => DType::F8E4M3,
+                        Value::Class { module, name } => {
+                            return Err(format!("candle has no dtype for {module}.{name}"));
+                        }
+                        _ => return Err(damaged()),
+                    };
+                    return Self::of_storage(pickle, Some(dtype), [*storage, *offset, *shape, *strides]).map(Some);
                 }
                 ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state", [tensor, ..]) => {
                     let Value::Object { callable: inner, args: inner_args } = pickle[*tensor] else { return Ok(None) };
@@ -45,29 +81,38 @@ impl View {
         Err(damaged())
     }
 
-    fn of_storage(pickle: &Pickle, storage: Id, offset: Id, shape: Id, strides: Id) -> Checked<Self> {
+    /// Without a `dtype`, the class of the storage says which it is.
+    fn of_storage(pickle: &Pickle<'a>, dtype: Option<DType>, arguments: [Id; 4]) -> Checked<Self> {
+        let [storage, offset, shape, strides] = arguments;
         let Value::Persistent(storage) = pickle[storage] else { return Err(damaged()) };
         let Value::Tuple(storage) = &pickle[storage] else { return Err(damaged()) };
         let [_, class, key, ..] = storage.as_slice() else { return Err(damaged()) };
         let (Value::Class { name, .. }, Value::Text(key)) = (&pickle[*class], &pickle[*key]) else {
             return Err(damaged());
         };
-        let dtype = match *name {
-            "FloatStorage" => DType::F32,
-            "DoubleStorage" => DType::F64,
-            "HalfStorage" => DType::F16,
-            "BFloat16Storage" => DType::BF16,
-            "ByteStorage" | "BoolStorage" => DType::U8,
-            "ShortStorage" => DType::I16,
-            "IntStorage" => DType::I32,
-            "LongStorage" => DType::I64,
-            other => return Err(format!("candle has no dtype for {other}")),
+        if key.len() > LONGEST_KEY {
+            return Err(damaged());
+        }
+        let dtype = match (dtype, *name) {
+            (Some(dtype), _) => dtype,
+            (None, "FloatStorage") => DType::F32,
+            (None, "DoubleStorage") => DType::F64,
+            (None, "HalfStorage") => DType::F16,
+            (None, "BFloat16Storage") => DType::BF16,
+            (None, "ByteStorage" | "BoolStorage") => DType::U8,
+            (None, "ShortStorage") => DType::I16,
+            (None, "IntStorage") => DType::I32,
+            (None, "LongStorage") => DType::I64,
+            (None, other) => return Err(format!("candle has no dtype for {other}")),
         };
         let number = |id: Id| match pickle[id] {
             Value::Int(value) => usize::try_from(value).map_err(|_| damaged()),
             _ => Err(damaged()),
         };
         let numbers = |id: Id| match &pickle[id] {
+            Value::Tuple(values) if values.len() > MOST_DIMENSIONS => {
+                Err(format!("it has {} dimensions, more than {MOST_DIMENSIONS}", values.len()))
+            }
             Value::Tuple(values) => values.iter().map(|value| number(*value)).collect::<Checked<Vec<_>>>(),
             _ => Err(damaged()),
         };
@@ -75,11 +120,16 @@ impl View {
         if shape.len() != strides.len() {
             return Err(damaged());
         }
-        Ok(Self { storage: key.to_string(), dtype, offset, shape, strides })
+        Ok(Self { storage: key, dtype, shape, offset, strides })
     }
 
-    /// The tensor, contiguous, of at most `limit` bytes.
-    pub(super) fn read(&self, storage: &[u8], limit: u64) -> Checked<Tensor> {
+    /// What it takes in memory besides the values, as it is here and as a tensor; about.
+    pub(super) fn description_bytes(&self) -> u64 {
+        512 + 32 * self.shape.len() as u64
+    }
+
+    /// Its place in a storage of `held` bytes. The tensor may have `limit` bytes.
+    pub(super) fn place(&self, held: u64, limit: u64) -> Checked<Place> {
         let size = self.dtype.size_in_bytes();
         // candle multiplies dimensions without looking, also where one of them is zero.
         let all = self.shape.iter().try_fold(1usize, |all, dim| all.checked_mul((*dim).max(1)));
@@ -88,24 +138,18 @@ impl View {
         let (Some(count), Some(_)) = (count, length) else {
             return Err(format!("its shape {:?} is larger than the file", self.shape));
         };
-        // The bytes from the first element to the last.
+        if count == 0 {
+            return Ok(Place { start: 0, end: 0, count, is_contiguous: true });
+        }
+        // From the first element to the last.
         let reach = self.shape.iter().zip(&self.strides).try_fold(1usize, |reach, (dim, stride)| {
-            dim.saturating_sub(1).checked_mul(*stride).and_then(|further| reach.checked_add(further))
+            (dim - 1).checked_mul(*stride).and_then(|further| reach.checked_add(further))
         });
-        let end = reach.filter(|_| count > 0).unwrap_or(0).checked_add(self.offset);
-        let range = match (self.offset.checked_mul(size), end.and_then(|end| end.checked_mul(size))) {
-            (Some(start), Some(end)) if reach.is_some() || count == 0 => start..end,
-            _ => return Err(damaged()),
-        };
-        let held = storage.len();
-        let bytes = if count == 0 { Some(&storage[..0]) } else { storage.get(range) };
-        let bytes = bytes.ok_or_else(|| format!("it lies outside of its storage, which has {held} bytes"))?;
-        let made = if self.is_contiguous() {
-            Tensor::from_raw_buffer(bytes, self.dtype, &self.shape, &CPU)
-        } else {
-            Tensor::from_raw_buffer(&self.gather(bytes, count, size), self.dtype, &self.shape, &CPU)
-        };
-        made.map_err(|error| error.to_string())
+        let end = reach.and_then(|reach| reach.checked_add(self.offset)).ok_or_else(damaged)?;
+        if end.checked_mul(size).is_none_or(|end| end as u64 > held) {
+            return Err(format!("it lies outside of its storage, which has {held} bytes"));
+        }
+        Ok(Place { start: self.offset, end, count, is_contiguous: self.is_contiguous() })
     }
 
     fn is_contiguous(&self) -> bool {
@@ -117,8 +161,9 @@ impl View {
         })
     }
 
-    /// The elements in the order of their indices; `bytes` begin with the first.
-    fn gather(&self, bytes: &[u8], count: usize, size: usize) -> Vec<u8> {
+    /// The elements in the order of their indices, of a view that is not empty; `bytes` begin with the first.
+    pub(super) fn gather(&self, bytes: &[u8], count: usize) -> Vec<u8> {
+        let size = self.dtype.size_in_bytes();
         let mut gathered = Vec::with_capacity(count * size);
         let mut index = vec![0usize; self.shape.len()];
         for _ in 0..count {
@@ -141,7 +186,7 @@ fn check_metadata(pickle: &Pickle, metadata: Id) -> Checked<()> {
     let names: Vec<&str> = match &pickle[metadata] {
         Value::None => return Ok(()),
         Value::Dict(entries) if entries.is_empty() => return Ok(()),
-        Value::Dict(entries) => entries.iter().filter_map(|(name, _)| pickle.text(*name)).collect(),
+        Value::Dict(entries) => entries.iter().take(4).filter_map(|(name, _)| pickle.text(*name)).collect(),
         _ => Vec::new(),
     };
     let names = names.join(", ");

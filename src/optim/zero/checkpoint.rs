@@ -3,7 +3,7 @@ use super::super::fused::{LearningRates, check_learning_rates, state_dtype_of};
 use super::super::rule::UpdateRule;
 use super::super::state::{self, Loader};
 use super::ZeroRedundancyOptimizer;
-use crate::file::{read_safetensors, write_safetensors};
+use crate::file::{WriteJob, read_safetensors};
 use crate::random::random_bytes;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -92,13 +92,15 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         })
     }
 
-    /// Writes the whole state to one file, which is there as a whole or not at all. Every rank calls it, rank 0 writes.
+    /// Writes the whole state to one file, which is there as a whole or not at all. Every rank calls it, rank 0 writes. As
+    /// with [`save_distributed`](crate::checkpoint::save_distributed), what was there before is replaced only once all
+    /// ranks have confirmed that everything went well, and writing may take longer than the group's time-out.
     ///
     /// # Errors
     /// On every rank: [`Error::Io`] on rank 0, [`Error::PeerFailed`] on the others, and those of the process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let written = self.consolidate_state_dict(0)?.map_or(Ok(()), |dict| write_safetensors(path.as_ref(), &dict));
-        self.process_group.agree(written)
+        let dict = self.consolidate_state_dict(0)?;
+        self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
     }
 
     /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](super::super::FusedOptimizer) of the same rule, wrote. Every
@@ -116,8 +118,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// Writes each rank's part to a file of its own in `folder`, which must exist: `shard-00000-of-00002.safetensors` and so
     /// on. Every rank calls it. For ranks on several machines, `folder` is on a file system that they share.
     ///
-    /// A saving that is interrupted leaves a mixture of old and new files; [`load_shards`](Self::load_shards) recognises and
-    /// refuses it. Save to another folder each time, so that the last complete one stays.
+    /// The files take their names once those of all ranks are on the disk. If a rank dies in that moment, it leaves a
+    /// mixture of old and new files; [`load_shards`](Self::load_shards) recognises and refuses it. Save to another folder
+    /// each time, so that the last complete one stays.
     ///
     /// # Errors
     /// On every rank, when one of them could not write its file.
@@ -125,10 +128,9 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
         self.process_group.broadcast(&saving, 0)?;
-        let written = self
-            .shard_dict(&saving)
-            .and_then(|dict| write_safetensors(&file(folder.as_ref(), rank, world_size), &dict));
-        self.process_group.agree(written)
+        let path = file(folder.as_ref(), rank, world_size);
+        self.process_group
+            .write_together(self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some))
     }
 
     fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {

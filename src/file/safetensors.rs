@@ -1,0 +1,190 @@
+//! The safetensors format: tensor by tensor, so that no file is in memory twice.
+use super::{PreparedFile, Progress};
+use crate::{Error, Result};
+use bytemuck::Pod;
+use candle_core::safetensors::Load;
+use candle_core::{DType, Device, Tensor, WithDType};
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView, View};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// A tensor of a file, or why it cannot be read.
+pub(crate) type Readable = std::result::Result<Tensor, String>;
+/// The tensors of a file, or why it is not of the format.
+pub(crate) type Parsed = std::result::Result<HashMap<String, Readable>, String>;
+
+/// Longer ones are refused by the format's own library.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// Writes `tensors` to a file that is there as a whole or not at all.
+pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
+    WriteJob::new(path, tensors)?.run(&Progress::default())?.commit()
+}
+
+/// A file that can be written, on any thread.
+pub(crate) struct WriteJob {
+    path: PathBuf,
+    header: Vec<u8>,
+    tensors: Vec<Tensor>,
+}
+
+impl WriteJob {
+    /// Waits for what is queued on the tensors' devices: on GPUs, another thread has another queue.
+    pub(crate) fn new(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<Self> {
+        let invalid = |reason: String| Error::invalid("tensors", format!("they cannot be written: {reason}"));
+        let mut sorted = Vec::with_capacity(tensors.len());
+        let mut devices: Vec<&Device> = Vec::new();
+        for (name, tensor) in tensors {
+            let dtype = tensor.dtype();
+            if matches!(dtype, DType::F6E2M3 | DType::F6E3M2 | DType::F4 | DType::F8E8M0) {
+                return Err(Error::parameter(name, format!("candle cannot write dtype {}", dtype.as_str())));
+            }
+            if !devices.iter().any(|device| device.same_device(tensor.device())) {
+                devices.push(tensor.device());
+                tensor.device().synchronize()?;
+            }
+            sorted.push((Dtype::from(dtype), name, tensor));
+        }
+        // The format wants dtypes of larger alignment first.
+        sorted.sort_by(|(dtype, name, _), (other, other_name, _)| other.cmp(dtype).then(name.cmp(other_name)));
+        let mut end = 0;
+        let infos = sorted.iter().map(|(dtype, name, tensor)| {
+            let start = end;
+            end += View::data_len(*tensor);
+            (name.to_string(), TensorInfo { dtype: *dtype, shape: tensor.dims().to_vec(), data_offsets: (start, end) })
+        });
+        let metadata = Metadata::new(None, infos.collect()).map_err(|error| invalid(error.to_string()))?;
+        let mut header = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        if header.len() as u64 > LONGEST_HEADER {
+            return Err(invalid(format!("their names and shapes take {} bytes", header.len())));
+        }
+        let tensors = sorted.into_iter().map(|(_, _, tensor)| tensor.clone()).collect();
+        Ok(Self { path: path.to_path_buf(), header, tensors })
+    }
+
+    pub(crate) fn run(&self, progress: &Progress) -> Result<PreparedFile> {
+        PreparedFile::write(&self.path, progress, |file| {
+            file.write_all(&(self.header.len() as u64).to_le_bytes())?;
+            file.write_all(&self.header)?;
+            for tensor in &self.tensors {
+                // On the CPU, `data` does not fail.
+                let tensor = tensor.to_device(&Device::Cpu).map_err(io::Error::other)?;
+                file.write_all(&View::data(&tensor))?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Reads a safetensors file, all of it.
+pub(crate) fn read_safetensors(path: &Path) -> Result<HashMap<String, Tensor>> {
+    let parsed = File::open(path).and_then(|mut file| parse_safetensors(&mut file));
+    let tensors = parsed
+        .map_err(|error| Error::io(format!("reading {}", path.display()), error))?
+        .map_err(|reason| Error::invalid("path", format!("{} is not a safetensors file: {reason}", path.display())))?;
+    require_all(tensors).map_err(|reason| Error::invalid("path", format!("{}: {reason}", path.display())))
+}
+
+/// The tensors, if all of them can be read; otherwise the first that cannot, and why.
+pub(crate) fn require_all(tensors: HashMap<String, Readable>) -> std::result::Result<HashMap<String, Tensor>, String> {
+    let first = tensors.iter().filter_map(|(name, tensor)| Some((name, tensor.as_ref().err()?))).min();
+    match first {
+        Some((name, reason)) => Err(format!("{name}: {reason}")),
+        None => Ok(tensors.into_iter().filter_map(|(name, tensor)| Some((name, tensor.ok()?))).collect()),
+    }
+}
+
+/// The tensors of a safetensors file, which is read from its beginning.
+pub(crate) fn parse_safetensors(file: &mut File) -> io::Result<Parsed> {
+    let (metadata, data) = match parse_header(file)? {
+        Ok(parsed) => parsed,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let mut tensors = HashMap::new();
+    for (name, info) in metadata.tensors() {
+        file.seek(SeekFrom::Start(data + info.data_offsets.0 as u64))?;
+        tensors.insert(name, read(file, info)?);
+    }
+    Ok(Ok(tensors))
+}
+
+/// The header, and where the tensors' bytes begin.
+fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u64), String>> {
+    let mut start = Vec::with_capacity(8);
+    file.rewind()?;
+    file.by_ref().take(8).read_to_end(&mut start)?;
+    let rest = file.metadata()?.len().saturating_sub(8);
+    let Ok(length) = <[u8; 8]>::try_from(start).map(u64::from_le_bytes) else {
+        return Ok(Err("its header is too short".to_string()));
+    };
+    if length > LONGEST_HEADER || length > rest {
+        return Ok(Err(format!("its header has {length} bytes, which is too long")));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header)?;
+    // This checks that each tensor's bytes begin where those of another end, and have the length of its shape.
+    let metadata: Metadata = match serde_json::from_slice(&header) {
+        Ok(metadata) => metadata,
+        Err(error) => return Ok(Err(format!("its header is damaged: {error}"))),
+    };
+    if metadata.data_len() as u64 != rest - length {
+        let (all, there) = (metadata.data_len(), rest - length);
+        return Ok(Err(format!("its header tells of {all} bytes of tensors, and there are {there}: is it complete?")));
+    }
+    Ok(Ok((metadata, 8 + length)))
+}
+
+fn read(file: &mut File, info: &TensorInfo) -> io::Result<Readable> {
+    let TensorInfo { dtype, shape, data_offsets: (start, end) } = info;
+    // candle multiplies dimensions without looking, also where one of them is zero.
+    if shape.iter().try_fold(1usize, |size, dim| size.checked_mul((*dim).max(1))).is_none() {
+        return Ok(Err(format!("its shape {shape:?} is too large")));
+    }
+    match dtype {
+        Dtype::BOOL => read_tensor(file, DType::U8, shape),
+        // candle widens the first, and keeps the others as they are.
+        Dtype::U16 | Dtype::F4 | Dtype::F6_E2M3 | Dtype::F6_E3M2 | Dtype::F8_E8M0 => {
+            let mut bytes = vec![0; end - start];
+            file.read_exact(&mut bytes)?;
+            let view = TensorView::new(*dtype, shape.clone(), &bytes).map_err(|error| error.to_string());
+            Ok(view.and_then(|view| view.load(&Device::Cpu).map_err(|error| error.to_string())))
+        }
+        _ => match DType::try_from(*dtype) {
+            Ok(dtype) => read_tensor(file, dtype, shape),
+            Err(_) => Ok(Err(format!("candle has no dtype for {dtype}"))),
+        },
+    }
+}
+
+/// A tensor of the next bytes of `source`, which go straight to their place in memory.
+pub(crate) fn read_tensor(source: &mut impl Read, dtype: DType, shape: &[usize]) -> io::Result<Readable> {
+    fn typed<T: WithDType + Pod>(source: &mut impl Read, shape: &[usize]) -> io::Result<candle_core::Result<Tensor>> {
+        let mut values = vec![T::zeroed(); shape.iter().product()];
+        source.read_exact(bytemuck::cast_slice_mut(&mut values))?;
+        Ok(Tensor::from_vec(values, shape, &Device::Cpu))
+    }
+    let tensor = match dtype {
+        DType::U8 => typed::<u8>(source, shape),
+        DType::U32 => typed::<u32>(source, shape),
+        DType::I16 => typed::<i16>(source, shape),
+        DType::I32 => typed::<i32>(source, shape),
+        DType::I64 => typed::<i64>(source, shape),
+        DType::BF16 => typed::<bf16>(source, shape),
+        DType::F16 => typed::<f16>(source, shape),
+        DType::F32 => typed::<f32>(source, shape),
+        DType::F64 => typed::<f64>(source, shape),
+        DType::F8E4M3 => {
+            let mut bytes = vec![0; shape.iter().product()];
+            source.read_exact(&mut bytes)?;
+            Ok(Tensor::from_raw_buffer(&bytes, dtype, shape, &Device::Cpu))
+        }
+        _ => {
+            return Ok(Err(format!("tensors of dtype {} cannot be read", dtype.as_str())));
+        }
+    };
+    Ok(tensor?.map_err(|error| error.to_string()))
+}
