@@ -61,16 +61,17 @@ pub mod data_parallel;
 pub mod ddp;
 mod deadline;
 pub mod error;
-mod file;
 mod kernels;
 #[cfg(feature = "launcher")]
 pub mod launch;
 pub mod nn;
 pub mod optim;
+mod panic;
 pub mod process_group;
 mod random;
 pub mod rendezvous;
 mod seed;
+mod state;
 mod tensor;
 pub mod trace;
 

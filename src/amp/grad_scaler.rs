@@ -1,9 +1,9 @@
 //! Scaling losses, and leaving out steps that overflow.
 use super::state::GradScalerState;
 use super::unscale::unscale;
-use crate::optim::StateDict;
-use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
+use crate::state::StateDict;
+use crate::state::{self, Loader};
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};

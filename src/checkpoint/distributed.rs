@@ -1,8 +1,8 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
 use super::{LoadOptions, LoadReport, Prepared, tensors};
 use crate::Result;
-use crate::file::WriteJob;
 use crate::process_group::ProcessGroup;
+use crate::state::file::WriteJob;
 use candle_nn::VarMap;
 use std::path::Path;
 

@@ -41,16 +41,18 @@
 //! tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
 //! holds names and shapes, takes about a hundred times its own size while it is read.
 mod distributed;
+mod error;
 mod pickle;
 
 pub use distributed::{load_distributed, save_distributed};
 
 use crate::error::describe;
-use crate::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
+use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::VarMap;
+use error::unreadable;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
@@ -260,12 +262,7 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     Err(unreadable(path, reason))
 }
 
-fn unreadable(path: &Path, reason: impl Into<String>) -> Error {
-    Error::CheckpointFile { path: path.to_path_buf(), reason: reason.into() }
-}
-
 /// Where checkpoints are read to.
-const CPU: Device = Device::Cpu;
 
 #[cfg(test)]
 mod tests {

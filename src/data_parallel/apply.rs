@@ -1,7 +1,8 @@
 //! Work on several devices at once.
 use super::device::device_name;
 use super::replica::{Place, Replica};
-use crate::process_group::{STACK_BYTES, panic_message};
+use crate::panic::panic_message;
+use crate::process_group::STACK_BYTES;
 use crate::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 use super::reducer::Reducer;
 use crate::Result;
-use crate::optim::StateDict;
+use crate::state::StateDict;
 use candle_core::Tensor;
 use std::collections::HashMap;
 use std::fmt;

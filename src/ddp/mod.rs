@@ -21,7 +21,8 @@ pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 
 use crate::backend;
-use crate::process_group::{ProcessGroup, panic_message};
+use crate::panic::panic_message;
+use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};

@@ -1,8 +1,8 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
-use super::state::{self, Loader, StateDict};
 use crate::backend::ReduceOp;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
+use crate::state::{self, Loader, StateDict};
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! Exponential moving averages of weights.
 use super::fused::state_dtype;
-use super::state::{self, Loader, StateDict};
+use crate::state::{self, Loader, StateDict};
 use crate::tensor::borrow::zip;
 use crate::tensor::{DTYPES, Element, dispatch};
 use crate::{Error, Result};

@@ -1,10 +1,10 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
 use super::clip;
 use super::rule::{Moment, UpdateRule, limit, not_negative};
-use super::state::{self, Loader, StateDict};
 use super::update::{self, Part};
 use crate::error::describe;
 use crate::kernels;
+use crate::state::{self, Loader, StateDict};
 use crate::tensor::DTYPES;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;

@@ -42,11 +42,11 @@ mod plateau;
 mod rule;
 mod schedule;
 mod sgd;
-pub(crate) mod state;
 mod sums;
 mod update;
 mod zero;
 
+pub use crate::state::StateDict;
 pub use adam::ParamsAdam;
 pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
@@ -63,7 +63,6 @@ pub use schedule::{
     ParamsOneCycleLr, ParamsStepLr, ParamsWarmupCosine, Schedule, StepLr, WarmupCosine,
 };
 pub use sgd::ParamsSgd;
-pub use state::StateDict;
 pub use zero::ZeroRedundancyOptimizer;
 
 /// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It takes the place of

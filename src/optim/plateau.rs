@@ -1,7 +1,7 @@
 //! Learning rates that fall when training makes no more progress.
 use super::fused::LearningRates;
 use super::rule::not_negative;
-use super::state::{self, Loader, StateDict};
+use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;

@@ -1,25 +1,10 @@
-use super::{ProcessGroup, Settings};
-use crate::backend::{Communicator, Construction, cpu, nccl};
-use crate::rendezvous::{self, InitWatcher, PrefixStore, Rendezvous, RendezvousOptions, Store, absent_ranks};
+use super::ProcessGroup;
+use super::engine::{Backend, Settings};
+use crate::backend::{Construction, nccl};
+use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Store, absent_ranks};
 use crate::{Error, Result};
 use candle_core::Device;
-use std::sync::Arc;
 use std::time::Duration;
-
-/// The engine that moves tensors between ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Backend {
-    /// NCCL when it is compiled in and a GPU is there, the CPU engine otherwise.
-    #[default]
-    Auto,
-    /// The crate's own engine for tensors in host memory.
-    Cpu,
-    /// NVIDIA's NCCL, for tensors on GPUs (feature `nccl`).
-    Nccl,
-    /// MPI, for tensors in host memory.
-    Mpi,
-}
 
 /// What [`init_process_group`] needs to know; the default takes everything from the environment that `ddprun`,
 /// torchrun, Slurm, Open MPI or MPICH set.
@@ -192,29 +177,6 @@ fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
             Err(Error::invalid("backend", reason))
         }
     }
-}
-
-/// The part of a group's store that its engine uses.
-pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<dyn Store> {
-    let prefix = if settings.backend == Backend::Nccl { "nccl" } else { "cpu" };
-    Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
-}
-
-/// The engine of one group.
-pub(super) fn communicator(
-    construction: Construction,
-    store: Arc<dyn Store>,
-    rank: usize,
-    world_size: usize,
-    settings: &Settings,
-) -> Result<Box<dyn Communicator>> {
-    let (store, timeout) = (engine_store(&store, settings), settings.timeout);
-    if settings.backend == Backend::Nccl {
-        let options = nccl::NcclOptions { timeout, ..Default::default() };
-        return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));
-    }
-    let options = cpu::CpuOptions { timeout, address: settings.address, ..Default::default() };
-    Ok(Box::new(cpu::CpuCommunicator::within(construction, store, rank, world_size, options)?))
 }
 
 #[cfg(test)]

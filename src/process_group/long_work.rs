@@ -1,6 +1,7 @@
 //! Work that may take longer than a collective may, such as writing a large file.
-use super::{ProcessGroup, panic_message};
-use crate::file::{PreparedFile, Progress, WriteJob};
+use super::ProcessGroup;
+use crate::panic::panic_message;
+use crate::state::file::{PreparedFile, Progress, WriteJob};
 use crate::{Error, Result};
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};

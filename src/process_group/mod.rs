@@ -1,19 +1,22 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod compare;
+mod engine;
 mod init;
 mod long_work;
 mod on_error;
 mod parent;
 mod spawn;
 
-pub use init::{Backend, InitOptions, init_process_group};
-pub(crate) use spawn::{STACK_BYTES, panic_message};
+pub use engine::Backend;
+pub use init::{InitOptions, init_process_group};
+pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, Construction, ReduceOp, Work};
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
+use engine::Settings;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -50,16 +53,6 @@ struct Inner {
     companion: Mutex<Option<ProcessGroup>>,
 }
 
-#[derive(Clone)]
-struct Settings {
-    backend: Backend,
-    device: Device,
-    timeout: Duration,
-    local_rank: usize,
-    local_world_size: usize,
-    address: Option<std::net::IpAddr>,
-}
-
 impl ProcessGroup {
     /// Builds the engine of a group whose rank `rank` is this process. `store` must be the group's own.
     fn connect(
@@ -69,7 +62,7 @@ impl ProcessGroup {
         rank: usize,
         settings: Settings,
     ) -> Result<Self> {
-        let communicator = init::communicator(construction, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
+        let communicator = engine::communicator(construction, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
         Ok(Self::around(communicator, store, global_ranks, settings))
     }
 
@@ -154,12 +147,12 @@ impl ProcessGroup {
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let communicator = match self.0.communicator.split(ranks, init::engine_store(&store, &settings)) {
+        let communicator = match self.0.communicator.split(ranks, engine::engine_store(&store, &settings)) {
             Some(made) => made?,
             None => {
                 let failed = || self.failed();
                 let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-                let make = |rank| init::communicator(construction, Arc::clone(&store), rank, ranks.len(), &settings);
+                let make = |rank| engine::communicator(construction, Arc::clone(&store), rank, ranks.len(), &settings);
                 place.map(make).transpose()?
             }
         };
@@ -180,7 +173,7 @@ impl ProcessGroup {
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
         let failed = || self.failed();
         let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-        let made = init::communicator(construction, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
+        let made = engine::communicator(construction, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
 

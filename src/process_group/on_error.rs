@@ -1,4 +1,5 @@
-use super::{ProcessGroup, panic_message};
+use super::ProcessGroup;
+use crate::panic::panic_message;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 

@@ -1,5 +1,6 @@
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
+use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Store};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -112,10 +113,4 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
 /// Whether `error` says only that another rank failed.
 fn is_echo(error: &Error) -> bool {
     matches!(error, Error::PeerGone { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. })
-}
-
-pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string());
-    format!("it panicked: {text}")
 }

@@ -2,6 +2,7 @@ use super::hosting::{host_shared, run_of};
 use super::init_store::{InitStore, LimitedStore};
 use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
+use super::options::RendezvousOptions;
 use super::plan::{Place, Plan};
 use super::tcp_store::Listening;
 use super::{FileStore, PrefixStore, Store, TcpStore};
@@ -10,30 +11,9 @@ use crate::deadline::deadline_after;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 /// Keeps our keys apart from those of other users of the same store.
 const PREFIX: &str = "candle_ddp";
-
-/// How to find the other ranks.
-#[derive(Clone, Debug)]
-pub struct RendezvousOptions {
-    /// Where, see [`InitMethod`](super::InitMethod).
-    pub init_method: String,
-    /// This process's rank; `None`: as the init method or the environment says.
-    pub rank: Option<usize>,
-    /// The number of ranks; `None`: as the init method or the environment says.
-    pub world_size: Option<usize>,
-    /// How long all of it may take, and afterwards each call of the store.
-    pub timeout: Duration,
-}
-
-impl Default for RendezvousOptions {
-    /// `env://` and 300 s, as PyTorch's stores.
-    fn default() -> Self {
-        Self { init_method: "env://".to_string(), rank: None, world_size: None, timeout: Duration::from_secs(300) }
-    }
-}
 
 /// What a rank knows when all have found each other.
 #[derive(Clone)]

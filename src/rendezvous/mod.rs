@@ -12,6 +12,7 @@ mod init_store;
 mod init_watcher;
 mod join;
 mod meeting;
+mod options;
 mod plan;
 mod prefix_store;
 mod slurm;
@@ -29,7 +30,8 @@ pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
 pub(crate) use meeting::meet;
-pub use meeting::{Rendezvous, RendezvousOptions, rendezvous};
+pub use meeting::{Rendezvous, rendezvous};
+pub use options::RendezvousOptions;
 pub use prefix_store::PrefixStore;
 pub use store::Store;
 pub(crate) use store::absent_ranks;

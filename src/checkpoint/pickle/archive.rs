@@ -1,8 +1,8 @@
 //! The zip archive that a file of `torch.save` is: its parts, and the tensors that are views of its storages.
+use super::checked::Checked;
 use super::view::{Place, View};
-use super::{CPU, Checked};
-use crate::file::{Readable, read_tensor};
-use candle_core::Tensor;
+use crate::state::file::{Readable, read_tensor};
+use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
@@ -153,7 +153,8 @@ impl Archive {
             (Vec::new(), Some(self.part(name, |mut part, _| read_tensor(&mut part, *dtype, &[elements]))??))
         } else {
             let bytes = self.bytes(name)?;
-            let whole = shared.then(|| Tensor::from_raw_buffer(&bytes[..whole_bytes], *dtype, &[elements], &CPU));
+            let whole =
+                shared.then(|| Tensor::from_raw_buffer(&bytes[..whole_bytes], *dtype, &[elements], &Device::Cpu));
             (bytes, whole.transpose().map_err(|error| error.to_string())?)
         };
         for (name, view, place) in views {
@@ -163,12 +164,12 @@ impl Archive {
                 }
                 _ if place.is_contiguous => {
                     let bytes = if place.count > 0 { &bytes[place.start * size..place.end * size] } else { &[] };
-                    Tensor::from_raw_buffer(bytes, *dtype, &view.shape, &CPU)
+                    Tensor::from_raw_buffer(bytes, *dtype, &view.shape, &Device::Cpu)
                 }
                 _ => {
                     budget.take((place.count * size) as u64)?;
                     let gathered = view.gather(&bytes[place.start * size..place.end * size], place.count);
-                    Tensor::from_raw_buffer(&gathered, *dtype, &view.shape, &CPU)
+                    Tensor::from_raw_buffer(&gathered, *dtype, &view.shape, &Device::Cpu)
                 }
             };
             tensors.insert(name.to_string(), tensor.map_err(|error| error.to_string()));

@@ -1,12 +1,14 @@
 //! Files that `torch.save` writes: a zip archive of a pickle, which says what there is, and of the tensors' storages.
 mod archive;
+mod checked;
 mod reader;
 mod view;
 
-use super::{CPU, unreadable};
-use crate::file::Readable;
+use super::error::unreadable;
+use crate::state::file::Readable;
 use crate::{Error, Result};
 use archive::{Archive, Budget};
+use checked::Checked;
 use reader::{Id, Pickle, Value};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -15,9 +17,6 @@ use view::View;
 
 /// Where state dicts are kept in files that hold more: PyTorch Lightning, PyTorch's tutorials, and others.
 const KEYS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
-
-/// What a check found wrong, without the file's name.
-type Checked<T> = std::result::Result<T, String>;
 
 /// The tensors of the state dict under `key`, or where one usually is.
 pub(super) fn read(path: &Path, file: File, key: Option<&str>) -> Result<HashMap<String, Readable>> {

@@ -3,7 +3,7 @@
 //!
 //! Values name each other by their index. So a dict that is mentioned twice is one and has all its entries both times,
 //! a deep pickle costs no stack, and all values together take memory in proportion to the pickle.
-use super::Checked;
+use super::checked::Checked;
 use std::collections::HashMap;
 use std::ops::Index;
 

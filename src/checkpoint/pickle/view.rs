@@ -1,5 +1,5 @@
 //! Tensors as pickles describe them: as views of storages.
-use super::Checked;
+use super::checked::Checked;
 use super::reader::{Id, Pickle, Value};
 use candle_core::DType;
 

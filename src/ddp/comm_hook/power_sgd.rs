@@ -2,8 +2,8 @@
 use super::compress::all_reduce;
 use super::orthonormal::orthonormal;
 use super::{CommHook, GradBucket, HookWork, of_another_model};
-use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
+use crate::state::{self, Loader};
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};

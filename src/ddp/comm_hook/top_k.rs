@@ -1,7 +1,7 @@
 //! Top-k sparsification: only the largest gradients are sent, the others later.
 use super::{CommHook, GradBucket, HookWork, of_another_model};
-use crate::optim::state::{self, Loader};
 use crate::process_group::ProcessGroup;
+use crate::state::{self, Loader};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;

@@ -1,10 +1,10 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
 use super::super::fused::{LearningRates, check_learning_rates, state_dtype_of};
 use super::super::rule::UpdateRule;
-use super::super::state::{self, Loader};
 use super::ZeroRedundancyOptimizer;
-use crate::file::{WriteJob, read_safetensors};
 use crate::random::random_bytes;
+use crate::state::file::{WriteJob, read_safetensors};
+use crate::state::{self, Loader};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;

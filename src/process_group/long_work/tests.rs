@@ -164,7 +164,7 @@ fn what_a_failed_call_has_left_does_not_replace_a_file() {
             other => panic!("{other:?}"),
         }
     });
-    let weights = crate::file::read_safetensors(&path).unwrap().remove("w").unwrap();
+    let weights = crate::state::file::read_safetensors(&path).unwrap().remove("w").unwrap();
     assert_eq!(weights.to_vec1::<f32>().unwrap(), [2.0, 2.0]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }
@@ -190,6 +190,6 @@ fn a_failure_in_the_group_of_the_layers_does_not_replace_a_file() {
         Ok(save(&pg, &path, &(weights * 0.)?).unwrap_err().to_string())
     });
     assert!(errors.iter().all(|error| error.contains("a layer failed")), "{errors:?}");
-    let weights = crate::file::read_safetensors(&path).unwrap().remove("w").unwrap();
+    let weights = crate::state::file::read_safetensors(&path).unwrap().remove("w").unwrap();
     assert_eq!(weights.to_vec1::<f32>().unwrap(), [1.0, 1.0]);
 }

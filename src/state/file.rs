@@ -5,10 +5,10 @@ pub(crate) use safetensors::{
     Parsed, Readable, WriteJob, parse_safetensors, read_safetensors, read_tensor, require_all, write_safetensors,
 };
 
+use crate::random::random_bytes;
 use crate::{Error, Result};
 use std::ffi::OsStr;
 use std::fs::{File, TryLockError};
-use crate::random::random_bytes;
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -180,7 +180,8 @@ fn create_locked(folder: &Path, prefix: &str) -> io::Result<(File, PathBuf)> {
     // Another process that removes leftovers can only get between the first two steps.
     for _ in 0..100 {
         // Processes on other hosts write to the same folder: a process's number would not tell them apart.
-        let temporary = folder.join(format!("{prefix}{:016x}{SUFFIX}", u64::from_le_bytes(random_bytes()?)));
+        let temporary = folder
+            .join(format!("{prefix}{:016x}{SUFFIX}", u64::from_le_bytes(random_bytes().map_err(io::Error::other)?)));
         let file = File::create_new(&temporary)?;
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => continue,

@@ -1,5 +1,5 @@
 //! Saving and loading what a training run has to remember beside the weights.
-use crate::file::{read_safetensors, write_safetensors};
+use crate::state::file::{read_safetensors, write_safetensors};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
