@@ -84,7 +84,15 @@ pub use error::{Error, Result};
 pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};
 pub use seed::seed_everything;
 
-/// The README's Rust code is compiled with the doc tests.
+/// The Rust code in the README and in `docs/` is compiled with the doc tests.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod pages {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../docs/checkpoints.md")]
+    struct Checkpoints;
+    #[doc = include_str!("../docs/migrating.md")]
+    struct Migrating;
+    #[doc = include_str!("../docs/performance.md")]
+    struct Performance;
+}

@@ -1,4 +1,4 @@
-//! What the README says of candle's backward passes. A test that fails after an update of candle is good news.
+//! What docs/migrating.md says of candle's backward passes. A test that fails after an update of candle is good news.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
 

@@ -50,7 +50,7 @@ use crate::error::describe;
 use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
 use error::unreadable;
 use std::collections::{BTreeMap, HashMap};

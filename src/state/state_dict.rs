@@ -23,7 +23,7 @@ pub trait StateDict {
     /// Writes the state to a safetensors file: to a temporary one in the same folder first, which then takes its name,
     /// so that there is never half a file, whatever happens meanwhile. One rank of several does this. It does not know
     /// whether the others are well: give the file a new name, and remember that one only after a
-    /// [`save_distributed`](crate::checkpoint::save_distributed) of the weights, as the README's training loop does.
+    /// [`save_distributed`](crate::checkpoint::save_distributed) of the weights, as the training loop in `docs/checkpoints.md` does.
     ///
     /// # Errors
     /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].

@@ -1,4 +1,4 @@
-//! The README's recipe for runs that go on where others ended.
+//! The recipe in docs/checkpoints.md for runs that go on where others ended.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;
@@ -50,5 +50,5 @@ fn a_run_that_is_resumed_ends_as_one_without_a_break() {
 
 #[test]
 fn the_readme_shows_what_is_tested_here() {
-    assert!(include_str!("../../README.md").contains(include_str!("recipe.rs")));
+    assert!(include_str!("../../docs/checkpoints.md").contains(include_str!("recipe.rs")));
 }
