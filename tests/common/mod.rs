@@ -56,10 +56,18 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Runs the calling test binary's test `name` in a process of its own, with `variable` set to `value`.
-pub(crate) fn in_a_process(name: &str, variable: &str, value: &std::path::Path) -> std::process::Command {
+pub(crate) fn in_a_process(module: &str, name: &str, variable: &str, value: &std::path::Path) -> std::process::Command {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", name, "--nocapture"]).env(variable, value);
+    command.args(["--exact", &test_name(module, name), "--nocapture"]).env(variable, value);
     command
+}
+
+/// How libtest calls the test `name` of the module with the path `module` (`module_path!()`).
+pub(crate) fn test_name(module: &str, name: &str) -> String {
+    match module.split_once("::") {
+        Some((_, module)) => format!("{module}::{name}"),
+        None => name.to_string(),
+    }
 }
 
 /// How much memory `work` needs beyond what this process has already, at its highest.

@@ -1,12 +1,9 @@
 //! SyncBatchNorm against batch normalisation of the whole batch: candle's and PyTorch's.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
-use common::{assert_close, fill, floats, ranks, tensor, var};
 use std::collections::HashMap;
 
 /// The sizes of the ranks' parts of a batch of nine.

@@ -1,18 +1,13 @@
 //! The hooks that leave something out and make up for it later: PowerSGD and top-k.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-#[path = "common/weights.rs"]
-mod weights;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor};
+use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::optim::StateDict;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
-use common::{assert_close, fill, floats, ranks, tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use weights::{Model, Shapes, backward, wrap};
 
 /// Registered in this order; gradients come in another, so that the buckets are rebuilt.
 const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
@@ -375,7 +370,7 @@ fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f
         let varmap = VarMap::new();
         let build = |vb| candle_nn::linear_no_bias(24, 16, vb);
         let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
-        common::fill(&varmap, 5);
+        crate::common::fill(&varmap, 5);
         ddp.register_comm_hook(hook())?;
         let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
         let x = tensor(&[64, 24], 500 + pg.rank() as u64);

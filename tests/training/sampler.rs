@@ -1,13 +1,12 @@
 //! `DistributedSampler` and `randperm` against PyTorch (tests/golden/sampler.json, written by
 //! scripts/golden_sampler.py), and the properties that training relies on.
-#![allow(clippy::unwrap_used)]
 use candle_ddp::Error;
 use candle_ddp::data::{DistributedSampler, SamplerOptions, randperm};
 use proptest::prelude::*;
 use serde_json::Value;
 
 fn golden() -> Value {
-    serde_json::from_str(include_str!("golden/sampler.json")).unwrap()
+    serde_json::from_str(include_str!("../golden/sampler.json")).unwrap()
 }
 
 fn number(row: &Value, key: &str) -> usize {

@@ -3,18 +3,15 @@
 use candle_core::{DType, Device, Module, Result};
 use candle_nn::{AdamW, Optimizer, SGD, VarBuilder, VarMap};
 
-#[path = "golden/model.rs"]
-mod model;
-
 fn train<O: Optimizer>(name: &str, config: O::Config) -> Result<()> {
-    let golden = model::Golden::load()?;
+    let golden = crate::model::Golden::load()?;
     let varmap = VarMap::new();
-    let net = model::Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+    let net = crate::model::Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
     golden.set_initial(&varmap)?;
     let mut optimizer = O::new(varmap.all_vars(), config)?;
     // The whole batch's loss is the mean of the ranks', whose batches are equally large.
     let expected: Vec<f32> = golden.get(&format!("{name}.losses")).mean(0)?.to_vec1()?;
-    assert_eq!(expected.len(), model::STEPS);
+    assert_eq!(expected.len(), crate::model::STEPS);
     for (step, expected) in expected.into_iter().enumerate() {
         let (images, labels) = golden.batch(step, 0, 1)?;
         let loss = candle_nn::loss::cross_entropy(&net.forward(&images)?, &labels)?;
@@ -30,10 +27,10 @@ fn train<O: Optimizer>(name: &str, config: O::Config) -> Result<()> {
 
 #[test]
 fn sgd_trains_as_in_pytorch() -> Result<()> {
-    train::<SGD>("sgd", model::SGD_LEARNING_RATE)
+    train::<SGD>("sgd", crate::model::SGD_LEARNING_RATE)
 }
 
 #[test]
 fn adamw_trains_as_in_pytorch() -> Result<()> {
-    train::<AdamW>("adamw", model::adamw())
+    train::<AdamW>("adamw", crate::model::adamw())
 }

@@ -1,13 +1,10 @@
 //! Optimizers' states: saving, loading, and what is refused by which name.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{Optimizer, VarMap, linear};
-use common::{assert_close, floats, ranks, tensor};
 
 fn parameters(dtype: DType) -> Vec<(String, Var)> {
     let var = |name: &str, shape: &[usize], seed| {

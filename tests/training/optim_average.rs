@@ -1,12 +1,9 @@
 //! Averages of weights: over time, and over ranks.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, floats, ranks, values};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear_no_bias};
-use common::{assert_close, floats, ranks, values};
 
 #[test]
 fn averages_are_applied_and_taken_back() {

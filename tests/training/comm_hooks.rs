@@ -1,21 +1,16 @@
 //! Communication hooks, with ranks as threads: the reducer's side, and the hooks of one stage.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-#[path = "common/weights.rs"]
-mod weights;
-
+use crate::common::{assert_close, floats, ranks, tensor};
+use crate::weights::{Model, Shapes, backward};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
 use candle_ddp::{DdpOptions, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Optimizer, SGD};
-use common::{assert_close, floats, ranks, tensor};
 use std::sync::{Arc, Mutex};
-use weights::{Model, Shapes, backward};
 
 const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
-    weights::wrap(pg, SHAPES, DType::F32, options)
+    crate::weights::wrap(pg, SHAPES, DType::F32, options)
 }
 
 /// Rank `rank`'s gradients in step `step`, of all parameters.

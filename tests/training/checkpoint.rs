@@ -1,12 +1,9 @@
 //! Checkpoints: PyTorch's and our own, what does not fit, and what is damaged.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
-use common::{assert_close, fill, floats, ranks, tensor, var};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,13 +1,10 @@
 //! DataParallel on several CPU devices against the same model on one.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Shape, Tensor, Var};
 use candle_ddp::data_parallel::{self, DataParallelOptions, gather, parallel_apply, replicate, scatter};
 use candle_ddp::{DataParallel, Error};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
-use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

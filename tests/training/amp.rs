@@ -1,12 +1,9 @@
 //! DistributedDataParallel in mixed precision: which dtype is where, and that masters keep what replicas cannot hold.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
-use common::{assert_close, fill, floats, ranks, tensor, var};
 
 /// Two layers, the second of which may be left out.
 type Net = (Linear, Linear);

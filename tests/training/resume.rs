@@ -1,10 +1,6 @@
 //! The recipe in docs/checkpoints.md for runs that go on where others ended.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-#[path = "../common/mod.rs"]
-mod common;
-
+use crate::common::{floats, ranks};
 use candle_nn::Optimizer;
-use common::{floats, ranks};
 include!("recipe.rs");
 
 /// Everything, the scaler's and the schedule's states among it, as values.

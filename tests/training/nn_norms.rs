@@ -1,11 +1,8 @@
 //! LayerNorm and RMSNorm against PyTorch's, and as drop-ins for candle's.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
 use candle_ddp::nn::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 use candle_nn::{VarBuilder, VarMap};
-use common::{assert_close, fill, floats, tensor, var};
 use std::collections::HashMap;
 
 fn golden(group: &str) -> HashMap<String, Tensor> {

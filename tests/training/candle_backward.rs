@@ -1,10 +1,7 @@
 //! What docs/migrating.md says of candle's backward passes. A test that fails after an update of candle is good news.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{ops, rotary_emb};
-use common::{assert_close, floats, tensor};
 
 fn input(shape: &[usize]) -> Var {
     Var::from_tensor(&tensor(shape, 1)).unwrap()

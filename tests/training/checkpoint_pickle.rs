@@ -1,12 +1,9 @@
 //! Files that `torch.save` writes, made by hand: what is in their pickles, and what must not be.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{floats, in_a_process, peak_memory, var};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, LoadOptions};
 use candle_nn::{Init, VarMap};
-use common::{floats, in_a_process, peak_memory, var};
 use std::collections::HashMap;
 use std::io::Write;
 
@@ -415,7 +412,8 @@ fn reading_views_takes_little_more_memory_than_the_file() {
     let views: Vec<_> = (0..60).map(|first| (first.to_string(), kept(&[whole - first], &[1]))).collect();
     let views: Vec<_> = views.iter().map(|(name, view)| (name.as_str(), &view[..])).collect();
     let file = archive(&pickle(&dict(&views)), &vec![0; whole as usize * 4]);
-    let child =
-        in_a_process("reading_views_takes_little_more_memory_than_the_file", FILE, file.path()).output().unwrap();
+    let child = in_a_process(module_path!(), "reading_views_takes_little_more_memory_than_the_file", FILE, file.path())
+        .output()
+        .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
 }

@@ -1,14 +1,11 @@
 //! The gradient scaler: PyTorch's scales, one decision for all ranks, and no call out of order.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{floats, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
 use candle_ddp::amp::GradScalerState;
 use candle_ddp::optim::StateDict;
 use candle_ddp::{Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
 use candle_nn::{Optimizer, SGD};
-use common::{floats, ranks};
 
 fn weight(value: f32) -> Vec<(String, Var)> {
     vec![("w".to_string(), Var::new(&[value], &Device::Cpu).unwrap())]

@@ -1,7 +1,5 @@
 //! ZeRO-1 with ranks as threads, against the same optimizer on one rank.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::comm_hook::Bf16Compress;
@@ -13,7 +11,6 @@ use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
 };
 use candle_nn::{Linear, Optimizer, VarBuilder, VarMap, linear};
-use common::{assert_close, fill, floats, ranks, tensor};
 
 /// Two layers, and a third that only some passes use. Sizes that no number of ranks divides.
 struct Net {

@@ -1,12 +1,9 @@
 //! DistributedDataParallel with ranks as threads: each consequence of its design, one test each.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
-use common::{assert_close, fill, floats, ranks, tensor, values, var};
 use std::sync::Arc;
 
 /// Three layers, the last of which may be left out.

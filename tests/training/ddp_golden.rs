@@ -1,24 +1,19 @@
 //! Two ranks against the golden training run of PyTorch's DDP: the same losses on each rank, the same final weights.
-#![allow(clippy::unwrap_used)] // a failed test may panic
-mod common;
-
+use crate::common::ranks;
 use candle_core::{DType, Result as CandleResult};
 use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_nn::{AdamW, Optimizer, SGD, VarMap};
-use common::ranks;
-
-#[path = "golden/model.rs"]
-mod model;
 
 fn train<O: Optimizer>(name: &str, config: impl Fn() -> O::Config + Sync, options: &DdpOptions) {
     let losses = ranks(2, |pg| {
-        let golden = model::Golden::load()?;
+        let golden = crate::model::Golden::load()?;
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| model::Net::new(vb), options.clone())?;
+        let ddp =
+            DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb| crate::model::Net::new(vb), options.clone())?;
         golden.set_initial(&varmap)?;
         let mut optimizer = O::new(ddp.parameters(), config())?;
         let mut losses = Vec::new();
-        for step in 0..model::STEPS {
+        for step in 0..crate::model::STEPS {
             let (images, labels) = golden.batch(step, pg.rank(), 2)?;
             let loss = candle_nn::loss::cross_entropy(&ddp.forward(&images)?, &labels)?;
             losses.push(loss.to_scalar::<f32>()?);
@@ -29,20 +24,20 @@ fn train<O: Optimizer>(name: &str, config: impl Fn() -> O::Config + Sync, option
         Ok(losses)
     })
     .unwrap();
-    let golden = model::Golden::load().unwrap();
+    let golden = crate::model::Golden::load().unwrap();
     let expected: CandleResult<Vec<Vec<f32>>> = golden.get(&format!("{name}.losses")).to_vec2();
     for (rank, (losses, expected)) in losses.iter().zip(expected.unwrap()).enumerate() {
-        common::assert_close(losses, &expected, 1e-4, &format!("{name}: losses of rank {rank}"));
+        crate::common::assert_close(losses, &expected, 1e-4, &format!("{name}: losses of rank {rank}"));
     }
 }
 
 #[test]
 fn sgd_trains_as_pytorchs_ddp_does() {
-    train::<SGD>("sgd", || model::SGD_LEARNING_RATE, &DdpOptions::default());
+    train::<SGD>("sgd", || crate::model::SGD_LEARNING_RATE, &DdpOptions::default());
 }
 
 #[test]
 fn adamw_trains_as_pytorchs_ddp_does() {
     let tiny = DdpOptions { bucket_cap_mb: 0.001, first_bucket_mb: 0.001, ..Default::default() };
-    train::<AdamW>("adamw", model::adamw, &tiny);
+    train::<AdamW>("adamw", crate::model::adamw, &tiny);
 }

@@ -1,5 +1,4 @@
 //! `DataLoader`: the batches of an order of indices.
-#![allow(clippy::unwrap_used)]
 use candle_ddp::Error;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 

@@ -1,0 +1,30 @@
+//! Models, gradients, optimizers, data and checkpoints, with ranks as threads.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../golden/model.rs"]
+mod model;
+#[path = "../common/weights.rs"]
+mod weights;
+
+mod amp;
+mod amp_grad_scaler;
+mod candle_backward;
+mod checkpoint;
+mod checkpoint_file;
+mod checkpoint_pickle;
+mod comm_hooks;
+mod comm_hooks_feedback;
+mod data_parallel;
+mod ddp;
+mod ddp_golden;
+mod golden_model;
+mod loader;
+mod nn_norms;
+mod nn_sync_batch_norm;
+mod optim_average;
+mod optim_golden;
+mod optim_state;
+mod resume;
+mod sampler;
+mod zero;
