@@ -152,7 +152,7 @@ pub enum Error {
         call_b: String,
     },
 
-    /// A peer's connection closed without a goodbye: its process died.
+    /// A peer's connection closed without a goodbye, as its process ended, and more was needed of it.
     #[error(
         "rank {peer} is gone: its connection to rank {rank} closed during {call}. \
          Look for the first error in the output of rank {peer}"
@@ -160,7 +160,7 @@ pub enum Error {
     PeerGone {
         /// The rank that noticed.
         rank: usize,
-        /// The rank that died.
+        /// The rank whose process ended.
         peer: usize,
         /// What was going on.
         call: String,

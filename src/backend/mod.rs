@@ -51,7 +51,7 @@ pub trait Communicator: Send + Sync {
         Ok(())
     }
 
-    /// Why the group has ended, if it has and the engine knows at once.
+    /// Why the group has ended, or why no more calls of all its ranks can succeed, if the engine knows at once.
     fn failure(&self) -> Option<Error> {
         None
     }

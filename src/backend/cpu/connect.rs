@@ -4,6 +4,7 @@
 //! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::hello::{Hello, Kind, Stranger, Terms};
+use super::keepalive::{give_up_after, keep_alive};
 use crate::backend::Communicator;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -30,6 +31,8 @@ pub(super) struct Connector<'a> {
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
+    /// How long a host may be out of reach.
+    pub(super) lost_after: Duration,
     /// The group that this one is made of. When it fails, ranks do not come that would have.
     pub(super) parent: Option<&'a dyn Communicator>,
 }
@@ -77,9 +80,10 @@ impl Connector<'_> {
                     .set_nodelay(true)
                     .map_err(|error| self.failed(&[peer], format!("preparing the connection: {error}")))?;
             }
+            slots.iter().flatten().for_each(|socket| keep_alive(socket, self.lost_after));
             let [data, direct, control] = slots;
             if let Some(control) = &control {
-                keep_alive(control);
+                give_up_after(control, self.lost_after);
             }
             connections.data.push(data);
             connections.direct.push(direct);
@@ -314,20 +318,6 @@ fn parse(value: &str) -> Option<(SocketAddr, [u8; Hello::BYTES])> {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
     Some((address.parse().ok()?, hello))
-}
-
-/// Finds out, within half a minute, that a host is gone without having closed its connections.
-fn keep_alive(socket: &TcpStream) {
-    use rustix::net::sockopt;
-    let set = || {
-        sockopt::set_socket_keepalive(socket, true)?;
-        sockopt::set_tcp_keepidle(socket, Duration::from_secs(15))?;
-        sockopt::set_tcp_keepintvl(socket, Duration::from_secs(5))?;
-        sockopt::set_tcp_keepcnt(socket, 3)
-    };
-    if let Err(error) = set() {
-        log::debug!("no TCP keepalive: {error}");
-    }
 }
 
 /// A connection on which a hello is awaited.
