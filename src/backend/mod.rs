@@ -1,4 +1,7 @@
 //! The engines that move tensors between ranks, behind one trait.
+// For the engine that tells the life of its peers by their signs; its tests need neither CUDA nor NCCL.
+#[cfg(any(test, feature = "nccl"))]
+mod awake;
 mod call;
 mod check;
 mod collective;
