@@ -79,7 +79,7 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
 
     // A limit on the size of files, beyond which the system would end the process.
     let limit = getrlimit(Resource::Fsize);
-    setrlimit(Resource::Fsize, Rlimit { current: Some(1 << 20), ..limit.clone() }).unwrap();
+    setrlimit(Resource::Fsize, Rlimit { current: Some(1 << 20), ..limit }).unwrap();
     let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto)]);
     setrlimit(Resource::Fsize, limit).unwrap();
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
