@@ -154,7 +154,7 @@ pub enum Error {
         call_b: String,
     },
 
-    /// A peer's connection closed without a goodbye: its process died.
+    /// A peer's connection closed without a goodbye, as its process ended, and more was needed of it.
     #[error(
         "rank {peer} is gone: its connection to rank {rank} closed during {}. \
          Look for the first error in the output of rank {peer}",
@@ -163,7 +163,7 @@ pub enum Error {
     PeerGone {
         /// The rank that noticed.
         rank: usize,
-        /// The rank that died.
+        /// The rank whose process ended.
         peer: usize,
         /// What was going on.
         call: String,

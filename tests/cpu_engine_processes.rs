@@ -21,6 +21,7 @@ const VICTIM: usize = 2;
 const TRANSPORTS: [(&str, usize); 3] = [("shm", WORLD_SIZE), ("tcp", WORLD_SIZE), ("auto", 2)];
 
 const RANK: &str = "CANDLE_DDP_TEST_RANK";
+const SCENARIO: &str = "CANDLE_DDP_TEST_SCENARIO";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
 /// The part of a store that the construction of a group needs: a file for each key.
@@ -89,14 +90,14 @@ impl Store for Files {
     }
 }
 
-/// One rank, when the environment says so: all-reduces 16 MiB again and again until an error, which it writes down.
+/// One rank, when the environment says so: all-reduces 4 MiB again and again until an error, which it writes down.
 #[test]
 fn rank_process() {
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
     let files = Arc::new(Files(folder.into()));
     let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
     let communicator = CpuCommunicator::new(files.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
-    let tensor = Tensor::zeros(4 << 20, DType::F32, &Device::Cpu).unwrap();
+    let tensor = Tensor::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
     let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
     for round in 0.. {
         let error = match round % 2 {
@@ -125,10 +126,11 @@ impl Drop for Ranks {
     }
 }
 
-fn start(folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
+/// Starts the ranks in the given test, and returns once all of them are ready.
+fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
     let rank = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "rank_process"]).env(RANK, rank.to_string()).env(FOLDER, folder);
+        command.args(["--exact", test]).env(RANK, rank.to_string()).env(FOLDER, folder).env(SCENARIO, scenario);
         command.env("CANDLE_DDP_CPU_TRANSPORT", transport);
         command.env("CANDLE_DDP_CPU_HOST", (rank / host_size).to_string());
         command.stdout(Stdio::null()).spawn().unwrap()
@@ -138,6 +140,10 @@ fn start(folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
     let ready: Vec<String> = (0..WORLD_SIZE).map(|rank| format!("ready/{rank}")).collect();
     files.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(Duration::from_secs(60))).unwrap();
     ranks
+}
+
+fn start(folder: &Path, transport: (&str, usize)) -> Ranks {
+    start_in("rank_process", "", folder, transport)
 }
 
 /// The errors of all ranks but the victim, which must come within `limit`.
@@ -169,7 +175,7 @@ fn every_survivor_names_a_killed_rank_at_once() {
         // Much less than the time-out, which would end it, too; the rest is for slow machines.
         for error in survivors(folder.path(), TIMEOUT / 2) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
-            assert!(error.contains("closed during all_reduce(f32[4194304])"), "{transport:?}: {error}");
+            assert!(error.contains("closed during all_reduce(f32[1048576])"), "{transport:?}: {error}");
         }
     }
 }
@@ -183,7 +189,7 @@ fn every_survivor_names_a_stopped_rank_in_time() {
         kill_process(pid, Signal::STOP).unwrap();
         let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
         for error in errors {
-            assert!(error.contains("all_reduce(f32[4194304])"), "{transport:?}: {error}");
+            assert!(error.contains("all_reduce(f32[1048576])"), "{transport:?}: {error}");
             assert!(error.contains("timed out after 6s"), "{transport:?}: {error}");
             assert!(error.contains("rank 2 does not answer: its process is stopped"), "{transport:?}: {error}");
         }
@@ -214,4 +220,148 @@ fn nothing_is_left_of_killed_ranks() {
     }
     let left: Vec<String> = named().into_iter().filter(|name| !before.contains(name)).collect();
     assert!(left.iter().all(|name| !name.contains("candle")), "{left:?}");
+}
+
+/// One rank, when the environment says so, in a scenario in which processes end without dropping their group. It ends
+/// that way itself, after it has written down its error, or nothing.
+#[test]
+fn ending_rank_process() {
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let (files, rank) = (Arc::new(Files(folder.into())), rank.parse::<usize>().unwrap());
+    let scenario = std::env::var(SCENARIO).unwrap();
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
+    files.set(&format!("ready/{rank}"), b"").unwrap();
+    let result = match scenario.as_str() {
+        "given" => give_everything(&communicator, &files),
+        "waiting" => give_in_turn(&communicator, &files),
+        _ => broadcast_after_a_death(&communicator, &files),
+    };
+    let text = result.map_or_else(|error| error.to_string(), |()| String::new());
+    files.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
+    std::process::exit(0);
+}
+
+const COUNT: usize = 1000;
+
+fn values(value: f32) -> Tensor {
+    Tensor::full(value, COUNT, &Device::Cpu).unwrap()
+}
+
+fn assert_values(tensor: &Tensor, expected: &[f32]) {
+    let expected: Vec<f32> = expected.iter().flat_map(|value| [*value; COUNT]).collect();
+    assert_eq!(tensor.to_vec1::<f32>().unwrap(), expected);
+}
+
+/// The last rank receives everything when the others are gone already, and fails when it needs more.
+fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
+    if rank == last {
+        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+    }
+    let own = values(rank as f32);
+    let broadcast = values(rank as f32 + 5.0);
+    communicator.run(Collective::Broadcast { tensor: broadcast.clone(), root: 0 })?;
+    assert_values(&broadcast, &[5.0]);
+    let all = || Tensor::zeros(WORLD_SIZE * COUNT, DType::F32, &Device::Cpu).unwrap();
+    let gathered = all();
+    let output = (rank == last).then(|| gathered.clone());
+    communicator.run(Collective::Gather { output, input: own.clone(), root: last })?;
+    let reduced = values(rank as f32);
+    communicator.run(Collective::Reduce { tensor: reduced.clone(), root: last, op: ReduceOp::Sum })?;
+    let scattered = values(-1.0);
+    let input = (rank == 1).then(|| Tensor::cat(&[values(0.0), values(1.0), values(2.0), values(3.0)], 0).unwrap());
+    communicator.run(Collective::Scatter { output: scattered.clone(), input, root: 1 })?;
+    assert_values(&scattered, &[rank as f32]);
+    if rank != last {
+        return communicator.run(Collective::Send { tensor: own, peer: last });
+    }
+    assert_values(&gathered, &[0.0, 1.0, 2.0, 3.0]);
+    assert_values(&reduced, &[6.0]);
+    for peer in 0..last {
+        let received = values(-1.0);
+        communicator.run(Collective::Recv { tensor: received.clone(), peer })?;
+        assert_values(&received, &[peer as f32]);
+    }
+    // A second message was not sent.
+    communicator.run(Collective::Recv { tensor: own, peer: 1 })
+}
+
+/// The last rank is in the call when ranks 1 and 2, which have taken part in it, end, and rank 0 has not come yet.
+fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
+    if rank == 0 {
+        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+    }
+    let gathered = Tensor::zeros(WORLD_SIZE * COUNT, DType::F32, &Device::Cpu).unwrap();
+    let output = (rank == last).then(|| gathered.clone());
+    communicator.run(Collective::Gather { output, input: values(rank as f32), root: last })?;
+    if rank == last {
+        assert_values(&gathered, &[0.0, 1.0, 2.0, 3.0]);
+    }
+    Ok(())
+}
+
+/// Rank 0 comes to a broadcast of its own when a receiver has been killed; the others wait for it. A rank that is through
+/// with it before anybody has heard of the death hears of it in its next call.
+fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    match communicator.rank() {
+        0 => files.wait(&["gone"], Some(Duration::from_secs(60)))?,
+        VICTIM => std::thread::sleep(Duration::from_secs(60)),
+        _ => {}
+    }
+    communicator.run(Collective::Broadcast { tensor: values(1.0), root: 0 })?;
+    communicator.run(Collective::Barrier)
+}
+
+/// What the given ranks wrote down, within `limit`.
+fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>, limit: Duration) -> Vec<String> {
+    let (start, files) = (Instant::now(), Files(folder.into()));
+    let error = |rank| {
+        let key = format!("error/{rank}");
+        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
+        String::from_utf8(files.get(&key).unwrap()).unwrap()
+    };
+    ranks.into_iter().map(error).collect()
+}
+
+#[test]
+fn what_a_rank_has_given_arrives_when_its_process_is_gone() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "given", folder.path(), transport);
+        ranks.0[..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
+        let (error, others) = errors.split_last().unwrap();
+        assert!(others.iter().all(String::is_empty), "{transport:?}: {errors:?}");
+        let expected = "rank 1 is gone: its connection to rank 3 closed during recv(f32[1000]), sequence 2";
+        assert!(error.starts_with(expected), "{transport:?}: {error:?}");
+    }
+}
+
+#[test]
+fn a_rank_may_end_while_others_are_in_the_call_that_it_took_part_in() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "waiting", folder.path(), transport);
+        ranks.0[1..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
+        assert!(errors.iter().all(String::is_empty), "{transport:?}: {errors:?}");
+    }
+}
+
+#[test]
+fn a_root_notices_a_dead_receiver_and_tells_the_others() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "root", folder.path(), transport);
+        ranks.0[VICTIM].kill().unwrap();
+        ranks.0[VICTIM].wait().unwrap();
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        for error in errors_of(folder.path(), (0..WORLD_SIZE).filter(|rank| *rank != VICTIM), TIMEOUT / 2) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error:?}");
+        }
+    }
 }

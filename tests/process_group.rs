@@ -281,3 +281,29 @@ fn peers_hear_why_a_rank_ended() {
     // All is well.
     assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))).unwrap(), [0, 1]);
 }
+
+/// Rank 1 gathers numbers of its own, in a call that looks like the first one of rank 0's: what rank 0 takes for a length
+/// must not be believed.
+#[test]
+fn a_member_in_another_call_is_an_error_and_no_panic() {
+    for number in [-1, i64::MAX, 1 << 40] {
+        let error = ranks(2, |pg| {
+            if pg.rank() == 1 {
+                let all = Tensor::zeros(2, DType::I64, &Device::Cpu)?;
+                return pg.all_gather(&all, &Tensor::new(&[number], &Device::Cpu)?);
+            }
+            let build = |vb: candle_nn::VarBuilder<'static>| vb.get(1, "w");
+            candle_ddp::DistributedDataParallel::new(
+                &pg,
+                &candle_nn::VarMap::new(),
+                DType::F32,
+                build,
+                Default::default(),
+            )
+            .map(drop)
+        })
+        .unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with(&format!("rank 1 ended the group: it sent {number} as the length")), "{text}");
+    }
+}

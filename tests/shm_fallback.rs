@@ -10,6 +10,7 @@ use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{HashStore, Store};
 use candle_ddp::{ReduceOp, Result};
 use logger::LOG;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -74,6 +75,17 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     for warning in warnings {
         assert!(warning.contains("bytes of shared memory: ") && warning.contains("TCP, which is slower"), "{warning}");
+    }
+
+    // A limit on the size of files, beyond which the system would end the process.
+    let limit = getrlimit(Resource::Fsize);
+    setrlimit(Resource::Fsize, Rlimit { current: Some(1 << 20), ..limit }).unwrap();
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto)]);
+    setrlimit(Resource::Fsize, limit).unwrap();
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    for warning in warnings {
+        assert!(warning.contains("files may have 1048576 bytes here: raise the limit with ulimit -f"), "{warning}");
     }
 
     // One rank does not want to: the others hear which one.

@@ -1,4 +1,7 @@
 //! The engines that move tensors between ranks, behind one trait.
+// For the engine that tells the life of its peers by their signs; its tests need neither CUDA nor NCCL.
+#[cfg(any(test, feature = "nccl"))]
+mod awake;
 mod call;
 mod check;
 mod collective;
@@ -53,7 +56,7 @@ pub trait Communicator: Send + Sync {
         Ok(())
     }
 
-    /// Why the group has ended, if it has and the engine knows at once.
+    /// Why the group has ended, or why no more calls of all its ranks can succeed, if the engine knows at once.
     fn failure(&self) -> Option<Error> {
         None
     }

@@ -371,11 +371,28 @@ impl Reducer {
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.group.device())?;
         self.group.broadcast(&tensor, 0)?;
-        let order: Vec<usize> = tensor.to_vec1::<u32>()?.into_iter().map(|index| index as usize).collect();
+        let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::PeerFailed {
+            peer: 0,
+            reason: format!(
+                "what it sent is no order of {} parameters: all ranks of a group must make the same calls in the same \
+                 order",
+                state.parameters.len()
+            ),
+        })?;
         let unchanged = order.iter().eq(state.buckets.iter().flat_map(|bucket| &bucket.members));
         state.rebuild = if unchanged { Rebuild::Done } else { Rebuild::Due(order) };
         Ok(())
     }
+}
+
+/// `order`, if each of `count` indices is in it once.
+fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
+    let mut missing = vec![true; count];
+    let order = order.iter().map(|index| {
+        let index = *index as usize;
+        std::mem::take(missing.get_mut(index)?).then_some(index)
+    });
+    order.collect::<Option<Vec<usize>>>().filter(|order| order.len() == count)
 }
 
 impl State {
@@ -419,5 +436,19 @@ impl State {
     fn anybody_used(&self, index: usize) -> Result<bool> {
         let (bucket, slot) = self.slot_of[index];
         self.reduction.anybody_used(index, &self.buckets[bucket], slot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::permutation;
+
+    #[test]
+    fn only_an_order_of_all_parameters_is_one() {
+        assert_eq!(permutation(&[2, 0, 1], 3), Some(vec![2, 0, 1]));
+        assert_eq!(permutation(&[], 0), Some(vec![]));
+        for order in [&[0, 1][..], &[0, 1, 1], &[0, 1, 3], &[0, 1, u32::MAX], &[0, 1, 2, 0]] {
+            assert_eq!(permutation(order, 3), None, "{order:?}");
+        }
     }
 }

@@ -290,7 +290,8 @@ impl ProcessGroup {
         let all_gather = |output: &Tensor, input: &Tensor| self.all_gather_async(output, input)?.synchronize();
         let lengths = Tensor::zeros(world, DType::I64, device)?;
         all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
-        let lengths: Vec<usize> = lengths.to_vec1::<i64>()?.into_iter().map(|length| length as usize).collect();
+        let lengths = lengths.to_vec1::<i64>()?.into_iter().enumerate();
+        let lengths: Vec<usize> = lengths.map(|(rank, length)| report_length(rank, length)).collect::<Result<_>>()?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let mut padded = bytes.to_vec();
         padded.resize(longest, 0);
@@ -299,6 +300,20 @@ impl ProcessGroup {
         let all = all.to_vec1::<u8>()?;
         Ok(lengths.iter().enumerate().map(|(rank, length)| all[rank * longest..][..*length].to_vec()).collect())
     }
+}
+
+/// The bytes of the report of rank `rank`, which says that it has `length`: anything may stand there if that rank is in
+/// another call that looks alike.
+fn report_length(rank: usize, length: i64) -> Result<usize> {
+    /// Far beyond a report of any model.
+    const LONGEST: usize = 64 << 20;
+    usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::PeerFailed {
+        peer: rank,
+        reason: format!(
+            "it sent {length} as the length of a report, which is 0 to {LONGEST} bytes: all ranks of a group must make the \
+             same calls in the same order"
+        ),
+    })
 }
 
 /// Writes a collective's two forms.

@@ -20,12 +20,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How a [`CpuCommunicator`] is built and works. All but `address` must be the same on all ranks.
+/// How a [`CpuCommunicator`] is built and works. All but `address` and `lost_after` must be the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
     /// How long the construction, and later each call, may take before the group fails. 30 minutes by default, as with
     /// PyTorch's Gloo.
     pub timeout: Duration,
+    /// A host that cannot be reached for this long ends the group, and an outage of the network that is shorter does not
+    /// (but a call that it delays beyond `timeout` ends the group all the same). 2 minutes by default; systems count in
+    /// seconds, and give up connections by themselves after about a quarter of an hour. Need not be the same on all ranks.
+    pub lost_after: Duration,
     /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
     pub address: Option<IpAddr>,
     /// What the data travels through. For tests and measurements.
@@ -48,6 +52,7 @@ impl Default for CpuOptions {
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(30 * 60),
+            lost_after: Duration::from_secs(120),
             address: None,
             transport: CpuTransport::Auto,
             segment_bytes: None,
@@ -117,8 +122,9 @@ fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>>
 /// accumulated in f32 and rounded for each host and at the end, and so results are bit-identical on all ranks and from run
 /// to run with the same ranks on the same hosts.
 ///
-/// The group ends for all its ranks with the first failure: a rank that dies, leaves early or calls something else, or a
-/// call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.
+/// The group ends for all its ranks with the first failure: a rank that leaves early or calls something else, a call that
+/// needs more of a rank whose process has ended, or one that takes longer than the time-out. Every rank gets the same
+/// cause, as an [`Error`] that names the culprit. What a rank had given before its process ended arrives.
 ///
 /// Dropping it waits for what has been started and tells the peers goodbye, or, while panicking, that this rank failed.
 pub struct CpuCommunicator {
@@ -152,7 +158,7 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
         }
-        let CpuOptions { timeout, address, transport, segment_bytes, small_bytes, host } = options;
+        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, host } = options;
         let transport = transport.resolve()?;
         let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
@@ -171,6 +177,7 @@ impl CpuCommunicator {
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
+            lost_after,
             construction,
         };
         let Ways { connections, hosts, room, layout } = match world_size {

@@ -5,6 +5,7 @@
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::accept::{Acceptor, Conversation, Heard};
 use super::hello::{Hello, Kind, Stranger, Terms};
+use super::keepalive::{give_up_after, keep_alive};
 use crate::backend::Construction;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
@@ -31,6 +32,8 @@ pub(super) struct Connector<'a> {
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
+    /// How long a host may be out of reach.
+    pub(super) lost_after: Duration,
     /// Says when ranks do not come that would have.
     pub(super) construction: Construction<'a>,
 }
@@ -78,9 +81,10 @@ impl Connector<'_> {
                     .set_nodelay(true)
                     .map_err(|error| self.failed(&[peer], format!("preparing the connection: {error}")))?;
             }
+            slots.iter().flatten().for_each(|socket| keep_alive(socket, self.lost_after));
             let [data, direct, control] = slots;
             if let Some(control) = &control {
-                keep_alive(control);
+                give_up_after(control, self.lost_after);
             }
             connections.data.push(data);
             connections.direct.push(direct);
@@ -302,18 +306,4 @@ fn parse(value: &str) -> Option<(SocketAddr, [u8; Hello::BYTES])> {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
     Some((address.parse().ok()?, hello))
-}
-
-/// Finds out, within half a minute, that a host is gone without having closed its connections.
-fn keep_alive(socket: &TcpStream) {
-    use rustix::net::sockopt;
-    let set = || {
-        sockopt::set_socket_keepalive(socket, true)?;
-        sockopt::set_tcp_keepidle(socket, Duration::from_secs(15))?;
-        sockopt::set_tcp_keepintvl(socket, Duration::from_secs(5))?;
-        sockopt::set_tcp_keepcnt(socket, 3)
-    };
-    if let Err(error) = set() {
-        log::debug!("no TCP keepalive: {error}");
-    }
 }

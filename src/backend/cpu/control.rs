@@ -2,7 +2,7 @@
 use super::frame::Frame;
 use super::lock;
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 
@@ -19,6 +19,8 @@ pub(super) struct Link {
     pub(super) socket: TcpStream,
     /// What the socket would not take yet.
     unsent: Mutex<Vec<u8>>,
+    /// From where to where it goes; a socket with an error does not tell any more.
+    hosts: String,
 }
 
 impl Control {
@@ -27,12 +29,23 @@ impl Control {
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
-        let link = |socket| Link { socket, unsent: Mutex::default() };
+        let link = |socket: TcpStream| {
+            let address = |end: std::io::Result<SocketAddr>| {
+                end.map_or_else(|_| "an unknown address".to_string(), |address| address.ip().to_string())
+            };
+            let hosts = format!("from {} to {}", address(socket.local_addr()), address(socket.peer_addr()));
+            Link { socket, unsent: Mutex::default(), hosts }
+        };
         Ok(Self { links: sockets.into_iter().map(|socket| socket.map(link)).collect(), wake, woken })
     }
 
     pub(super) fn link(&self, peer: usize) -> Option<&Link> {
         self.links.get(peer)?.as_ref()
+    }
+
+    /// From which address to which the connection to `peer` goes, in words.
+    pub(super) fn hosts(&self, peer: usize) -> &str {
+        self.link(peer).map_or("to itself", |link| &link.hosts)
     }
 
     /// Sends `frame` without waiting: what the socket does not take at once is left to the monitor.

@@ -4,14 +4,15 @@ use super::call::{Call, Header};
 use super::control::Control;
 use super::failure::Failure;
 use super::frame::{Answer, Farewell, Frame};
+use super::gone::{self, Ended, Finished, Gone};
 use super::hosts::Hosts;
 use super::lock;
 use super::progress::Progress;
-use super::shm::Room;
+use super::shm::{Room, Sleeper};
+use super::state::{Peer, State};
 use super::transport::Transport;
 use crate::Error;
-use std::collections::HashMap;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One group, as seen by one of its ranks.
@@ -34,90 +35,6 @@ pub(super) struct Group {
     changed: Condvar,
 }
 
-struct State {
-    failure: Option<Failure>,
-    /// No call has returned the failure.
-    untold: bool,
-    collectives: Progress,
-    peers: Vec<Peer>,
-    /// Answers to the queries under way, by rank.
-    queries: HashMap<u64, Vec<Option<Answer>>>,
-    next_query: u64,
-    /// The monitor should end.
-    over: bool,
-}
-
-#[derive(Default)]
-struct Peer {
-    sends: Progress,
-    recvs: Progress,
-    /// It has left in good order.
-    farewell: Option<Farewell>,
-    /// It has read our last word.
-    acknowledged: bool,
-    /// Its control connection is closed.
-    closed: bool,
-}
-
-impl State {
-    fn progress(&mut self, channel: Channel) -> &mut Progress {
-        match channel {
-            Channel::Collectives => &mut self.collectives,
-            Channel::SendTo(peer) => &mut self.peers[peer].sends,
-            Channel::RecvFrom(peer) => &mut self.peers[peer].recvs,
-        }
-    }
-
-    /// The failure, for a caller.
-    fn tell(&mut self) -> Result<(), Failure> {
-        self.untold = false;
-        self.failure.clone().map_or(Ok(()), Err)
-    }
-
-    /// A call that is being carried out: its progress and its sequence number.
-    fn running(&self) -> Option<(&Progress, u64)> {
-        let point_to_point = self.peers.iter().flat_map(|peer| [&peer.sends, &peer.recvs]);
-        let mut all = std::iter::once(&self.collectives).chain(point_to_point);
-        all.find_map(|progress| Some((progress, progress.running()?)))
-    }
-
-    /// A peer that left before it could take part in call number `sequence` of `channel`.
-    fn missing(&self, channel: Channel, sequence: u64) -> Option<(usize, u64)> {
-        let left_before = |peer: usize, last: fn(&Farewell) -> u64| {
-            let last = last(self.peers[peer].farewell.as_ref()?);
-            (last < sequence).then_some((peer, last))
-        };
-        match channel {
-            Channel::Collectives => (0..self.peers.len()).find_map(|peer| left_before(peer, |farewell| farewell.last)),
-            Channel::SendTo(peer) => left_before(peer, |farewell| farewell.received),
-            Channel::RecvFrom(peer) => left_before(peer, |farewell| farewell.sent),
-        }
-    }
-
-    /// The failure of call number `sequence` of `channel` for want of a peer that left.
-    fn peer_left(&mut self, channel: Channel, sequence: u64) -> Option<Failure> {
-        let (peer, left_after) = self.missing(channel, sequence)?;
-        // Collectives in between were missed too; the first one is named.
-        let sequence = if channel == Channel::Collectives { left_after + 1 } else { sequence };
-        let call =
-            self.progress(channel).call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string());
-        Some(Failure::PeerLeft { peer, left_after, call, sequence })
-    }
-
-    /// What is going on, for messages.
-    fn activity(&self) -> String {
-        let describe = |progress: &Progress, sequence| {
-            let call = progress.call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string());
-            format!("{call}, sequence {sequence}")
-        };
-        let running = self.running().map(|(progress, sequence)| describe(progress, sequence));
-        running.unwrap_or_else(|| match self.collectives.current() {
-            0 => "the time before the first collective".into(),
-            last => format!("the time after {}", describe(&self.collectives, last)),
-        })
-    }
-}
-
 impl Group {
     pub(super) fn new(
         rank: usize,
@@ -128,16 +45,7 @@ impl Group {
         [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
-        let state = State {
-            failure: None,
-            untold: false,
-            collectives: Progress::default(),
-            peers: (0..world_size).map(|_| Peer::default()).collect(),
-            queries: HashMap::new(),
-            next_query: 0,
-            over: false,
-        };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let (state, changed) = (Mutex::new(State::new(world_size)), Condvar::new());
         Self { rank, world_size, timeout, hosts, room, data, direct, control, state, changed }
     }
 
@@ -154,21 +62,46 @@ impl Group {
         Ok(())
     }
 
-    /// Notes that a call is being carried out, unless the group has failed or a peer that is needed has left.
+    /// Notes that a call is being carried out, unless the group has failed or a peer that is needed is not there any more.
     pub(super) fn begin(&self, channel: Channel, sequence: u64) -> Result<(), Failure> {
         let mut state = lock(&self.state);
         state.tell()?;
         state.progress(channel).begin(sequence);
-        if let Some(failure) = state.peer_left(channel, sequence) {
+        let missing = state.missing(self.rank, channel, sequence);
+        if let Some(failure) = missing.or_else(|| state.begun_in_vain(self.rank, channel, sequence)) {
             drop(state);
             return Err(self.fail(failure));
         }
         Ok(())
     }
 
-    /// Notes that the call that [began](Self::begin) is over.
-    pub(super) fn finish(&self, channel: Channel) {
+    /// Notes that the call that [began](Self::begin) is over, and whether it went well.
+    pub(super) fn finish(&self, channel: Channel, sequence: u64, well: bool) {
+        if well && let Some((room, kind)) = self.kind(channel) {
+            room.set_finished(kind, sequence);
+        }
         lock(&self.state).progress(channel).finish();
+    }
+
+    /// What `channel` is in the memory that this rank shares with others; `None` for messages to other hosts.
+    fn kind(&self, channel: Channel) -> Option<(&Room, Sleeper)> {
+        let kind = match channel {
+            Channel::Collectives => Sleeper::Collectives,
+            Channel::SendTo(peer) => Sleeper::SendTo(self.hosts.member(peer)?),
+            Channel::RecvFrom(peer) => Sleeper::RecvFrom(self.hosts.member(peer)?),
+        };
+        Some((self.room.as_ref()?, kind))
+    }
+
+    /// How far `peer`, whose process is gone, came with what concerns this rank, if it is of this host.
+    fn finished_by(&self, peer: usize, state: &State) -> Option<Finished> {
+        let (room, member, own) = (self.room.as_ref()?, self.hosts.member(peer)?, self.hosts.index());
+        let count = |kind, near: &Progress| room.finished_by(member, kind, near.current());
+        Some(Finished {
+            collectives: count(Sleeper::Collectives, &state.collectives),
+            sent: count(Sleeper::SendTo(own), &state.peers[peer].recvs),
+            received: count(Sleeper::RecvFrom(own), &state.peers[peer].sends),
+        })
     }
 
     pub(super) fn call_at(&self, channel: Channel, sequence: u64) -> Option<Call> {
@@ -203,12 +136,17 @@ impl Group {
         /// ends.
         const PATIENCE: Duration = Duration::from_secs(3);
         let deadline = Instant::now() + PATIENCE;
-        if let Some(failure) = self.wait_until(deadline, |state| state.failure.clone()) {
-            return failure;
-        }
-        let failure = self.left_after_another(channel, &[peer]).unwrap_or_else(|| {
+        let known = self.wait_until(deadline, |state| {
+            let call = || state.describe(channel, state.progress_of(channel).current());
+            let gone = || state.peers[peer].gone.as_ref().map(|gone| gone.failure(self.rank, peer, call()));
+            let failure = state.failure.clone().or_else(gone);
+            // What a peer said before it closed the connection has been read by now.
+            (failure.is_some() || state.peers[peer].closed).then_some(failure)
+        });
+        let failure = known.flatten().or_else(|| self.left_after_another(channel, &[peer])).unwrap_or_else(|| {
             let call = lock(&self.state).activity();
-            Failure::PeerGone { rank: self.rank, peer, call: format!("{call} ({reason})") }
+            let reason = gone::lost(peer, self.control.hosts(peer), &call, reason);
+            Failure::PeerFailed { peer: self.rank, reason }
         });
         self.fail(failure)
     }
@@ -230,9 +168,17 @@ impl Group {
         })
     }
 
-    /// Why the group has ended, if it has.
+    /// Why the group has ended, if it has, or why no more calls of all its ranks can succeed.
     pub(super) fn failure(&self) -> Option<Failure> {
-        lock(&self.state).failure.clone()
+        let state = lock(&self.state);
+        let gone =
+            |(peer, known): (usize, &Peer)| Some(known.gone.as_ref()?.failure(self.rank, peer, state.activity()));
+        state.failure.clone().or_else(|| state.peers.iter().enumerate().find_map(gone))
+    }
+
+    /// Whether the process of `peer` has ended without a goodbye.
+    pub(super) fn is_gone(&self, peer: usize) -> bool {
+        lock(&self.state).peers[peer].gone.is_some()
     }
 
     /// Waits until `found` finds something in the state, at most until `deadline`.
@@ -268,10 +214,10 @@ impl Group {
         let mut state = lock(&self.state);
         let mut answers = state.queries.remove(&id).unwrap_or_default();
         for (answer, peer) in answers.iter_mut().zip(&state.peers) {
-            // Who has left has said where it was.
-            let left =
-                peer.farewell.map(|farewell| Answer { current: farewell.last, current_call: None, asked_call: None });
-            *answer = answer.or(left);
+            // Who has left has said where it was, and the memory of a process that is gone may say it.
+            let last = peer.farewell.map(|farewell| farewell.last);
+            let last = last.or_else(|| peer.gone.as_ref().and_then(Gone::last));
+            *answer = answer.or(last.map(|current| Answer { current, current_call: None, asked_call: None }));
         }
         answers
     }
@@ -327,15 +273,7 @@ impl Group {
             Frame::Goodbye(farewell) => {
                 let mut state = lock(&self.state);
                 state.peers[peer].farewell = Some(farewell);
-                let mut concerned = vec![(Channel::Collectives, Some(state.collectives.current()))];
-                // A message that was sent and never received hurts nobody.
-                concerned.push((Channel::SendTo(peer), state.peers[peer].sends.running()));
-                concerned.push((Channel::RecvFrom(peer), state.peers[peer].recvs.running()));
-                let failure = concerned.into_iter().find_map(|(channel, sequence)| state.peer_left(channel, sequence?));
-                drop(state);
-                if let Some(failure) = failure {
-                    self.fail(failure);
-                }
+                self.fail_if_needed(state, peer);
                 self.control.send(peer, &Frame::Ack);
             }
             Frame::Ack => {
@@ -360,15 +298,35 @@ impl Group {
         }
     }
 
-    /// The control connection to `peer` closed, or broke, or made no sense.
-    pub(super) fn on_closed(&self, peer: usize) {
+    /// Ends the group if something is under way for which `peer`, which is not there any more, is needed.
+    fn fail_if_needed(&self, state: MutexGuard<State>, peer: usize) {
+        let mut concerned = vec![(Channel::Collectives, Some(state.collectives.current()))];
+        // A message that was sent and never received hurts nobody.
+        concerned.push((Channel::SendTo(peer), state.peers[peer].sends.running()));
+        concerned.push((Channel::RecvFrom(peer), state.peers[peer].recvs.running()));
+        let rank = self.rank;
+        let failure = concerned.into_iter().find_map(|(channel, sequence)| state.missing(rank, channel, sequence?));
+        drop(state);
+        if let Some(failure) = failure {
+            self.fail(failure);
+        }
+    }
+
+    /// The control connection to `peer` has ended.
+    pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
         state.peers[peer].closed = true;
-        let in_good_order = state.peers[peer].farewell.is_some();
-        let call = state.activity();
-        drop(state);
-        if !in_good_order {
-            self.fail(Failure::PeerGone { rank: self.rank, peer, call });
+        if state.peers[peer].farewell.is_none() {
+            log::debug!("rank {}: the control connection to rank {peer} has ended: {ended:?}", self.rank);
+            if let Some(failure) = ended.lost(self.rank, peer, self.control.hosts(peer), &state.activity()) {
+                drop(state);
+                self.fail(failure);
+            } else {
+                state.peers[peer].gone = Some(Gone::new(ended, self.finished_by(peer, &state)));
+                self.fail_if_needed(state, peer);
+            }
+        } else {
+            drop(state);
         }
         self.changed.notify_all();
     }

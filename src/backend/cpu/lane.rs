@@ -208,7 +208,7 @@ impl Turn<'_> {
                 _ => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
             }
         }));
-        group.finish(*channel);
+        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(Ok(())))));
         let reason = match result {
             Ok(Ok(result)) => return result,
             // What was checked before: nothing can be assumed about the tensors any more.

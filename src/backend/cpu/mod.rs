@@ -8,15 +8,18 @@ mod communicator;
 mod connect;
 mod control;
 mod frame;
+mod gone;
 mod group;
 mod hello;
 mod hosts;
+mod keepalive;
 mod kernels;
 mod lane;
 mod monitor;
 mod session;
 mod share;
 mod shm;
+mod state;
 mod storage;
 mod transport;
 

@@ -1,5 +1,6 @@
 //! The thread that listens to the control connections.
 use super::frame::FrameReader;
+use super::gone::Ended;
 use super::group::Group;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -31,34 +32,28 @@ pub(super) fn run(group: &Group) -> Result<(), Errno> {
             }
             if fd.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
                 && let Some(reader) = &mut readers[peer]
-                && read(group, peer, &link.socket, reader).is_err()
+                && let Err(ended) = read(group, peer, &link.socket, reader)
             {
                 readers[peer] = None;
-                group.on_closed(peer);
+                group.on_closed(peer, ended);
             }
         }
     }
     Ok(())
 }
 
-/// The connection has ended.
-struct Ended;
-
 /// Handles all frames that have arrived.
 fn read(group: &Group, peer: usize, mut socket: &TcpStream, reader: &mut FrameReader) -> Result<(), Ended> {
     let mut buffer = [0; 4096];
     loop {
         match socket.read(&mut buffer) {
-            Ok(0) => return Err(Ended),
+            Ok(0) => return Err(Ended::Closed),
             Ok(count) => reader.push(&buffer[..count]),
             Err(error) if error.kind() == ErrorKind::Interrupted => continue,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-            Err(error) => {
-                log::debug!("rank {}: control connection to rank {peer}: {error}", group.rank);
-                return Err(Ended);
-            }
+            Err(error) => return Err(Ended::Broken(error)),
         }
-        while let Some(frame) = reader.next().map_err(|_| Ended)? {
+        while let Some(frame) = reader.next().map_err(|_| Ended::Malformed)? {
             group.on_frame(peer, frame);
         }
     }

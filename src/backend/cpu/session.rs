@@ -203,6 +203,10 @@ impl<'a> Session<'a> {
         let mut reasons = Vec::new();
         for (peer, answer) in answers.into_iter().enumerate().filter(|(peer, _)| *peer != self.rank()) {
             let Some(answer) = answer else {
+                if self.group.is_gone(peer) {
+                    reasons.push(format!("the process of rank {peer} has ended"));
+                    continue;
+                }
                 reasons.push(format!(
                     "rank {peer} does not answer: its process is stopped, or its host cannot be reached"
                 ));

@@ -33,6 +33,9 @@ use std::time::{Duration, Instant};
 const ID: &str = "id";
 /// How long the end of a group waits for the other ranks of this host, which NCCL lets leave together.
 const LEAVING: Duration = Duration::from_secs(10);
+/// How long dropping a communicator waits for what should end at once, and may hang in NCCL or in the store: its threads,
+/// and then the end of NCCL's communicators.
+const ENDING: Duration = Duration::from_secs(30);
 
 /// How an [`NcclCommunicator`] works. The same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +65,7 @@ impl Default for NcclOptions {
 /// culprit.
 ///
 /// Dropping it waits for what has been started and leaves in good order, or, while panicking, tells the others that this
-/// rank failed.
+/// rank failed. What hangs in NCCL then is left behind after a minute, with a warning.
 pub struct NcclCommunicator {
     group: Arc<Group>,
     /// The one for collectives.
@@ -348,6 +351,20 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
+/// The same, but lets a thread be that is not over at `deadline`: it keeps what it needs.
+fn join_until(thread: JoinHandle<()>, deadline: Instant) {
+    const PAUSE: Duration = Duration::from_millis(1);
+    while !thread.is_finished() {
+        if Instant::now() >= deadline {
+            let name = thread.thread().name().unwrap_or("a thread of the NCCL engine").to_string();
+            log::warn!("{name} does not end: NCCL, the GPU or the store does not answer. It is left behind");
+            return;
+        }
+        std::thread::sleep(PAUSE);
+    }
+    join(thread);
+}
+
 impl Communicator for NcclCommunicator {
     fn rank(&self) -> usize {
         self.group.rank
@@ -398,15 +415,27 @@ impl Drop for NcclCommunicator {
         let failed = self.group.drain().is_some();
         self.group.leave();
         self.group.end();
-        self.watchdog.take().into_iter().chain(self.sentinel.take()).for_each(join);
-        if failed {
-            self.links.abort();
-            return;
+        let deadline = Instant::now() + ENDING;
+        for thread in self.watchdog.take().into_iter().chain(self.sentinel.take()) {
+            join_until(thread, deadline);
         }
-        let deadline = Instant::now() + LEAVING.min(self.group.timeout);
-        let late = Failure::PeerFailed { peer: self.group.rank, reason: "it left".to_string() };
-        for link in self.links.all() {
-            link.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
+        // On a thread of its own: NCCL may not come back from an abort.
+        let (rank, patience, links) = (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.links));
+        let end = move || {
+            if failed {
+                links.abort();
+                return;
+            }
+            let deadline = Instant::now() + patience;
+            let late = Failure::PeerFailed { peer: rank, reason: "it left".to_string() };
+            for link in links.all() {
+                link.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
+            }
+        };
+        match spawn(&self.group, "end", end) {
+            Ok(thread) => join_until(thread, Instant::now() + ENDING),
+            // The communicators are aborted where they are dropped.
+            Err(error) => log::debug!("rank {rank}: {error}"),
         }
     }
 }

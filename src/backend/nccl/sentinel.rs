@@ -3,6 +3,7 @@
 use super::bulletin::{Bulletin, Departure, Life, Question};
 use super::group::{Group, News, Standing, Trouble};
 use crate::Result;
+use crate::backend::awake::AwakeClock;
 use crate::backend::call::{Call, Channel};
 use crate::backend::failure::Failure;
 use std::time::{Duration, Instant};
@@ -23,6 +24,9 @@ pub(super) struct Sentinel<'a> {
 /// What is remembered between two looks.
 struct Memory {
     beats: u64,
+    /// All times here are its: a rank that was stopped together with its peers must not take them for dead when it goes on,
+    /// before they have.
+    clock: AwakeClock,
     /// The next rank in the ring that has not left: each rank watches one other, so that the store's work is small.
     watched: Option<usize>,
     /// Its last sign of life, and when that was new.
@@ -32,19 +36,29 @@ struct Memory {
     answered: Option<Question>,
 }
 
+impl Memory {
+    fn now(&self) -> Instant {
+        self.clock.at(Instant::now())
+    }
+}
+
 impl Sentinel<'_> {
     /// Until this rank leaves.
     pub(super) fn run(&self) {
         let tick = Duration::from_secs(1).min(self.lost_after / 5);
+        let begin = Instant::now();
         let mut memory = Memory {
             beats: 0,
+            clock: AwakeClock::new(begin, 2 * tick),
             watched: self.after(self.group.rank),
-            seen: (Life::Beats(0), Instant::now()),
+            seen: (Life::Beats(0), begin),
             without_store: None,
             answered: None,
         };
         loop {
+            memory.clock.sleep(Instant::now());
             let News { trouble, unpublished, leaving } = self.group.news(tick);
+            memory.clock.wake(Instant::now());
             if let Some(trouble) = trouble {
                 let failure = self.resolve(&trouble, &mut memory);
                 let first = self.bulletin.publish(&failure).unwrap_or(failure);
@@ -63,10 +77,10 @@ impl Sentinel<'_> {
                 }
                 return;
             }
-            let start = Instant::now();
+            let start = memory.now();
             let result = self.round(&mut memory, start);
             // While the store does not answer, the peer may not be able to give a sign of life either.
-            memory.seen.1 += start.elapsed();
+            memory.seen.1 += memory.now().saturating_duration_since(start);
             match result {
                 Ok(()) => memory.without_store = None,
                 Err(error) => self.store_failed(&mut memory, error.to_string()),
@@ -80,7 +94,7 @@ impl Sentinel<'_> {
         (next != self.group.rank).then_some(next)
     }
 
-    /// A sign of life, and a look at what the others say; since `start`.
+    /// A sign of life, and a look at what the others say; since `start`, by the memory's clock.
     fn round(&self, memory: &mut Memory, start: Instant) -> Result<()> {
         self.beat(memory)?;
         // When everybody else has left, there is still their departure to look at.
@@ -103,9 +117,9 @@ impl Sentinel<'_> {
         match look.life {
             Life::Left => {
                 memory.watched = self.after(peer);
-                memory.seen = (Life::Beats(0), Instant::now());
+                memory.seen = (Life::Beats(0), memory.now());
             }
-            life if life != memory.seen.0 => memory.seen = (life, Instant::now()),
+            life if life != memory.seen.0 => memory.seen = (life, memory.now()),
             _ if start.saturating_duration_since(memory.seen.1) >= self.lost_after => {
                 self.group.fail(self.lost(peer));
             }
@@ -154,11 +168,12 @@ impl Sentinel<'_> {
     /// A store that is gone is no failure as long as the calls go on: at the end of a run its host may be the first to
     /// leave. A call that hangs without it is one.
     fn store_failed(&self, memory: &mut Memory, error: String) {
+        let now = memory.now();
         let (since, first) = memory.without_store.get_or_insert_with(|| {
             log::debug!("rank {}: the store does not answer: {error}", self.group.rank);
-            (Instant::now(), error)
+            (now, error)
         });
-        if since.elapsed() >= self.lost_after && self.group.is_busy() {
+        if now.saturating_duration_since(*since) >= self.lost_after && self.group.is_busy() {
             let reason = format!("it has waited for a collective since the store of the group was lost: {first}");
             self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason });
         }

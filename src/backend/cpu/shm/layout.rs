@@ -29,12 +29,22 @@ pub(super) struct Ring {
 const LINE: usize = 128;
 const PAGE: usize = 4096;
 
-/// Who sleeps.
+/// What one thread of a rank works through: the thread that sleeps, and whose progress others read.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Sleeper {
+pub(in super::super) enum Sleeper {
     Collectives,
     SendTo(usize),
     RecvFrom(usize),
+}
+
+impl Sleeper {
+    fn index(self) -> usize {
+        match self {
+            Self::Collectives => 0,
+            Self::SendTo(peer) => 1 + 2 * peer,
+            Self::RecvFrom(peer) => 2 + 2 * peer,
+        }
+    }
 }
 
 impl Layout {
@@ -74,12 +84,7 @@ impl Layout {
 
     /// Two words: the bell of one of this rank's threads, and whom it waits for.
     pub(super) fn bell(&self, sleeper: Sleeper) -> usize {
-        let index = match sleeper {
-            Sleeper::Collectives => 0,
-            Sleeper::SendTo(peer) => 1 + 2 * peer,
-            Sleeper::RecvFrom(peer) => 2 + 2 * peer,
-        };
-        LINE * index
+        LINE * sleeper.index()
     }
 
     /// A word: how many slots of `peer`'s outbox for collectives this rank is done with.
@@ -92,8 +97,13 @@ impl Layout {
         LINE * (1 + 3 * self.ranks + peer)
     }
 
+    /// A word: how many calls this rank has finished, which says how far it came when its process is gone.
+    pub(super) fn finished(&self, sleeper: Sleeper) -> usize {
+        LINE * (1 + 4 * self.ranks + sleeper.index())
+    }
+
     pub(super) fn ring(&self) -> Ring {
-        let offset = round_up(LINE * (1 + 4 * self.ranks), PAGE);
+        let offset = round_up(LINE * (2 + 6 * self.ranks), PAGE);
         Ring { offset, slots: self.slots, capacity: self.capacity }
     }
 
@@ -150,7 +160,10 @@ mod tests {
                 let mut pieces: Vec<Range<usize>> = Vec::new();
                 let mut word = |offset: usize| pieces.push(offset..offset + 8);
                 word(layout.bell(Sleeper::Collectives));
+                word(layout.finished(Sleeper::Collectives));
                 for peer in 0..world_size {
+                    word(layout.finished(Sleeper::SendTo(peer)));
+                    word(layout.finished(Sleeper::RecvFrom(peer)));
                     word(layout.bell(Sleeper::SendTo(peer)));
                     word(layout.bell(Sleeper::RecvFrom(peer)));
                     word(layout.passed(peer));

@@ -14,7 +14,7 @@ mod slot;
 mod stream;
 
 pub(super) use kernels::{Source, reduce};
-pub(super) use layout::Layout;
+pub(super) use layout::{Layout, Sleeper};
 pub(super) use meeting::{Guest, Meeting};
 pub(super) use room::{Post, Room, pieces};
 

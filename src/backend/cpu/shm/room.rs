@@ -20,7 +20,8 @@ pub(in super::super) struct Room {
     layout: Layout,
     /// The group has failed: nobody waits any more.
     closed: AtomicBool,
-    own: Arc<Segment>,
+    /// By rank.
+    segments: Vec<Arc<Segment>>,
     collectives: Mutex<Streams>,
     /// By peer; `None` for this rank itself.
     sends: Vec<Option<Mutex<(Bell, Outbox)>>>,
@@ -81,7 +82,21 @@ impl Room {
             Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
         });
         let collectives = Mutex::new(collectives);
-        Self { rank, world_size, layout, closed: AtomicBool::new(false), collectives, sends, recvs, own }
+        let segments = segments.to_vec();
+        Self { rank, world_size, layout, closed: AtomicBool::new(false), segments, collectives, sends, recvs }
+    }
+
+    /// Notes that this rank has finished call number `sequence` of the given kind.
+    pub(in super::super) fn set_finished(&self, kind: Sleeper, sequence: u64) {
+        let count = sequence.wrapping_add(1) as u32;
+        self.segments[self.rank].word(self.layout.finished(kind)).store(count, Ordering::Release);
+    }
+
+    /// How many calls of the given kind rank `peer` has finished, the one with the number 0 included. This rank is near
+    /// call number `near` itself. The memory of a process that is gone stays readable.
+    pub(in super::super) fn finished_by(&self, peer: usize, kind: Sleeper, near: u64) -> u64 {
+        let count = self.segments[peer].word(self.layout.finished(kind)).load(Ordering::Acquire);
+        near.saturating_add_signed(i64::from(count.wrapping_sub(near as u32) as i32))
     }
 
     /// Ends every wait of this rank, now and later.
@@ -89,7 +104,7 @@ impl Room {
         self.closed.store(true, Ordering::Release);
         let direct = (0..self.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
         for sleeper in direct.chain([Sleeper::Collectives]) {
-            Bell::new(&self.own, &self.layout, sleeper).ring();
+            Bell::new(&self.segments[self.rank], &self.layout, sleeper).ring();
         }
     }
 
@@ -329,6 +344,22 @@ mod tests {
                 assert!(matches!(result, Err(Stall::Closed { peer: 0, .. })), "{result:?}");
             }
         });
+    }
+
+    #[test]
+    fn how_far_a_rank_came_can_be_read_by_its_peers() {
+        let rooms = rooms(3, 0);
+        let finished = |kind, near| rooms[1].finished_by(0, kind, near);
+        assert_eq!([Sleeper::Collectives, Sleeper::SendTo(1)].map(|kind| finished(kind, 1)), [0, 0]);
+        for sequence in [0, 5, u64::from(u32::MAX), 1 << 32, (7 << 32) + 3] {
+            rooms[0].set_finished(Sleeper::Collectives, sequence);
+            rooms[0].set_finished(Sleeper::SendTo(1), sequence + 2);
+            for near in [sequence.saturating_sub(9), sequence, sequence + 1000] {
+                assert_eq!(finished(Sleeper::Collectives, near), sequence + 1, "{sequence} near {near}");
+                assert_eq!(finished(Sleeper::SendTo(1), near), sequence + 3);
+                assert_eq!(finished(Sleeper::RecvFrom(1), 2), 0);
+            }
+        }
     }
 
     /// Rank 1 is in another call, and rank 0, which is waited for first, does not come.

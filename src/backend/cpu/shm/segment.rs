@@ -109,6 +109,11 @@ mod file {
     }
 
     pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<()> {
+        // The limit holds for memory files as well, and the system ends a process that goes beyond it, by a signal.
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+        if let Some(limit) = limit.filter(|limit| *limit < size as u64) {
+            return Err(Error::other(format!("files may have {limit} bytes here: raise the limit with ulimit -f")));
+        }
         rustix::fs::ftruncate(fd, size as u64)?;
         rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
         Ok(rustix::fs::fcntl_add_seals(fd, SEALS)?)

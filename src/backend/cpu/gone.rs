@@ -1,0 +1,150 @@
+//! Peers whose control connection ended without a goodbye.
+//!
+//! What such a peer gave before still counts: bytes in a socket and slots in shared memory outlive the process that
+//! wrote them. So its end alone fails no call, only a call that needs more of it does.
+use super::call::{Call, Operation};
+use super::failure::Failure;
+use super::group::Channel;
+use std::io::{Error, ErrorKind};
+
+/// How a control connection ended.
+#[derive(Debug)]
+pub(super) enum Ended {
+    /// The peer's system closed it: its process is gone.
+    Closed,
+    /// An error of the connection.
+    Broken(Error),
+    /// The peer sent what is no frame.
+    Malformed,
+}
+
+impl Ended {
+    /// The failure of a group whose connection to a peer was lost while the peer's process may live on: `hosts` says from
+    /// where to where it went. `None` when the process has ended.
+    pub(super) fn lost(&self, rank: usize, peer: usize, hosts: &str, call: &str) -> Option<Failure> {
+        use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
+        let reason = match self {
+            Self::Closed => return None,
+            // The system resets the connections of a process that ended with something unread.
+            Self::Broken(error) if matches!(error.kind(), ConnectionReset | ConnectionAborted | BrokenPipe) => {
+                return None;
+            }
+            Self::Broken(error) => lost(peer, hosts, call, &error.to_string()),
+            Self::Malformed => format!("rank {peer} sent it what is no message of this engine, during {call}"),
+        };
+        Some(Failure::PeerFailed { peer: rank, reason })
+    }
+}
+
+/// In words: the connection to `peer` was lost, and nobody's process need have ended.
+pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String {
+    format!(
+        "its connection to rank {peer} ({hosts}) was lost during {call}: {error}. The network between the two failed, or \
+         the host of rank {peer} did"
+    )
+}
+
+/// A peer whose process has ended.
+pub(super) struct Gone {
+    /// How far it came, where its memory tells: that of ranks on this host.
+    finished: Option<Finished>,
+    /// What the system said, if that was more than the end of the connection.
+    error: Option<String>,
+}
+
+/// How many calls a rank has finished, those with the number 0 included.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Finished {
+    pub(super) collectives: u64,
+    /// Messages to the rank that asks.
+    pub(super) sent: u64,
+    /// Messages from the rank that asks.
+    pub(super) received: u64,
+}
+
+impl Gone {
+    pub(super) fn new(ended: Ended, finished: Option<Finished>) -> Self {
+        let error = if let Ended::Broken(error) = ended { Some(error.to_string()) } else { None };
+        Self { finished, error }
+    }
+
+    /// Whether it ended before it was through with call number `sequence`; `None` where that is not known. Then it comes
+    /// out at the end of its data.
+    pub(super) fn missed(&self, channel: Channel, sequence: u64) -> Option<bool> {
+        let Finished { collectives, sent, received } = self.finished?;
+        let count = match channel {
+            Channel::Collectives => collectives,
+            Channel::SendTo(_) => received,
+            Channel::RecvFrom(_) => sent,
+        };
+        Some(count <= sequence)
+    }
+
+    /// Its last collective, where that is known.
+    pub(super) fn last(&self) -> Option<u64> {
+        self.finished.map(|finished| finished.collectives.saturating_sub(1))
+    }
+
+    /// The failure of `call`, for which rank `rank` needs `peer`.
+    pub(super) fn failure(&self, rank: usize, peer: usize, call: String) -> Failure {
+        let call = match &self.error {
+            Some(error) => format!("{call} ({error})"),
+            None => call,
+        };
+        Failure::PeerGone { rank, peer, call }
+    }
+}
+
+/// Whether `peer` cannot be through with `call` as long as rank `rank` has not begun it.
+pub(super) fn needs(peer: usize, call: &Call, rank: usize) -> bool {
+    match call.operation {
+        Operation::Broadcast | Operation::Scatter => call.root == Some(rank),
+        Operation::Reduce | Operation::Gather => call.root == Some(peer),
+        Operation::Recv => false,
+        Operation::Send
+        | Operation::Connect
+        | Operation::AllReduce
+        | Operation::AllGather
+        | Operation::ReduceScatter
+        | Operation::AllToAll
+        | Operation::Barrier => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_that_is_lost_is_not_the_end_of_a_process() {
+        let lost = |ended: &Ended| {
+            let failure = ended.lost(0, 2, "from 10.0.0.1 to 10.0.0.3", "barrier(), sequence 4")?;
+            Some(crate::Error::from(failure).to_string())
+        };
+        let broken = |error: rustix::io::Errno| Ended::Broken(error.into());
+        assert_eq!(lost(&Ended::Closed), None);
+        assert_eq!(lost(&broken(rustix::io::Errno::CONNRESET)), None);
+        for (error, words) in [
+            (rustix::io::Errno::TIMEDOUT, "Connection timed out"),
+            (rustix::io::Errno::HOSTUNREACH, "No route to host"),
+        ] {
+            let text = lost(&broken(error)).unwrap();
+            let begin = "rank 0 ended the group: its connection to rank 2 (from 10.0.0.1 to 10.0.0.3) was lost during \
+                         barrier(), sequence 4: ";
+            assert!(text.starts_with(begin) && text.contains(words), "{text}");
+            assert!(text.ends_with("The network between the two failed, or the host of rank 2 did"), "{text}");
+        }
+        assert!(lost(&Ended::Malformed).unwrap().contains("rank 2 sent it what is no message"));
+    }
+
+    #[test]
+    fn what_a_rank_that_is_gone_has_finished_is_not_missed() {
+        let finished = Finished { collectives: 5, sent: 3, received: 0 };
+        let gone = Gone::new(Ended::Closed, Some(finished));
+        assert_eq!(gone.last(), Some(4));
+        assert_eq!([4, 5].map(|sequence| gone.missed(Channel::Collectives, sequence)), [Some(false), Some(true)]);
+        assert_eq!([2, 3].map(|sequence| gone.missed(Channel::RecvFrom(1), sequence)), [Some(false), Some(true)]);
+        assert_eq!(gone.missed(Channel::SendTo(1), 1), Some(true));
+        assert_eq!(Gone::new(Ended::Closed, None).missed(Channel::Collectives, 1), None);
+    }
+}
