@@ -8,6 +8,7 @@ use super::hosts::Hosts;
 use super::lock;
 use super::progress::Progress;
 use super::shm::Room;
+use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
 use std::collections::HashMap;
@@ -29,6 +30,8 @@ pub(super) struct Group {
     /// For `send` and `recv`, which must not wait for a collective.
     pub(super) direct: Transport,
     pub(super) control: Control,
+    /// For the locks of tensors.
+    pub(super) locks: LockWaits,
     state: Mutex<State>,
     /// A failure, an acknowledgement, an answer, or a closed connection.
     changed: Condvar,
@@ -137,8 +140,8 @@ impl Group {
             next_query: 0,
             over: false,
         };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { rank, world_size, timeout, hosts, room, data, direct, control, state, changed }
+        let (state, changed, locks) = (Mutex::new(state), Condvar::new(), LockWaits::default());
+        Self { rank, world_size, timeout, hosts, room, data, direct, control, locks, state, changed }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -191,6 +194,7 @@ impl Group {
         // First the reason, then the end of the data: peers that see the latter wait for the former.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
+        self.locks.end();
         self.room.iter().for_each(Room::close);
         self.data.close();
         self.direct.close();
@@ -269,8 +273,12 @@ impl Group {
         let mut answers = state.queries.remove(&id).unwrap_or_default();
         for (answer, peer) in answers.iter_mut().zip(&state.peers) {
             // Who has left has said where it was.
-            let left =
-                peer.farewell.map(|farewell| Answer { current: farewell.last, current_call: None, asked_call: None });
+            let left = peer.farewell.map(|farewell| Answer {
+                current: farewell.last,
+                current_call: None,
+                asked_call: None,
+                waits_for_lock: false,
+            });
             *answer = answer.or(left);
         }
         answers
@@ -347,7 +355,8 @@ impl Group {
                 let progress = state.progress(Channel::Collectives);
                 let current = progress.current();
                 let current_call = if current == 0 { None } else { progress.call_at(current) };
-                let answer = Answer { current, current_call, asked_call: progress.call_at(sequence) };
+                let asked_call = progress.call_at(sequence);
+                let answer = Answer { current, current_call, asked_call, waits_for_lock: self.locks.any() };
                 drop(state);
                 self.control.send(peer, &Frame::Answer { id, answer });
             }

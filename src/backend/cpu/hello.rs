@@ -47,7 +47,7 @@ impl Hello {
     pub(super) const BYTES: usize = 48;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// To be raised with every change of what travels on any of the connections.
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();

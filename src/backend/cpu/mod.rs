@@ -10,6 +10,7 @@ mod frame;
 mod group;
 mod hello;
 mod hosts;
+mod in_flight;
 mod kernels;
 mod lane;
 mod monitor;

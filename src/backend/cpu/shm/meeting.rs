@@ -113,7 +113,7 @@ impl Guest<'_> {
         let mut recvs = Vec::with_capacity(world_size);
         for (peer, part) in all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
             let mut flow = Inflow::new(peer, None);
-            flow.push(part);
+            flow.push(&mut part[..]);
             recvs.push(flow);
         }
         transport.exchange(&mut sends, &mut recvs, deadline)?;
