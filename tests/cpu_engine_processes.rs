@@ -138,6 +138,8 @@ fn halo_process() {
     let part = |index: usize| field.narrow(0, index * COUNT, COUNT).unwrap();
     let (left, right) = ((rank + WORLD_SIZE - 1) % WORLD_SIZE, (rank + 1) % WORLD_SIZE);
     let halo = communicator.start(Collective::Recv { tensor: part(0), peer: left }).unwrap();
+    // By then all ranks wait for what they receive.
+    std::thread::sleep(Duration::from_millis(300));
     let inner = communicator.start(Collective::Send { tensor: part(1), peer: right }).unwrap();
     halo.wait().and_then(|()| inner.wait()).unwrap();
     assert!(part(0).to_vec1::<f32>().unwrap().iter().all(|value| *value == left as f32));
