@@ -129,7 +129,7 @@ impl Drop for Ranks {
 /// part before, and writes down that it did.
 #[test]
 fn halo_process() {
-    const COUNT: usize = 1 << 20;
+    const COUNT: usize = 1 << 18;
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
     let (files, rank): (_, usize) = (Arc::new(Files(folder.into())), rank.parse().unwrap());
     let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
