@@ -14,6 +14,7 @@ mod in_flight;
 mod kernels;
 mod lane;
 mod monitor;
+mod piece;
 mod session;
 mod share;
 mod shm;

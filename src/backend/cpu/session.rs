@@ -3,9 +3,10 @@ use super::call::{Call, Header, Operation};
 use super::failure::Failure;
 use super::group::{Channel, Group};
 use super::hosts::Hosts;
+use super::piece::{Piece, PieceMut};
 use super::shm::{Post, Room};
 use super::storage::{Locking, Region};
-use super::transport::{Inflow, Outflow, Piece, PieceMut, Stall, Transport};
+use super::transport::{Inflow, Outflow, Stall, Transport};
 use std::time::Instant;
 
 /// A call, from its first byte to its last.

@@ -3,6 +3,7 @@
 //! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
 //! progress wherever it can, so that no order of large messages can block another.
 use super::call::Header;
+use super::piece::{Piece, PieceMut, beyond};
 use super::storage::{self, Cut, Region};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -15,88 +16,6 @@ use std::time::{Duration, Instant};
 pub(super) struct Transport {
     /// By rank; `None` for this rank itself, and for those of its host.
     sockets: Vec<Option<TcpStream>>,
-}
-
-/// What is sent: private memory, or a part of a tensor.
-#[derive(Clone, Copy)]
-pub(super) enum Piece<'a> {
-    Memory(&'a [u8]),
-    Tensor(Region<'a>),
-}
-
-/// Where what comes goes.
-pub(super) enum PieceMut<'a> {
-    Memory(&'a mut [u8]),
-    Tensor(Region<'a>),
-}
-
-impl<'a> Piece<'a> {
-    fn len(&self) -> usize {
-        match self {
-            Self::Memory(bytes) => bytes.len(),
-            Self::Tensor(region) => region.len(),
-        }
-    }
-
-    fn tensor(&self) -> Option<Region<'a>> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Tensor(region) => Some(*region),
-        }
-    }
-}
-
-impl<'a> PieceMut<'a> {
-    fn len(&self) -> usize {
-        match self {
-            Self::Memory(bytes) => bytes.len(),
-            Self::Tensor(region) => region.len(),
-        }
-    }
-
-    fn tensor(&self) -> Option<Region<'a>> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Tensor(region) => Some(*region),
-        }
-    }
-}
-
-impl<'a> From<&'a [u8]> for Piece<'a> {
-    fn from(bytes: &'a [u8]) -> Self {
-        Self::Memory(bytes)
-    }
-}
-
-impl<'a> From<Region<'a>> for Piece<'a> {
-    fn from(region: Region<'a>) -> Self {
-        Self::Tensor(region)
-    }
-}
-
-impl<'a> From<&'a mut [u8]> for PieceMut<'a> {
-    fn from(bytes: &'a mut [u8]) -> Self {
-        Self::Memory(bytes)
-    }
-}
-
-impl<'a> From<Region<'a>> for PieceMut<'a> {
-    fn from(region: Region<'a>) -> Self {
-        Self::Tensor(region)
-    }
-}
-
-/// The pieces that lie beyond the first `done` bytes, at least in part, and how many bytes of each do not.
-fn beyond<P>(
-    mut done: usize,
-    pieces: impl Iterator<Item = P>,
-    length: impl Fn(&P) -> usize,
-) -> impl Iterator<Item = (P, usize)> {
-    pieces.filter_map(move |piece| {
-        let skipped = done.min(length(&piece));
-        done -= skipped;
-        (skipped < length(&piece)).then_some((piece, skipped))
-    })
 }
 
 /// Bytes on their way to a peer: the header, if this is the first exchange of a call, then the pieces in order, then

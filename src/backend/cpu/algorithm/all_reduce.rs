@@ -1,8 +1,8 @@
 use super::super::failure::Failure;
 use super::super::kernels::{self, Reduction};
+use super::super::piece::Piece;
 use super::super::session::{Recvs, Session};
 use super::super::storage::Region;
-use super::super::transport::Piece;
 use super::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
 
 /// `data` becomes the reduction of all ranks' data.

@@ -1,8 +1,8 @@
 use super::super::call::Element;
 use super::super::failure::Failure;
+use super::super::piece::Piece;
 use super::super::session::{Recvs, Session};
 use super::super::storage::Region;
-use super::super::transport::Piece;
 use super::{Tuning, chunk, segment, segment_before, whole_elements};
 use std::ops::Range;
 

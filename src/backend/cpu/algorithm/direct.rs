@@ -1,9 +1,9 @@
 //! Collectives whose data goes straight from the rank that has it to the rank that wants it.
 use super::super::failure::Failure;
 use super::super::kernels::{self, Reduction};
+use super::super::piece::{Piece, PieceMut};
 use super::super::session::{Recvs, Session};
 use super::super::storage::Region;
-use super::super::transport::{Piece, PieceMut};
 use super::{Scratch, Tuning, segment, whole_elements};
 
 /// Returns once all ranks have come.

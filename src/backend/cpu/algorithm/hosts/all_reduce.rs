@@ -1,10 +1,10 @@
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
 use super::super::super::kernels::Reduction;
+use super::super::super::piece::Piece;
 use super::super::super::session::{Recvs, Session};
 use super::super::super::shm::{Source, reduce};
 use super::super::super::storage::Region;
-use super::super::super::transport::Piece;
 use super::super::shared::{Parts, publish_parts};
 use super::super::{Scratch, chunk, segment};
 use super::{Bridge, between};

@@ -1,10 +1,10 @@
 use super::super::super::call::Element;
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
+use super::super::super::piece::Piece;
 use super::super::super::session::Recvs;
 use super::super::super::shm::pieces;
 use super::super::super::storage::Region;
-use super::super::super::transport::Piece;
 use super::super::shared::{Parts, publish_parts};
 use super::Bridge;
 use std::ops::Range;

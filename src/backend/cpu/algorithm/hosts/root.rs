@@ -2,9 +2,9 @@
 use super::super::super::call::Element;
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
+use super::super::super::piece::Piece;
 use super::super::super::shm::pieces;
 use super::super::super::storage::Region;
-use super::super::super::transport::Piece;
 use super::super::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
 use super::super::{broadcast_from_here, broadcast_to_here};
 use super::Bridge;
