@@ -126,6 +126,27 @@ impl Drop for Ranks {
     }
 }
 
+/// One rank, when the environment says so: gives an inner part of its tensor to the next rank, which receives it into the
+/// part before, and writes down that it did.
+#[test]
+fn halo_process() {
+    const COUNT: usize = 1 << 18;
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let (files, rank): (_, usize) = (Arc::new(Files(folder.into())), rank.parse().unwrap());
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
+    let field = Tensor::full(rank as f32, 2 * COUNT, &Device::Cpu).unwrap();
+    let part = |index: usize| field.narrow(0, index * COUNT, COUNT).unwrap();
+    let (left, right) = ((rank + WORLD_SIZE - 1) % WORLD_SIZE, (rank + 1) % WORLD_SIZE);
+    let halo = communicator.start(Collective::Recv { tensor: part(0), peer: left }).unwrap();
+    // By then all ranks wait for what they receive.
+    std::thread::sleep(Duration::from_millis(300));
+    let inner = communicator.start(Collective::Send { tensor: part(1), peer: right }).unwrap();
+    halo.wait().and_then(|()| inner.wait()).unwrap();
+    assert!(part(0).to_vec1::<f32>().unwrap().iter().all(|value| *value == left as f32));
+    files.set(&format!("ready/{rank}"), b"").unwrap();
+}
+
 /// Starts the ranks in the given test, and returns once all of them are ready.
 fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
     let rank = |rank: usize| {
@@ -157,6 +178,14 @@ fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
         errors.push(String::from_utf8(files.get(&key).unwrap()).unwrap());
     }
     errors
+}
+
+#[test]
+fn slices_of_one_tensor_cross_between_processes() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        drop(start_in("halo_process", "", folder.path(), transport));
+    }
 }
 
 #[test]

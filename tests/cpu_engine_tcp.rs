@@ -6,6 +6,8 @@ mod construction;
 mod desync;
 #[path = "cpu_engine/leaving.rs"]
 mod leaving;
+#[path = "cpu_engine/locked.rs"]
+mod locked;
 #[path = "cpu_engine/support.rs"]
 mod support;
 #[path = "cpu_engine/timeout.rs"]

@@ -81,7 +81,7 @@ impl Operation {
         Self::Barrier,
     ];
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Connect => "connect",
             Self::AllReduce => "all_reduce",

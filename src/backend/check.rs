@@ -3,6 +3,7 @@ use super::call::{Call, Channel, Element, Operation};
 use super::{Collective, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
+use std::ops::Range;
 
 /// Whether an engine can reach a tensor; if not, where the tensor is and what to do, to follow its description.
 pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
@@ -17,7 +18,10 @@ pub(super) fn check(rank: usize, world_size: usize, place: Place, collective: &C
         Collective::Reduce { tensor, root, op } => call(Operation::Reduce, tensor, Some(*op), Some(*root))?,
         Collective::AllGather { output, input } => {
             let call = call(Operation::AllGather, input, None, None)?;
-            checker.pair(("output", output), ("input", input), world_size)?;
+            // In place: this rank's part is there already.
+            let each = input.elem_count();
+            let own = rank * each..(rank + 1) * each;
+            checker.pair_in_place(("output", output), ("input", input), world_size, Some(own))?;
             call
         }
         Collective::ReduceScatter { output, input, op } => {
@@ -111,6 +115,17 @@ impl Checker<'_> {
 
     /// Both tensors can be used, and `whole` has `times` the elements of `part`.
     fn pair(&self, whole: (&str, &Tensor), part: (&str, &Tensor), times: usize) -> Result<()> {
+        self.pair_in_place(whole, part, times, None)
+    }
+
+    /// The same, where `part` may also be the elements `place` of `whole`.
+    fn pair_in_place(
+        &self,
+        whole: (&str, &Tensor),
+        part: (&str, &Tensor),
+        times: usize,
+        place: Option<Range<usize>>,
+    ) -> Result<()> {
         self.tensor(whole.1)?;
         self.tensor(part.1)?;
         let describe = |(name, tensor): (&str, &Tensor)| {
@@ -129,8 +144,15 @@ impl Checker<'_> {
                 part.0
             )));
         }
-        if share(whole.1, part.1) {
-            return Err(self.refuse(format!("{} and {} share their storage: pass a copy() of one", whole.0, part.0)));
+        if overlap(whole.1, part.1) {
+            let size = whole.1.dtype().size_in_bytes();
+            let start = byte_range(whole.1).start;
+            let is_place =
+                |place: &Range<usize>| byte_range(part.1) == (start + place.start * size..start + place.end * size);
+            if !place.as_ref().is_some_and(is_place) {
+                let but = if place.is_some() { ", or this rank's own part of output as input" } else { "" };
+                return Err(self.refuse(format!("{} and {} overlap: pass a copy() of one{but}", whole.0, part.0)));
+            }
         }
         Ok(())
     }
@@ -173,11 +195,24 @@ impl Checker<'_> {
     }
 }
 
-/// Whether two tensors lie in the same storage. Waits while either is being changed.
-fn share(a: &Tensor, b: &Tensor) -> bool {
-    // Only compared, never followed. Not held together: a writer waiting in between would block the second lock.
-    let address = |tensor: &Tensor| std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0) as usize;
-    address(a) == address(b)
+/// Which bytes of its storage a contiguous tensor is.
+pub(super) fn byte_range(tensor: &Tensor) -> Range<usize> {
+    let size = tensor.dtype().size_in_bytes();
+    let start = tensor.layout().start_offset() * size;
+    start..start + tensor.elem_count() * size
+}
+
+/// What identifies the storage of a contiguous tensor while the tensor lives, and which of its bytes it is. Waits while
+/// the storage is being changed.
+pub(super) fn extent(tensor: &Tensor) -> (usize, Range<usize>) {
+    // Only compared, never followed.
+    (std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr(), byte_range(tensor))
+}
+
+/// Whether two contiguous tensors have bytes in common.
+fn overlap(a: &Tensor, b: &Tensor) -> bool {
+    let ((a, a_bytes), (b, b_bytes)) = (extent(a), extent(b));
+    a == b && a_bytes.start.max(b_bytes.start) < a_bytes.end.min(b_bytes.end)
 }
 
 #[cfg(test)]
@@ -207,7 +242,10 @@ mod tests {
             (Collective::Broadcast { tensor: a.clone(), root: 2 }, "rank 2 is outside of a world of 2"),
             (Collective::AllGather { output: a.clone(), input: b.clone() }, "output is f32[2, 3], input is f32[4, 3]"),
             (Collective::AllGather { output: zeros(&[12], DType::F64), input: a.clone() }, "must have the same dtype"),
-            (Collective::AllGather { output: b.clone(), input: b.narrow(0, 0, 2).unwrap() }, "share their storage"),
+            (
+                Collective::AllGather { output: b.clone(), input: b.narrow(0, 0, 2).unwrap() },
+                "output and input overlap",
+            ),
             (Collective::ReduceScatter { output: b.clone(), input: a.clone(), op: sum }, "2 (world_size) times"),
             (
                 Collective::AllToAll { output: zeros(&[3], DType::U8), input: zeros(&[3], DType::U8) },
@@ -231,8 +269,28 @@ mod tests {
     }
 
     #[test]
-    fn views_share_their_storage_and_copies_do_not() {
+    fn views_of_the_same_elements_overlap_and_others_do_not() {
         let tensor = zeros(&[3, 2], DType::I64);
-        assert!(share(&tensor, &tensor.narrow(0, 1, 1).unwrap()) && !share(&tensor, &tensor.copy().unwrap()));
+        let row = |index| tensor.narrow(0, index, 1).unwrap();
+        assert!(overlap(&tensor, &row(1)) && overlap(&row(2), &tensor) && overlap(&row(0), &row(0)));
+        assert!(!overlap(&row(0), &row(1)) && !overlap(&tensor, &tensor.copy().unwrap()));
+        assert!(!overlap(&tensor, &tensor.narrow(0, 1, 0).unwrap()));
+    }
+
+    #[test]
+    fn a_gather_in_place_takes_the_own_part_only() {
+        let output = zeros(&[4, 3], DType::F32);
+        let gather = |rank: usize| Collective::AllGather {
+            output: output.narrow(0, 0, 4).unwrap(),
+            input: output.narrow(0, 2 * rank, 2).unwrap(),
+        };
+        check(1, 2, &|_| Ok(()), &gather(1)).unwrap();
+        assert!(refusal(gather(0)).contains("output and input overlap: pass a copy() of one, or this rank's own part"));
+        let scatter = Collective::ReduceScatter {
+            output: output.narrow(0, 2, 2).unwrap(),
+            input: output.clone(),
+            op: ReduceOp::Sum,
+        };
+        assert!(refusal(scatter).ends_with("input and output overlap: pass a copy() of one"));
     }
 }

@@ -17,7 +17,7 @@ pub enum ReduceOp {
 }
 
 /// One call of a collective, with its tensors: contiguous, of the same dtype and element count on every rank, and
-/// changed in place (`tensor`, `output`).
+/// changed in place (`tensor`, `output`). `input` and `output` must not overlap, but for [`AllGather`](Self::AllGather).
 #[derive(Clone, Debug)]
 pub enum Collective {
     /// Every rank's `tensor` becomes the reduction of all.
@@ -47,7 +47,7 @@ pub enum Collective {
     AllGather {
         /// `world_size` × the elements of `input`.
         output: Tensor,
-        /// This rank's part.
+        /// This rank's part, which may be its place in `output`.
         input: Tensor,
     },
     /// `output` becomes this rank's part of the reduction of all inputs.

@@ -346,7 +346,7 @@ collectives! {
     reduce / reduce_async = Reduce { tensor: &Tensor => tensor.clone(), root: usize => root, op: ReduceOp => op }
 
     /// `output`, of `world_size` × the elements of `input`, becomes all ranks' inputs in rank order: PyTorch's
-    /// `all_gather_into_tensor`.
+    /// `all_gather_into_tensor`. In place, `input` is this rank's own part of `output`.
     all_gather / all_gather_async = AllGather { output: &Tensor => output.clone(), input: &Tensor => input.clone() }
 
     /// `output` becomes this rank's part of the reduction of all inputs, which have `world_size` × its elements:

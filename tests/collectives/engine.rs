@@ -77,4 +77,17 @@ impl Engine {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }
+
+    /// The same, with a second group of the same ranks.
+    pub(crate) fn in_two_groups<T: Send>(
+        &self,
+        world_size: usize,
+        body: impl Fn([&dyn Communicator; 2]) -> T + Sync,
+    ) -> Vec<T> {
+        let second: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+        self.on_ranks(world_size, |first| {
+            let second = (self.make)(second.clone(), first.rank(), world_size);
+            body([first, &*second])
+        })
+    }
 }

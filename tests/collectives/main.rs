@@ -4,6 +4,7 @@ mod engine;
 mod matrix;
 mod order;
 mod reproducible;
+mod slices;
 
 use engine::Engine;
 
@@ -45,6 +46,10 @@ suite!(shared_memory, tcp, pairs, two_hosts, uneven_hosts: [
     order::messages_do_not_wait_for_collectives,
     order::large_messages_cross,
     order::a_barrier_holds_everybody_back,
+    slices::halos_are_exchanged,
+    slices::halves_are_reduced_in_two_groups_in_any_order,
+    slices::overlapping_slices_are_refused_while_one_is_in_flight,
+    slices::gathers_in_place,
 ]);
 
 /// The worlds of the matrix.

@@ -4,6 +4,7 @@
 mod construction;
 mod desync;
 mod leaving;
+mod locked;
 mod support;
 mod timeout;
 

@@ -2,7 +2,7 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -460,6 +460,31 @@ fn gradients_are_views_of_the_buckets_until_the_next_backward() {
         Ok(())
     })
     .unwrap();
+}
+
+/// They are views of one bucket. The ranks start the two calls in opposite order.
+#[test]
+fn gradients_are_reduced_in_two_groups_at_once() -> Result<()> {
+    let seen = ranks(2, |pg| {
+        let groups = [pg.new_group(&[0, 1])?.unwrap(), pg.new_group(&[0, 1])?.unwrap()];
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        let names = ["first.weight", "second.weight"];
+        let before = names.map(|name| gradient(&grads, &var(&varmap, name)));
+        let order = if pg.rank() == 0 { [0, 1] } else { [1, 0] };
+        let start = |index: usize| {
+            groups[index].all_reduce_async(grads.get(&var(&varmap, names[index])).unwrap(), ReduceOp::Sum)
+        };
+        let works = [start(order[0])?, start(order[1])?];
+        works.iter().try_for_each(|work| work.wait())?;
+        Ok((before, names.map(|name| gradient(&grads, &var(&varmap, name)))))
+    })?;
+    for (before, after) in seen {
+        for (before, after) in before.into_iter().flatten().zip(after.into_iter().flatten()) {
+            assert_eq!(after, 2.0 * before);
+        }
+    }
+    Ok(())
 }
 
 #[test]

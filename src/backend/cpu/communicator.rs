@@ -115,8 +115,13 @@ fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>>
 ///
 /// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
 /// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
-/// order of their own for each pair and direction, and do not wait for collectives. A tensor's storage is locked while
-/// its collective is carried out: candle operations on it, or on a view of the same storage, wait.
+/// order of their own for each pair and direction, and do not wait for collectives.
+///
+/// Slices of one tensor may be in several calls at once. If they overlap, one of the calls changes the bytes in common, and
+/// the calls are in different groups or channels, the later one is refused with [`Error::InvalidTensor`]. A tensor's storage
+/// is locked only while bytes move, so a tensor in flight can be read half finished: wait for the call first. A call that
+/// changes a tensor of which the program holds the guard of `storage_and_layout()` cannot end, and times out with an error
+/// that says so.
 ///
 /// Reductions take the ranks of each host in order and then the hosts in the order of their lowest ranks, f16 and bf16 are
 /// accumulated in f32 and rounded for each host and at the end, and so results are bit-identical on all ranks and from run

@@ -38,6 +38,8 @@ pub(super) struct Answer {
     pub(super) current_call: Option<Call>,
     /// What it called at the sequence number in question, if it has come so far and still knows.
     pub(super) asked_call: Option<Call>,
+    /// It is held up by the lock of a tensor's storage.
+    pub(super) waits_for_lock: bool,
 }
 
 impl Frame {
@@ -66,6 +68,7 @@ impl Frame {
                         }
                     }
                 }
+                writer.u8(u8::from(answer.waits_for_lock));
             }
         }
         let mut bytes = writer.0;
@@ -90,6 +93,7 @@ impl Frame {
                     current: reader.u64()?,
                     current_call: optional_call(&mut reader)?,
                     asked_call: optional_call(&mut reader)?,
+                    waits_for_lock: reader.u8()? != 0,
                 },
             },
             _ => return None,
@@ -143,7 +147,10 @@ mod tests {
             Frame::Abort(Failure::PeerFailed { peer: 1, reason: "out of memory".into() }),
             Frame::Ack,
             Frame::Query { id: 3, sequence: 4 },
-            Frame::Answer { id: 3, answer: Answer { current: 5, current_call: Some(call), asked_call: None } },
+            Frame::Answer {
+                id: 3,
+                answer: Answer { current: 5, current_call: Some(call), asked_call: None, waits_for_lock: true },
+            },
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(Frame::encode).collect();
         for piece in [1, 3, bytes.len()] {

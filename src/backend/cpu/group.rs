@@ -10,6 +10,7 @@ use super::lock;
 use super::progress::Progress;
 use super::shm::{Room, Sleeper};
 use super::state::{Peer, State};
+use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -30,6 +31,8 @@ pub(super) struct Group {
     /// For `send` and `recv`, which must not wait for a collective.
     pub(super) direct: Transport,
     pub(super) control: Control,
+    /// For the locks of tensors.
+    pub(super) locks: LockWaits,
     state: Mutex<State>,
     /// A failure, an acknowledgement, an answer, or a closed connection.
     changed: Condvar,
@@ -45,8 +48,8 @@ impl Group {
         [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
-        let (state, changed) = (Mutex::new(State::new(world_size)), Condvar::new());
-        Self { rank, world_size, timeout, hosts, room, data, direct, control, state, changed }
+        let (state, changed, locks) = (Mutex::new(State::new(world_size)), Condvar::new(), LockWaits::default());
+        Self { rank, world_size, timeout, hosts, room, data, direct, control, locks, state, changed }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -124,6 +127,7 @@ impl Group {
         // First the reason, then the end of the data: peers that see the latter wait for the former.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
+        self.locks.end();
         self.room.iter().for_each(Room::close);
         self.data.close();
         self.direct.close();
@@ -217,7 +221,9 @@ impl Group {
             // Who has left has said where it was, and the memory of a process that is gone may say it.
             let last = peer.farewell.map(|farewell| farewell.last);
             let last = last.or_else(|| peer.gone.as_ref().and_then(Gone::last));
-            *answer = answer.or(last.map(|current| Answer { current, current_call: None, asked_call: None }));
+            let left =
+                last.map(|current| Answer { current, current_call: None, asked_call: None, waits_for_lock: false });
+            *answer = answer.or(left);
         }
         answers
     }
@@ -285,7 +291,8 @@ impl Group {
                 let progress = state.progress(Channel::Collectives);
                 let current = progress.current();
                 let current_call = if current == 0 { None } else { progress.call_at(current) };
-                let answer = Answer { current, current_call, asked_call: progress.call_at(sequence) };
+                let asked_call = progress.call_at(sequence);
+                let answer = Answer { current, current_call, asked_call, waits_for_lock: self.locks.any() };
                 drop(state);
                 self.control.send(peer, &Frame::Answer { id, answer });
             }

@@ -47,7 +47,7 @@ impl Hello {
     pub(super) const BYTES: usize = 48;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// To be raised with every change of what travels on any of the connections.
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!((kind as usize, Hello::decode(&hello.encode())), (number, Ok(hello)));
             let mut newer = hello.encode();
             newer[4] += 1;
-            assert_eq!(Hello::decode(&newer), Err(Stranger::Version(3)));
+            assert_eq!(Hello::decode(&newer), Err(Stranger::Version(4)));
         }
     }
 
@@ -128,7 +128,7 @@ mod tests {
             let mut hello = [0; Hello::BYTES];
             hello[..32].copy_from_slice(&bytes);
             let _ = Hello::decode(&hello);
-            hello[..8].copy_from_slice(b"cDDP\x02\0\0\0");
+            hello[..8].copy_from_slice(b"cDDP\x03\0\0\0");
             let _ = Hello::decode(&hello);
         }
     }

@@ -4,10 +4,12 @@ use super::algorithm::{self, Scratch, Tuning};
 use super::call::{Call, Header};
 use super::failure::Failure;
 use super::group::{Channel, Group};
+use super::in_flight::{Caller, InFlight};
 use super::kernels::Reduction;
+use super::lock;
 use super::session::Session;
 use super::shm::Room;
-use super::{lock, storage};
+use super::storage::Region;
 use crate::backend::{Collective, Completion, Work};
 use crate::deadline::deadline_after;
 use crate::{Error, Result};
@@ -47,6 +49,7 @@ struct Queue {
 struct Job {
     header: Header,
     collective: Collective,
+    in_flight: InFlight,
     outcome: Arc<Outcome>,
 }
 
@@ -66,17 +69,19 @@ impl Lane {
     /// Puts the call into the queue.
     pub(super) fn start(&self, call: Call, collective: Collective) -> Result<Work> {
         self.ensure_thread()?;
+        let in_flight = self.caller(call).enter(&collective)?;
         let mut queue = lock(&self.shared.queue);
         let header = self.shared.number(&mut queue, call)?;
         let outcome = Arc::new(Outcome::default());
-        queue.jobs.push_back(Job { header, collective, outcome: outcome.clone() });
+        queue.jobs.push_back(Job { header, collective, in_flight, outcome: outcome.clone() });
         drop(queue);
         self.shared.changed.notify_all();
-        Ok(Work::new(InFlight(outcome)))
+        Ok(Work::new(Pending(outcome)))
     }
 
     /// Carries out the call and waits for it: on the calling thread when no other call is before it.
     pub(super) fn run(&self, call: Call, collective: Collective) -> Result<()> {
+        self.caller(call).compare(&collective)?;
         let mut queue = lock(&self.shared.queue);
         if queue.busy || !queue.jobs.is_empty() {
             drop(queue);
@@ -94,6 +99,10 @@ impl Lane {
         self.shared.group.start(self.shared.channel, header)?;
         let turn = self.shared.take_turn(lock(&self.shared.queue));
         Ok(turn.execute(header, collective, deadline)?)
+    }
+
+    fn caller(&self, call: Call) -> Caller {
+        Caller { queue: Arc::as_ptr(&self.shared).addr(), rank: self.shared.group.rank, call }
     }
 
     fn ensure_thread(&self) -> Result<()> {
@@ -168,10 +177,11 @@ impl Shared {
             };
             let turn = self.take_turn(queue);
             let begin = Instant::now();
-            let Job { header, collective, outcome } = job;
+            let Job { header, collective, in_flight, outcome } = job;
             let result = turn.execute(header, &collective, deadline_after(self.group.timeout));
             let span = (begin, Instant::now());
             drop(turn);
+            drop(in_flight);
             // The tensors are the caller's alone before it hears of it.
             drop(collective);
             *lock(&outcome.result) = Some((result, span));
@@ -208,14 +218,11 @@ impl Turn<'_> {
                 _ => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
             }
         }));
-        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(Ok(())))));
-        let reason = match result {
-            Ok(Ok(result)) => return result,
-            // What was checked before: nothing can be assumed about the tensors any more.
-            Ok(Err(error)) => format!("{}: {error}", header.call),
-            Err(_) => format!("{}: its engine panicked", header.call),
-        };
-        Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))
+        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))));
+        result.unwrap_or_else(|_| {
+            let reason = format!("{}: its engine panicked", header.call);
+            Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))
+        })
     }
 }
 
@@ -233,14 +240,14 @@ fn execute_shared(
     tuning: Tuning,
     call: Call,
     collective: &Collective,
-) -> candle_core::Result<Result<(), Failure>> {
-    use storage::{with_mut, with_ref};
+) -> Result<(), Failure> {
+    let locking = session.locking();
     match collective {
-        Collective::Send { tensor, peer } => with_ref(tensor, |data| session.send_shared(room, data, *peer)),
-        Collective::Recv { tensor, peer } => with_mut(tensor, |data| session.receive_shared(room, data, *peer)),
+        Collective::Send { tensor, peer } => session.send_shared(room, Region::of(tensor, locking), *peer),
+        Collective::Recv { tensor, peer } => session.receive_shared(room, Region::of(tensor, locking), *peer),
         _ => {
-            let result = algorithm::shared::execute(&mut session.post(room), tuning, call, collective)?;
-            Ok(result.map_err(|stall| session.failure_inside(stall)))
+            let result = algorithm::shared::execute(&mut session.post(room), locking, tuning, call, collective);
+            result.map_err(|stall| session.failure_inside(stall))
         }
     }
 }
@@ -252,52 +259,45 @@ fn execute(
     tuning: Tuning,
     call: Call,
     collective: &Collective,
-) -> candle_core::Result<Result<(), Failure>> {
-    use storage::{with_mut, with_mut_and_ref, with_ref};
-    let Some(element) = call.element else { return Ok(algorithm::barrier(session)) };
+) -> Result<(), Failure> {
+    use algorithm as by;
+    let Some(element) = call.element else { return by::barrier(session) };
     let is_root = call.root == Some(session.rank());
     let ranks = session.world_size();
     let reduction = |op: &_| Reduction { element, op: *op, ranks };
-    // A tensor that is not changed is borrowed as such: others may read it meanwhile.
+    let locking = session.locking();
+    let region = |tensor| Region::of(tensor, locking);
     match collective {
-        Collective::AllReduce { tensor, op } => {
-            with_mut(tensor, |data| algorithm::all_reduce(session, scratch, tuning, data, reduction(op)))
-        }
+        Collective::AllReduce { tensor, op } => by::all_reduce(session, scratch, tuning, region(tensor), reduction(op)),
         Collective::Broadcast { tensor, .. } if is_root => {
             let owners: Vec<usize> = session.peers().collect();
-            with_ref(tensor, |data| algorithm::broadcast_from_here(session, tuning, &owners, data, element))
+            by::broadcast_from_here(session, tuning, &owners, region(tensor), element)
         }
         Collective::Broadcast { tensor, root } => {
             let owners: Vec<usize> = (0..ranks).filter(|rank| rank != root).collect();
-            with_mut(tensor, |data| algorithm::broadcast_to_here(session, tuning, (*root, &owners), data, element))
+            by::broadcast_to_here(session, tuning, (*root, &owners), region(tensor), element)
         }
         Collective::Reduce { tensor, op, .. } if is_root => {
-            with_mut(tensor, |data| algorithm::reduce_to_here(session, scratch, tuning, data, reduction(op)))
+            by::reduce_to_here(session, scratch, tuning, region(tensor), reduction(op))
         }
         Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            with_ref(input, |data| algorithm::send(session, data, *root))
+            by::send(session, region(input), *root)
         }
         Collective::Gather { output: Some(output), input, .. } => {
-            with_mut_and_ref(output, input, |output, input| algorithm::gather_to_here(session, output, input))
+            by::gather_to_here(session, region(output), region(input))
         }
         Collective::Scatter { output, input: Some(input), .. } => {
-            with_mut_and_ref(output, input, |output, input| algorithm::scatter_from_here(session, output, input))
+            by::scatter_from_here(session, region(output), region(input))
         }
-        Collective::Scatter { output, input: None, root } => {
-            with_mut(output, |output| algorithm::receive(session, output, *root))
+        Collective::Scatter { output, input: None, root } => by::receive(session, region(output), *root),
+        Collective::AllGather { output, input } => by::all_gather(session, region(output), region(input)),
+        Collective::ReduceScatter { output, input, op } => {
+            by::reduce_scatter(session, scratch, tuning, (region(output), region(input)), reduction(op))
         }
-        Collective::AllGather { output, input } => {
-            with_mut_and_ref(output, input, |output, input| algorithm::all_gather(session, output, input))
-        }
-        Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
-            algorithm::reduce_scatter(session, scratch, tuning, (output, input), reduction(op))
-        }),
-        Collective::AllToAll { output, input } => {
-            with_mut_and_ref(output, input, |output, input| algorithm::all_to_all(session, output, input))
-        }
-        Collective::Send { tensor, peer } => with_ref(tensor, |data| algorithm::send(session, data, *peer)),
-        Collective::Recv { tensor, peer } => with_mut(tensor, |data| algorithm::receive(session, data, *peer)),
-        Collective::Barrier => Ok(algorithm::barrier(session)),
+        Collective::AllToAll { output, input } => by::all_to_all(session, region(output), region(input)),
+        Collective::Send { tensor, peer } => by::send(session, region(tensor), *peer),
+        Collective::Recv { tensor, peer } => by::receive(session, region(tensor), *peer),
+        Collective::Barrier => by::barrier(session),
     }
 }
 
@@ -312,9 +312,9 @@ struct Outcome {
 type Span = (Instant, Instant);
 
 /// The caller's end.
-struct InFlight(Arc<Outcome>);
+struct Pending(Arc<Outcome>);
 
-impl Completion for InFlight {
+impl Completion for Pending {
     fn wait(&self) -> Result<()> {
         let mut result = lock(&self.0.result);
         loop {

@@ -3,7 +3,9 @@ use super::call::{Call, Header, Operation};
 use super::failure::Failure;
 use super::group::{Channel, Group};
 use super::hosts::Hosts;
+use super::piece::{Piece, PieceMut};
 use super::shm::{Post, Room};
+use super::storage::{Locking, Region};
 use super::transport::{Inflow, Outflow, Stall, Transport};
 use std::time::Instant;
 
@@ -26,10 +28,10 @@ pub(super) struct Session<'a> {
 
 /// Pieces of bytes with the peer that each goes to. Several for one peer follow each other in the order of the list,
 /// which is the same on both sides.
-pub(super) type Sends<'a> = [(usize, &'a [u8])];
+pub(super) type Sends<'a> = [(usize, Piece<'a>)];
 
 /// The same for what comes.
-pub(super) type Recvs<'a> = Vec<(usize, &'a mut [u8])>;
+pub(super) type Recvs<'a> = Vec<(usize, PieceMut<'a>)>;
 
 impl<'a> Session<'a> {
     pub(super) fn new(group: &'a Group, channel: Channel, header: Header, deadline: Instant) -> Self {
@@ -67,6 +69,16 @@ impl<'a> Session<'a> {
         &self.group.hosts
     }
 
+    /// How long this call waits for the locks of its tensors.
+    pub(super) fn locking(&self) -> Locking<'a> {
+        Locking { waits: &self.group.locks, deadline: self.deadline }
+    }
+
+    /// What came of moving bytes of a tensor.
+    pub(super) fn move_bytes(&self, result: Result<(), Stall>) -> Result<(), Failure> {
+        result.map_err(|stall| self.failure(stall))
+    }
+
     /// Sends and receives everything in the lists at once.
     pub(super) fn exchange(&mut self, sends: &Sends, recvs: Recvs) -> Result<(), Failure> {
         self.exchange_ahead((sends, recvs), (&[], vec![]))
@@ -86,7 +98,7 @@ impl<'a> Session<'a> {
                 outflows.push(flow);
                 outflows.len() - 1
             });
-            if is_needed { outflows[position].push(piece) } else { outflows[position].push_ahead(piece) }
+            if is_needed { outflows[position].push(*piece) } else { outflows[position].push_ahead(*piece) }
         }
         let mut inflows: Vec<Inflow> = Vec::with_capacity(now.1.len());
         let recvs = now.1.into_iter().map(|recv| (recv, true)).chain(ahead.1.into_iter().map(|recv| (recv, false)));
@@ -113,13 +125,13 @@ impl<'a> Session<'a> {
     }
 
     /// Sends to a peer through shared memory.
-    pub(super) fn send_shared(&self, room: &Room, data: &[u8], peer: usize) -> Result<(), Failure> {
+    pub(super) fn send_shared(&self, room: &Room, data: Region, peer: usize) -> Result<(), Failure> {
         let sent = room.send(self.member(peer)?, &self.outgoing_head, data, self.deadline);
         sent.map_err(|stall| self.failure_inside(stall))
     }
 
     /// Receives from a peer through shared memory.
-    pub(super) fn receive_shared(&self, room: &Room, data: &mut [u8], peer: usize) -> Result<(), Failure> {
+    pub(super) fn receive_shared(&self, room: &Room, data: Region, peer: usize) -> Result<(), Failure> {
         let received = room.receive(self.member(peer)?, &self.incoming_head, data, self.deadline);
         received.map_err(|stall| self.failure_inside(stall))
     }
@@ -145,7 +157,7 @@ impl<'a> Session<'a> {
             }
             Stall::Closed { peer, reason } => Stall::Closed { peer: members[peer], reason },
             Stall::Header { peer, received } => Stall::Header { peer: members[peer], received },
-            Stall::System(reason) => Stall::System(reason),
+            stall @ (Stall::Locked | Stall::System(_)) => stall,
         })
     }
 
@@ -153,6 +165,7 @@ impl<'a> Session<'a> {
     pub(super) fn failure(&self, stall: Stall) -> Failure {
         match stall {
             Stall::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
+            Stall::Locked => self.group.fail(self.timed_out_because(locked("this rank"))),
             Stall::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),
             Stall::Header { peer, received } => {
                 let failure = self.mismatch(peer, &received);
@@ -217,13 +230,16 @@ impl<'a> Session<'a> {
                 None => "it has not begun any".into(),
             };
             if self.channel != Channel::Collectives {
-                if peers.contains(&peer) {
+                if peers.contains(&peer) && answer.waits_for_lock {
+                    reasons.push(locked(&format!("rank {peer}")));
+                } else if peers.contains(&peer) {
                     reasons.push(format!("rank {peer} did not make the matching call; of the collectives, {last}"));
                 }
                 continue;
             }
             match answer.asked_call {
                 Some(theirs) if theirs != call => return self.desync(sequence, peer, theirs, call),
+                _ if answer.waits_for_lock => reasons.push(locked(&format!("rank {peer}"))),
                 _ if answer.current >= sequence => {}
                 Some(_) => reasons.push(format!("rank {peer} has started this collective but is not in it: {last}")),
                 None => reasons.push(format!("rank {peer} is not in this collective: {last}")),
@@ -235,12 +251,20 @@ impl<'a> Session<'a> {
         if reasons.is_empty() {
             reasons.push(format!("all ranks are in it, but ranks {peers:?} are too slow, or the network is"));
         }
-        Failure::TimedOut {
-            rank: self.rank(),
-            call: call.to_string(),
-            sequence,
-            timeout: self.group.timeout,
-            reason: reasons.join("; "),
-        }
+        self.timed_out_because(reasons.join("; "))
     }
+
+    fn timed_out_because(&self, reason: String) -> Failure {
+        let Header { sequence, call } = self.header;
+        let (rank, timeout) = (self.rank(), self.group.timeout);
+        Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason }
+    }
+}
+
+/// Why `rank` does not come on.
+fn locked(rank: &str) -> String {
+    format!(
+        "{rank} waits for the storage of its tensor, which its own program keeps locked: drop the guard that \
+         storage_and_layout() returns before the call"
+    )
 }

@@ -83,6 +83,7 @@ impl Connector<'_> {
             Stall::TimedOut { peers } => self.failed(&peers, "they do not say what memory they share"),
             Stall::Closed { peer, .. } => self.gone(peer),
             Stall::Header { peer, .. } => self.failed(&[peer], "it is in a call already"),
+            Stall::Locked => self.failed(&[], "a tensor's storage is locked"),
             Stall::System(reason) => self.failed(&[], reason),
         }
     }

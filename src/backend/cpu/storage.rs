@@ -1,117 +1,254 @@
-//! The bytes of candle tensors, borrowed in place.
+//! The bytes of candle tensors, locked only while they move.
 //!
-//! The tensors have been [checked](super::check): contiguous, on the CPU, of a supported dtype. The storage is locked
-//! while `work` runs, so that whoever touches the tensor in the meantime waits.
-use candle_core::{CpuStorage, Error, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor};
-use std::cell::RefCell;
+//! candle keeps a tensor's storage behind a lock, and views of one storage share it. A call of the engine that held it
+//! while it waits for a peer would hold up other calls on other slices of the storage, which the peer may be waiting for.
+//! So the algorithms work on [`Region`]s, and whoever moves bytes takes the lock for just that.
+use super::transport::Stall;
+use crate::backend::check::byte_range;
+use candle_core::{CpuStorage, Storage, StorageMutRef, StorageRef, Tensor};
+use parking_lot::RwLock;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
-/// Gives `work` the bytes of `tensor` to change.
-pub(super) fn with_mut<R>(tensor: &Tensor, work: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-    if tensor.elem_count() == 0 {
-        // candle takes the strides of some empty shapes for an overlap.
-        return Ok(work(&mut []));
-    }
-    let op = Op::new(|bytes: &mut [u8], _: &[u8]| work(bytes));
-    tensor.inplace_op1(&op)?;
-    op.result()
+/// What the threads of one rank share when they wait for locks.
+#[derive(Default)]
+pub(super) struct LockWaits {
+    /// The group has ended: nobody waits any more.
+    ended: AtomicBool,
+    /// How many have been waiting for longer than candle's own operations should take.
+    waiting: AtomicUsize,
 }
 
-/// Gives `work` the bytes of `output` to change, and those of `input`, which lies in another storage, to read.
-pub(super) fn with_mut_and_ref<R>(
-    output: &Tensor,
-    input: &Tensor,
-    work: impl FnOnce(&mut [u8], &[u8]) -> R,
-) -> Result<R> {
-    if output.elem_count() == 0 {
-        return Ok(work(&mut [], &[]));
+impl LockWaits {
+    /// Ends every wait, now and later.
+    pub(super) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
     }
-    let op = Op::new(work);
-    output.inplace_op2(input, &op)?;
-    op.result()
-}
 
-/// Gives `work` the bytes of `tensor` to read; others may read them at the same time.
-pub(super) fn with_ref<R>(tensor: &Tensor, work: impl FnOnce(&[u8]) -> R) -> Result<R> {
-    let (storage, layout) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => Ok(work(bytes_of(storage, layout)?)),
-        _ => Err(Error::Msg("the tensor is not on the CPU".into())),
+    /// Whether a call of this rank is held up by a lock.
+    pub(super) fn any(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
     }
 }
 
-/// An in-place op that runs `work` once and keeps what it returns.
-struct Op<F, R> {
-    work: RefCell<Option<F>>,
-    result: RefCell<Option<R>>,
+/// How long a call waits for a lock.
+#[derive(Clone, Copy)]
+pub(super) struct Locking<'a> {
+    pub(super) waits: &'a LockWaits,
+    pub(super) deadline: Instant,
 }
 
-impl<F: FnOnce(&mut [u8], &[u8]) -> R, R> Op<F, R> {
-    const NAME: &'static str = "collective";
-
-    fn new(work: F) -> Self {
-        Self { work: RefCell::new(Some(work)), result: RefCell::new(None) }
-    }
-
-    fn run(&self, output: &mut [u8], input: &[u8]) -> Result<()> {
-        let work = self.work.take().ok_or_else(never)?;
-        *self.result.borrow_mut() = Some(work(output, input));
-        Ok(())
-    }
-
-    fn result(self) -> Result<R> {
-        self.result.into_inner().ok_or_else(never)
-    }
-}
-
-impl<F: FnOnce(&mut [u8], &[u8]) -> R, R> InplaceOp1 for Op<F, R> {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        self.run(bytes_of_mut(storage, layout)?, &[])
+impl Locking<'_> {
+    /// What `attempt` gets, which tries for as long as it is told.
+    fn acquire<G>(self, attempt: impl Fn(Duration) -> Option<G>) -> Result<G, Stall> {
+        /// Within this time the end of the group is noticed. A writer that waits keeps new readers out, so it steps back
+        /// as often.
+        const SLICE: Duration = Duration::from_millis(100);
+        const STEP_BACK: Duration = Duration::from_millis(1);
+        let mut counted = None;
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if let Some(guard) = attempt(left.min(SLICE)) {
+                return Ok(guard);
+            }
+            if left.is_zero() || self.waits.ended.load(Ordering::Acquire) {
+                return Err(Stall::Locked);
+            }
+            counted.get_or_insert_with(|| Counted::new(&self.waits.waiting));
+            std::thread::sleep(STEP_BACK);
+        }
     }
 }
 
-impl<F: FnOnce(&mut [u8], &[u8]) -> R, R> InplaceOp2 for Op<F, R> {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
+/// Counted among those that wait, until it is dropped.
+struct Counted<'a>(&'a AtomicUsize);
 
-    fn cpu_fwd(&self, output: &mut CpuStorage, output_l: &Layout, input: &CpuStorage, input_l: &Layout) -> Result<()> {
-        self.run(bytes_of_mut(output, output_l)?, bytes_of(input, input_l)?)
+impl<'a> Counted<'a> {
+    fn new(counter: &'a AtomicUsize) -> Self {
+        counter.fetch_add(1, Ordering::Relaxed);
+        Self(counter)
     }
 }
 
-fn never() -> Error {
-    Error::Msg("candle ran an in-place op never, or twice".into())
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Some bytes of a tensor.
+#[derive(Clone, Copy)]
+pub(super) struct Region<'a> {
+    lock: &'a RwLock<Storage>,
+    /// Within the storage.
+    start: usize,
+    length: usize,
+    locking: Locking<'a>,
+}
+
+impl<'a> Region<'a> {
+    /// All of `tensor`, which has been [checked](super::check): contiguous, on the CPU, of a supported dtype.
+    pub(super) fn of(tensor: &'a Tensor, locking: Locking<'a>) -> Self {
+        let Range { start, end } = byte_range(tensor);
+        // candle itself gives its lock out only for reading, and without a limit on time.
+        let lock = StorageRef::rwlock(&tensor.storage_and_layout().0);
+        Self { lock, start, length: end - start, locking }
+    }
+
+    pub(super) fn len(self) -> usize {
+        self.length
+    }
+
+    pub(super) fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.length, "{range:?} of a region of {} bytes", self.length);
+        Self { start: self.start + range.start, length: range.len(), ..self }
+    }
+
+    /// Gives `work`, which must not wait for anybody, the bytes to read.
+    pub(super) fn read<R>(self, work: impl FnOnce(&[u8]) -> R) -> Result<R, Stall> {
+        if self.length == 0 {
+            return Ok(work(&[]));
+        }
+        Ok(work(self.bytes(&*self.lock()?)?))
+    }
+
+    /// Gives `work`, which must not wait for anybody, the bytes to change.
+    pub(super) fn write<R>(self, work: impl FnOnce(&mut [u8]) -> R) -> Result<R, Stall> {
+        if self.length == 0 {
+            return Ok(work(&mut []));
+        }
+        let mut guard = self.lock_mut()?;
+        let bytes = bytes_mut(&mut guard)?.get_mut(self.range()).ok_or_else(beyond)?;
+        Ok(work(bytes))
+    }
+
+    /// Gives `work`, which must not wait for anybody, the bytes to change, and those of `input` to read.
+    pub(super) fn write_from<R>(self, input: Self, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Stall> {
+        if self.length == 0 || input.length == 0 {
+            return self.write(|output| input.read(|input| work(output, input)))?;
+        }
+        let (mut output_guard, input_guard);
+        if self.shares_lock(input) {
+            output_guard = self.lock_mut()?;
+            let (output, input) = two(bytes_mut(&mut output_guard)?, self.range(), input.range()).ok_or_else(beyond)?;
+            return Ok(work(output, input));
+        }
+        // In candle's order, so that two threads never wait for each other.
+        if std::ptr::from_ref(self.lock).addr() < std::ptr::from_ref(input.lock).addr() {
+            output_guard = self.lock_mut()?;
+            input_guard = input.lock()?;
+        } else {
+            input_guard = input.lock()?;
+            output_guard = self.lock_mut()?;
+        }
+        let output = bytes_mut(&mut output_guard)?.get_mut(self.range()).ok_or_else(beyond)?;
+        Ok(work(output, input.bytes(&input_guard)?))
+    }
+
+    /// The bytes become those of `input`, which is as long.
+    pub(super) fn copy_from(self, input: Self) -> Result<(), Stall> {
+        if self.shares_lock(input) && self.range() == input.range() {
+            return Ok(());
+        }
+        self.write_from(input, |output, input| output.copy_from_slice(input))
+    }
+
+    pub(super) fn shares_lock(self, other: Self) -> bool {
+        std::ptr::eq(self.lock, other.lock)
+    }
+
+    /// Within the [bytes] of the storage.
+    pub(super) fn range(self) -> Range<usize> {
+        self.start..self.start + self.length
+    }
+
+    /// Locks the storage for reading.
+    pub(super) fn lock(self) -> Result<StorageRef<'a>, Stall> {
+        // The thread may hold it for reading already. A writer that waits in between must not come first then.
+        match self.lock.try_read_recursive() {
+            Some(guard) => Ok(guard),
+            None => self.locking.acquire(|time| self.lock.try_read_recursive_for(time)),
+        }
+    }
+
+    /// Locks the storage for writing.
+    pub(super) fn lock_mut(self) -> Result<StorageMutRef<'a>, Stall> {
+        match self.lock.try_write() {
+            Some(guard) => Ok(guard),
+            None => self.locking.acquire(|time| self.lock.try_write_for(time)),
+        }
+    }
+
+    /// This region's bytes of its locked storage.
+    pub(super) fn bytes(self, storage: &Storage) -> Result<&[u8], Stall> {
+        bytes(storage)?.get(self.range()).ok_or_else(beyond)
+    }
+}
+
+fn beyond() -> Stall {
+    Stall::System("a tensor's layout reaches beyond its storage".into())
+}
+
+/// Cuts parts out of the bytes of a storage, one after the other.
+pub(super) struct Cut<'a> {
+    rest: &'a mut [u8],
+    /// Where the rest begins.
+    position: usize,
+}
+
+impl<'a> Cut<'a> {
+    pub(super) fn new(bytes: &'a mut [u8]) -> Self {
+        Self { rest: bytes, position: 0 }
+    }
+
+    /// The bytes in `range`, which must follow those that were taken before.
+    pub(super) fn take(&mut self, range: Range<usize>) -> Option<&'a mut [u8]> {
+        let skipped = range.start.checked_sub(self.position)?;
+        if skipped.checked_add(range.len())? > self.rest.len() {
+            return None;
+        }
+        let (taken, rest) = std::mem::take(&mut self.rest).split_at_mut(skipped + range.len());
+        (self.rest, self.position) = (rest, range.end);
+        taken.get_mut(skipped..)
+    }
+}
+
+/// Two ranges that do not overlap, the first one to change.
+fn two(bytes: &mut [u8], output: Range<usize>, input: Range<usize>) -> Option<(&mut [u8], &[u8])> {
+    if output.end <= input.start {
+        let (low, high) = bytes.split_at_mut_checked(input.start)?;
+        Some((low.get_mut(output)?, high.get(..input.len())?))
+    } else {
+        let (low, high) = bytes.split_at_mut_checked(output.start)?;
+        Some((high.get_mut(..output.len())?, low.get(input)?))
+    }
 }
 
 /// The same code for shared and exclusive borrows of the storages that have a supported dtype.
 macro_rules! bytes {
-    ($storage:expr, $layout:expr, $get:ident, $cast:path) => {{
-        let (start, end) =
-            $layout.contiguous_offsets().ok_or_else(|| Error::Msg("the tensor is not contiguous".into()))?;
-        let bytes = match $storage {
-            CpuStorage::U8(values) => values.$get(start..end),
-            CpuStorage::U32(values) => values.$get(start..end).map($cast),
-            CpuStorage::I64(values) => values.$get(start..end).map($cast),
-            CpuStorage::BF16(values) => values.$get(start..end).map($cast),
-            CpuStorage::F16(values) => values.$get(start..end).map($cast),
-            CpuStorage::F32(values) => values.$get(start..end).map($cast),
-            CpuStorage::F64(values) => values.$get(start..end).map($cast),
-            _ => return Err(Error::Msg("the dtype is not supported".into())),
-        };
-        bytes.ok_or_else(|| Error::Msg("the layout reaches beyond the storage".into()))
-    }};
+    ($storage:expr, $cast:path) => {
+        match $storage {
+            Storage::Cpu(CpuStorage::U8(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::U32(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::I64(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::BF16(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::F16(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::F32(values)) => Ok($cast(values)),
+            Storage::Cpu(CpuStorage::F64(values)) => Ok($cast(values)),
+            _ => Err(Stall::System("a tensor is not on the CPU, or its dtype is not supported".into())),
+        }
+    };
 }
 
-fn bytes_of<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [u8]> {
-    bytes!(storage, layout, get, bytemuck::cast_slice)
+/// All of a storage's bytes.
+fn bytes(storage: &Storage) -> Result<&[u8], Stall> {
+    bytes!(storage, bytemuck::cast_slice)
 }
 
-fn bytes_of_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [u8]> {
-    bytes!(storage, layout, get_mut, bytemuck::cast_slice_mut)
+/// All of a storage's bytes, to change.
+pub(super) fn bytes_mut(storage: &mut Storage) -> Result<&mut [u8], Stall> {
+    bytes!(storage, bytemuck::cast_slice_mut)
 }
 
 #[cfg(test)]
@@ -119,22 +256,63 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device};
 
+    fn soon(waits: &LockWaits) -> Locking<'_> {
+        Locking { waits, deadline: Instant::now() + Duration::from_secs(20) }
+    }
+
     #[test]
     fn a_view_gives_its_own_part_of_the_storage() {
+        let waits = LockWaits::default();
         let tensor = Tensor::arange(0_i64, 6, &Device::Cpu).unwrap().reshape((3, 2)).unwrap();
         let row = tensor.narrow(0, 1, 1).unwrap();
-        with_mut(&row, |bytes| bytemuck::cast_slice_mut::<u8, i64>(bytes)[0] = 20).unwrap();
-        with_ref(&row, |bytes| assert_eq!(bytemuck::cast_slice::<u8, i64>(bytes), [20, 3])).unwrap();
+        let region = Region::of(&row, soon(&waits));
+        region.write(|bytes| bytemuck::cast_slice_mut::<u8, i64>(bytes)[0] = 20).unwrap();
+        region.read(|bytes| assert_eq!(bytemuck::cast_slice::<u8, i64>(bytes), [20, 3])).unwrap();
+        region.part(8..16).read(|bytes| assert_eq!(bytemuck::cast_slice::<u8, i64>(bytes), [3])).unwrap();
         assert_eq!(tensor.to_vec2::<i64>().unwrap(), [[0, 1], [20, 3], [4, 5]]);
     }
 
     #[test]
     fn empty_tensors_have_no_bytes() {
+        let waits = LockWaits::default();
         for shape in [vec![0], vec![2, 0], vec![0, 3]] {
             let tensor = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-            assert_eq!(with_mut(&tensor, |bytes| bytes.len()).unwrap(), 0);
-            assert_eq!(with_ref(&tensor, |bytes| bytes.len()).unwrap(), 0);
-            assert_eq!(with_mut_and_ref(&tensor, &tensor, |output, input| output.len() + input.len()).unwrap(), 0);
+            let region = Region::of(&tensor, soon(&waits));
+            assert_eq!(region.write(|bytes| bytes.len()).unwrap(), 0);
+            assert_eq!(region.read(|bytes| bytes.len()).unwrap(), 0);
+            assert_eq!(region.write_from(region, |output, input| output.len() + input.len()).unwrap(), 0);
         }
+    }
+
+    #[test]
+    fn parts_of_one_storage_and_of_two_are_copied() {
+        let waits = LockWaits::default();
+        let [a, b] = [0_u8, 10].map(|from| Tensor::arange(from, from + 4, &Device::Cpu).unwrap());
+        let [a_region, b_region] = [&a, &b].map(|tensor| Region::of(tensor, soon(&waits)));
+        a_region.part(0..1).copy_from(a_region.part(2..3)).unwrap();
+        a_region.part(3..4).copy_from(a_region.part(1..2)).unwrap();
+        a_region.copy_from(a_region).unwrap();
+        assert_eq!(a.to_vec1::<u8>().unwrap(), [2, 1, 2, 1]);
+        a_region.part(1..3).copy_from(b_region.part(0..2)).unwrap();
+        b_region.part(2..4).copy_from(a_region.part(0..2)).unwrap();
+        assert_eq!((a.to_vec1().unwrap(), b.to_vec1().unwrap()), (vec![2_u8, 10, 11, 1], vec![10_u8, 11, 2, 10]));
+    }
+
+    /// Reading is possible while the same thread holds the lock for reading, and writing is not.
+    #[test]
+    fn a_lock_that_is_held_is_waited_for_until_the_deadline() {
+        let waits = LockWaits::default();
+        let tensor = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        let locking = Locking { deadline: Instant::now() + Duration::from_millis(150), ..soon(&waits) };
+        let region = Region::of(&tensor, locking);
+        let guard = tensor.storage_and_layout();
+        region.read(|_| ()).unwrap();
+        assert!(matches!(region.write(|_| ()), Err(Stall::Locked)));
+        let region = Region::of(&tensor, soon(&waits));
+        waits.end();
+        assert!(matches!(region.write(|_| ()), Err(Stall::Locked)));
+        drop(guard);
+        region.write(|_| ()).unwrap();
+        assert!(!waits.any());
     }
 }

@@ -3,6 +3,8 @@
 //! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
 //! progress wherever it can, so that no order of large messages can block another.
 use super::call::Header;
+use super::piece::{Piece, PieceMut, beyond};
+use super::storage::{self, Cut, Region};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
@@ -21,7 +23,7 @@ pub(super) struct Transport {
 pub(super) struct Outflow<'a> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
-    pieces: Vec<&'a [u8]>,
+    pieces: Vec<Piece<'a>>,
     /// Bytes that are under way already, the header's included.
     done: usize,
     /// How many must be for the exchange to be over.
@@ -34,7 +36,7 @@ pub(super) struct Inflow<'a> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
     received_head: [u8; Header::BYTES],
-    pieces: Vec<&'a mut [u8]>,
+    pieces: Vec<PieceMut<'a>>,
     done: usize,
     needed: usize,
     total: usize,
@@ -49,6 +51,8 @@ pub(super) enum Stall {
     Closed { peer: usize, reason: String },
     /// A peer sent another header than expected: it is in another call.
     Header { peer: usize, received: [u8; Header::BYTES] },
+    /// The storage of a tensor was locked until the deadline, or until the group ended.
+    Locked,
     /// The system refused to wait.
     System(String),
 }
@@ -220,13 +224,14 @@ impl<'a> Outflow<'a> {
         Self { peer, head, pieces: Vec::new(), done: 0, needed: total, total }
     }
 
-    pub(super) fn push(&mut self, piece: &'a [u8]) {
+    pub(super) fn push(&mut self, piece: impl Into<Piece<'a>>) {
         self.push_ahead(piece);
         self.needed = self.total;
     }
 
     /// A piece that follows those that are needed, and may be left to later exchanges.
-    pub(super) fn push_ahead(&mut self, piece: &'a [u8]) {
+    pub(super) fn push_ahead(&mut self, piece: impl Into<Piece<'a>>) {
+        let piece = piece.into();
         self.total += piece.len();
         self.pieces.push(piece);
     }
@@ -253,15 +258,23 @@ impl<'a> Outflow<'a> {
         const FLAGS: SendFlags = SendFlags::empty();
 
         while self.done < self.total {
-            let mut skip = self.done;
+            let head = self.head.map(|head| Piece::Memory(head));
+            let left = || beyond(self.done, head.into_iter().chain(self.pieces.iter().copied()), |piece| piece.len());
+            // The parts of one tensor at a time, whose storage is locked while they move.
+            let locked = match left().find_map(|(piece, _)| piece.tensor()) {
+                Some(tensor) => Some((tensor, tensor.lock()?)),
+                None => None,
+            };
             let mut rest = Vec::with_capacity(1 + self.pieces.len());
-            let head = self.head.map(|head| head.as_slice());
-            for piece in head.into_iter().chain(self.pieces.iter().copied()) {
-                let skipped = skip.min(piece.len());
-                skip -= skipped;
-                if skipped < piece.len() {
-                    rest.push(IoSlice::new(&piece[skipped..]));
-                }
+            for (piece, skipped) in left() {
+                let bytes = match (piece, &locked) {
+                    (Piece::Memory(bytes), _) => bytes,
+                    (Piece::Tensor(part), Some((tensor, storage))) if part.shares_lock(*tensor) => {
+                        part.bytes(storage)?
+                    }
+                    _ => break,
+                };
+                rest.push(IoSlice::new(&bytes[skipped..]));
             }
             match sendmsg(socket, &rest, &mut SendAncillaryBuffer::default(), FLAGS) {
                 Ok(sent) => self.done += sent,
@@ -280,13 +293,14 @@ impl<'a> Inflow<'a> {
         Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, needed: total, total }
     }
 
-    pub(super) fn push(&mut self, piece: &'a mut [u8]) {
+    pub(super) fn push(&mut self, piece: impl Into<PieceMut<'a>>) {
         self.push_ahead(piece);
         self.needed = self.total;
     }
 
     /// A piece that follows those that are needed, and may be left to later exchanges.
-    pub(super) fn push_ahead(&mut self, piece: &'a mut [u8]) {
+    pub(super) fn push_ahead(&mut self, piece: impl Into<PieceMut<'a>>) {
+        let piece = piece.into();
         self.total += piece.len();
         self.pieces.push(piece);
     }
@@ -307,15 +321,30 @@ impl<'a> Inflow<'a> {
 
     fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, Stall> {
         while self.done < self.total {
-            let mut skip = self.done;
+            let head = self.head.map_or(0, |head| head.len());
+            let after_head = self.done.saturating_sub(head);
+            // As for what is sent.
+            let tensor =
+                beyond(after_head, self.pieces.iter(), |piece| piece.len()).find_map(|(piece, _)| piece.tensor());
+            let mut locked = tensor.map(Region::lock_mut).transpose()?;
+            let mut storage = Cut::new(match &mut locked {
+                Some(storage) => storage::bytes_mut(storage)?,
+                None => &mut [],
+            });
             let mut rest = Vec::with_capacity(1 + self.pieces.len());
-            let head = self.head.map(|_| self.received_head.as_mut_slice());
-            for piece in head.into_iter().chain(self.pieces.iter_mut().map(|piece| &mut **piece)) {
-                let skipped = skip.min(piece.len());
-                skip -= skipped;
-                if skipped < piece.len() {
-                    rest.push(IoSliceMut::new(&mut piece[skipped..]));
-                }
+            if self.done < head {
+                rest.push(IoSliceMut::new(&mut self.received_head[self.done..]));
+            }
+            for (piece, skipped) in beyond(after_head, self.pieces.iter_mut(), |piece| piece.len()) {
+                let bytes = match piece {
+                    PieceMut::Memory(bytes) => bytes,
+                    PieceMut::Tensor(part) if tensor.is_some_and(|tensor| tensor.shares_lock(*part)) => {
+                        let Some(bytes) = storage.take(part.range()) else { break };
+                        bytes
+                    }
+                    PieceMut::Tensor(_) => break,
+                };
+                rest.push(IoSliceMut::new(&mut bytes[skipped..]));
             }
             // Data is read together with its header, before that is checked: when it is another call's, the group is
             // over and the contents of its tensors undefined.
@@ -369,8 +398,8 @@ mod tests {
         // More than any socket's buffers hold.
         let second: Vec<u8> = (0..32_u32 << 20).map(|index| (index % 251) as u8).collect();
         let mut flow = Outflow::new(1, None);
-        flow.push(&first);
-        flow.push_ahead(&second);
+        flow.push(&first[..]);
+        flow.push_ahead(&second[..]);
         // Nobody reads meanwhile.
         let mut sends = [flow];
         near.exchange(&mut sends, &mut [], deadline).unwrap();
@@ -378,19 +407,19 @@ mod tests {
         assert!(went > 0 && went < second.len(), "{went}");
         let mut rest = Outflow::new(1, None);
         rest.resume(went);
-        rest.push(&second);
+        rest.push(&second[..]);
         let (mut got_first, mut got_second) = (vec![0; first.len()], vec![0; second.len()]);
         std::thread::scope(|scope| {
             scope.spawn(|| near.exchange(&mut [rest], &mut [], deadline).unwrap());
             let mut flow = Inflow::new(0, None);
-            flow.push(&mut got_first);
-            flow.push_ahead(&mut got_second);
+            flow.push(&mut got_first[..]);
+            flow.push_ahead(&mut got_second[..]);
             let mut recvs = [flow];
             far.exchange(&mut [], &mut recvs, deadline).unwrap();
             let came = recvs[0].ahead();
             let mut rest = Inflow::new(0, None);
             rest.resume(came);
-            rest.push(&mut got_second);
+            rest.push(&mut got_second[..]);
             far.exchange(&mut [], &mut [rest], deadline).unwrap();
         });
         assert!(got_first == first && got_second == second);

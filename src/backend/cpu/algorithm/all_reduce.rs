@@ -1,14 +1,16 @@
 use super::super::failure::Failure;
 use super::super::kernels::{self, Reduction};
-use super::super::session::Session;
-use super::{Scratch, Tuning, chunk, segment, segment_before, split, whole_elements};
+use super::super::piece::Piece;
+use super::super::session::{Recvs, Session};
+use super::super::storage::Region;
+use super::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
 
 /// `data` becomes the reduction of all ranks' data.
 pub(in super::super) fn all_reduce(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,
-    data: &mut [u8],
+    data: Region,
     reduction: Reduction,
 ) -> Result<(), Failure> {
     if session.world_size() == 1 {
@@ -24,16 +26,15 @@ pub(in super::super) fn all_reduce(
 }
 
 /// Everybody sends everything to everybody, and reduces it.
-fn at_once(session: &mut Session, scratch: &mut Scratch, data: &mut [u8], reduction: Reduction) -> Result<(), Failure> {
+fn at_once(session: &mut Session, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
     let mut slots = scratch.slots(session.world_size(), data.len());
-    let sends: Vec<(usize, &[u8])> = session.peers().map(|peer| (peer, &*data)).collect();
+    let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, data.into())).collect();
     let own = session.rank();
     let recvs = slots.iter_mut().enumerate().filter(|(peer, _)| *peer != own);
-    session.exchange(&sends, recvs.map(|(peer, slot)| (peer, &mut **slot)).collect())?;
+    session.exchange(&sends, recvs.map(|(peer, slot)| (peer, (&mut **slot).into())).collect())?;
     let parts: Vec<Option<&[u8]>> =
         slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&**slot)).collect();
-    kernels::reduce(reduction, &parts, data);
-    Ok(())
+    session.move_bytes(data.write(|data| kernels::reduce(reduction, &parts, data)))
 }
 
 /// Rank `c` reduces chunk `c` and gives the result to all, segment by segment: while one segment is collected, the one
@@ -42,7 +43,7 @@ fn in_chunks(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,
-    data: &mut [u8],
+    data: Region,
     reduction: Reduction,
 ) -> Result<(), Failure> {
     let (own, world_size, size) = (session.rank(), session.world_size(), reduction.element.size());
@@ -54,27 +55,25 @@ fn in_chunks(
     for step in 0..=steps {
         // Of every chunk: the segment that was collected in the step before (empty in the first step), and the one that
         // is collected in this step (empty in the last).
-        let both = |chunk| [segment_before(chunk, length, step), segment(chunk, length, step)];
+        let both = |rank: usize| {
+            let chunk = &chunks[rank];
+            [segment_before(chunk, length, step), segment(chunk, length, step)].map(|range| data.part(range))
+        };
         let collected = segment(&chunks[own], length, step);
-        let mut parts = split(data, chunks.iter().flat_map(both)).into_iter();
-        let mut sends: Vec<(usize, &[u8])> = Vec::with_capacity(2 * world_size);
-        let mut recvs: Vec<(usize, &mut [u8])> = Vec::with_capacity(2 * world_size);
-        let mut reduced: &[u8] = &[];
-        for (rank, slot) in slots.iter_mut().enumerate() {
-            let (Some(before), Some(now)) = (parts.next(), parts.next()) else { break };
-            if rank == own {
-                reduced = before;
-            } else {
-                sends.push((rank, now));
-                recvs.push((rank, &mut slot[..collected.len()]));
-                recvs.push((rank, before));
-            }
+        let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(2 * world_size);
+        let mut recvs = Recvs::with_capacity(2 * world_size);
+        for (rank, slot) in slots.iter_mut().enumerate().filter(|(rank, _)| *rank != own) {
+            let [before, now] = both(rank);
+            sends.push((rank, now.into()));
+            recvs.push((rank, (&mut slot[..collected.len()]).into()));
+            recvs.push((rank, before.into()));
         }
-        sends.extend(session.peers().map(|peer| (peer, reduced)));
+        let [reduced, _] = both(own);
+        sends.extend(session.peers().map(|peer| (peer, reduced.into())));
         session.exchange(&sends, recvs)?;
         let parts: Vec<Option<&[u8]>> =
             (slots.iter().enumerate()).map(|(rank, slot)| (rank != own).then_some(&slot[..collected.len()])).collect();
-        kernels::reduce(reduction, &parts, &mut data[collected]);
+        session.move_bytes(data.part(collected).write(|data| kernels::reduce(reduction, &parts, data)))?;
     }
     Ok(())
 }

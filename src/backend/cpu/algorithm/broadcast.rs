@@ -1,7 +1,9 @@
 use super::super::call::Element;
 use super::super::failure::Failure;
-use super::super::session::Session;
-use super::{Tuning, chunk, segment, segment_before, split, whole_elements};
+use super::super::piece::Piece;
+use super::super::session::{Recvs, Session};
+use super::super::storage::Region;
+use super::{Tuning, chunk, segment, segment_before, whole_elements};
 use std::ops::Range;
 
 /// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment
@@ -36,16 +38,16 @@ pub(in super::super) fn broadcast_from_here(
     session: &mut Session,
     tuning: Tuning,
     owners: &[usize],
-    data: &[u8],
+    data: Region,
     element: Element,
 ) -> Result<(), Failure> {
     let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
-        let sends: Vec<(usize, &[u8])> = owners.iter().map(|peer| (*peer, data)).collect();
+        let sends: Vec<(usize, Piece)> = owners.iter().map(|peer| (*peer, data.into())).collect();
         return session.exchange(&sends, vec![]);
     };
     for step in 0..plan.steps {
-        let now = plan.chunks.iter().map(|chunk| &data[segment(chunk, plan.length, step)]);
-        let sends: Vec<(usize, &[u8])> = plan.owners.iter().copied().zip(now).collect();
+        let now = plan.chunks.iter().map(|chunk| data.part(segment(chunk, plan.length, step)).into());
+        let sends: Vec<(usize, Piece)> = plan.owners.iter().copied().zip(now).collect();
         session.exchange(&sends, vec![])?;
     }
     Ok(())
@@ -56,36 +58,33 @@ pub(in super::super) fn broadcast_to_here(
     session: &mut Session,
     tuning: Tuning,
     (root, owners): (usize, &[usize]),
-    data: &mut [u8],
+    data: Region,
     element: Element,
 ) -> Result<(), Failure> {
     let own = session.rank();
     let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
-        return session.exchange(&[], vec![(root, data)]);
+        return session.exchange(&[], vec![(root, data.into())]);
     };
     for step in 0..=plan.steps {
         // Of every chunk: the segment that came in the step before (empty in the first step) and is now handed on, and
         // the one that comes in this step (empty in the last).
-        let both = |chunk| [segment_before(chunk, plan.length, step), segment(chunk, plan.length, step)];
-        let mut parts = split(data, plan.chunks.iter().flat_map(both)).into_iter();
-        let mut recvs: Vec<(usize, &mut [u8])> = Vec::with_capacity(plan.owners.len());
-        let mut come: &[u8] = &[];
-        for owner in plan.owners {
-            let (Some(before), Some(now)) = (parts.next(), parts.next()) else { break };
+        let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(plan.owners.len());
+        let mut recvs = Recvs::with_capacity(plan.owners.len());
+        for (owner, chunk) in plan.owners.iter().zip(&plan.chunks) {
+            let before = data.part(segment_before(chunk, plan.length, step));
             if *owner != own {
                 if step > 0 {
-                    recvs.push((*owner, before));
+                    recvs.push((*owner, before.into()));
                 }
                 continue;
             }
-            come = before;
             if step < plan.steps {
-                recvs.push((root, now));
+                recvs.push((root, data.part(segment(chunk, plan.length, step)).into()));
             }
-        }
-        let mut sends: Vec<(usize, &[u8])> = Vec::with_capacity(plan.owners.len());
-        if step > 0 {
-            sends.extend(plan.owners.iter().filter(|owner| **owner != own).map(|owner| (*owner, come)));
+            if step > 0 {
+                let others = plan.owners.iter().filter(|owner| **owner != own);
+                sends.extend(others.map(|owner| (*owner, before.into())));
+            }
         }
         session.exchange(&sends, recvs)?;
     }

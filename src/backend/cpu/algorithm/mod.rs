@@ -1,6 +1,6 @@
 //! How each collective is made of exchanges.
 //!
-//! All algorithms work on the bytes of the tensors and follow a schedule that depends on nothing but the call, the world
+//! All algorithms work on the bytes of the tensors, which they lock only while bytes move, and follow a schedule that depends on nothing but the call, the world
 //! size and the [`Tuning`], which are the same on all ranks. Reductions always take the ranks in order.
 mod all_reduce;
 mod broadcast;
@@ -105,20 +105,6 @@ fn segment_before(range: &Range<usize>, length: usize, step: usize) -> Range<usi
 /// Segments must hold whole elements.
 fn whole_elements(segment: usize, size: usize) -> usize {
     (segment / size).max(1) * size
-}
-
-/// Splits `data` into the given parts, which follow each other, and leaves out what lies between.
-fn split(mut data: &mut [u8], parts: impl IntoIterator<Item = Range<usize>>) -> Vec<&mut [u8]> {
-    let mut position = 0;
-    let mut split = Vec::new();
-    for part in parts {
-        let (_, rest) = data.split_at_mut(part.start - position);
-        let (taken, rest) = rest.split_at_mut(part.len());
-        split.push(taken);
-        data = rest;
-        position = part.end;
-    }
-    split
 }
 
 #[cfg(test)]

@@ -125,7 +125,7 @@ impl Guest<'_> {
         let mut recvs = Vec::with_capacity(world_size);
         for (peer, part) in all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank) {
             let mut flow = Inflow::new(peer, None);
-            flow.push(part);
+            flow.push(&mut part[..]);
             recvs.push(flow);
         }
         loop {

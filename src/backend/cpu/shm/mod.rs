@@ -19,4 +19,4 @@ pub(super) use meeting::{Guest, Meeting};
 pub(super) use room::{Post, Room, pieces};
 
 // What it shares with the rest of the engine.
-use super::{call, hosts, kernels as block_kernels, lock, transport};
+use super::{call, hosts, kernels as block_kernels, lock, storage, transport};

@@ -6,6 +6,7 @@ use super::layout::{Layout, Sleeper};
 use super::lock;
 use super::segment::Segment;
 use super::slot::Slot;
+use super::storage::Region;
 use super::stream::{Inbox, Outbox, Reader};
 use super::transport::Stall;
 use std::ops::Range;
@@ -118,13 +119,13 @@ impl Room {
         &self,
         peer: usize,
         head: &[u8; Header::BYTES],
-        data: &[u8],
+        data: Region,
         deadline: Instant,
     ) -> Result<(), Stall> {
         let (bell, outbox) = &mut *lock(stream(&self.sends, peer)?);
         let waiter = self.waiter(bell, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
-            outbox.publish(&waiter, head, |slot| slot.write(&data[piece]))?;
+            outbox.publish(&waiter, head, |slot| slot.write_from(data.part(piece)))?;
         }
         Ok(())
     }
@@ -134,14 +135,14 @@ impl Room {
         &self,
         peer: usize,
         head: &[u8; Header::BYTES],
-        data: &mut [u8],
+        data: Region,
         deadline: Instant,
     ) -> Result<(), Stall> {
         let (bell, inbox) = &mut *lock(stream(&self.recvs, peer)?);
         let waiter = self.waiter(bell, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
             inbox.receive(&waiter, head)?;
-            inbox.slot().read(&mut data[piece]);
+            inbox.slot().read_into(data.part(piece))?;
             inbox.release();
         }
         Ok(())
@@ -200,7 +201,10 @@ impl Post<'_> {
     }
 
     /// Sends a slot to all peers. `fill` writes its payload, and may read the slots that were received last.
-    pub(in super::super) fn publish(&mut self, fill: impl FnOnce(Slot, Arrived)) -> Result<(), Stall> {
+    pub(in super::super) fn publish(
+        &mut self,
+        fill: impl FnOnce(Slot, Arrived) -> Result<(), Stall>,
+    ) -> Result<(), Stall> {
         let Streams { bell, outbox, inboxes } = &mut *self.streams;
         outbox.publish(&self.room.waiter(bell, self.deadline), &self.head, |slot| fill(slot, Arrived(inboxes)))
     }
@@ -236,11 +240,15 @@ impl Post<'_> {
     }
 
     /// Waits for the next slot of rank `peer`, gives it to `read`, and gives it back.
-    pub(in super::super) fn take(&mut self, peer: usize, read: impl FnOnce(Slot)) -> Result<(), Stall> {
+    pub(in super::super) fn take(
+        &mut self,
+        peer: usize,
+        read: impl FnOnce(Slot) -> Result<(), Stall>,
+    ) -> Result<(), Stall> {
         let Streams { bell, inboxes, .. } = &mut *self.streams;
         let inbox = inbox_mut(inboxes, peer)?;
         inbox.receive(&self.room.waiter(bell, self.deadline), &self.head)?;
-        read(inbox.slot());
+        read(inbox.slot())?;
         inbox.release();
         Ok(())
     }
@@ -275,6 +283,8 @@ impl<'a> Arrived<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cpu::storage::{LockWaits, Locking};
+    use candle_core::{DType, Device, Tensor};
     use std::time::Duration;
 
     const PART: usize = 256;
@@ -303,6 +313,11 @@ mod tests {
 
     const HEAD: [u8; Header::BYTES] = [7; Header::BYTES];
 
+    fn filled(slot: Slot, value: u8) -> Result<(), Stall> {
+        slot.write(&[value; PART]);
+        Ok(())
+    }
+
     /// Sends 100 slots from rank 0 to the others, which read them one after the other.
     fn stream(rooms: &[Room]) {
         std::thread::scope(|scope| {
@@ -311,12 +326,16 @@ mod tests {
                     let mut post = room.post(HEAD, soon());
                     for number in 0..100_u8 {
                         if room.rank == 0 {
-                            post.publish(|slot, _| slot.write(&[number; PART])).unwrap();
+                            post.publish(|slot, _| filled(slot, number)).unwrap();
                         } else if number == 50 {
                             post.skip(0, 1).unwrap();
                         } else {
                             let mut read = [0; PART];
-                            post.take(0, |slot| slot.read(&mut read)).unwrap();
+                            post.take(0, |slot| {
+                                slot.read(&mut read);
+                                Ok(())
+                            })
+                            .unwrap();
                             assert_eq!(read, [number; PART]);
                         }
                     }
@@ -336,8 +355,12 @@ mod tests {
     fn closing_ends_a_sleep() {
         let rooms = rooms(2, 0);
         std::thread::scope(|scope| {
-            let sleeper = scope.spawn(|| rooms[1].post(HEAD, soon()).take(0, |_| ()));
-            let receiver = scope.spawn(|| rooms[1].receive(0, &HEAD, &mut [0; 5], soon()));
+            let sleeper = scope.spawn(|| rooms[1].post(HEAD, soon()).take(0, |_| Ok(())));
+            let receiver = scope.spawn(|| {
+                let (tensor, waits) = (Tensor::zeros(5, DType::U8, &Device::Cpu).unwrap(), LockWaits::default());
+                let region = Region::of(&tensor, Locking { waits: &waits, deadline: soon() });
+                rooms[1].receive(0, &HEAD, region, soon())
+            });
             std::thread::sleep(Duration::from_millis(20));
             rooms[1].close();
             for result in [sleeper.join().unwrap(), receiver.join().unwrap()] {
@@ -367,7 +390,7 @@ mod tests {
     fn another_call_is_noticed_whoever_is_waited_for() {
         let rooms = rooms(3, 0);
         let other = [8; Header::BYTES];
-        rooms[1].post(other, soon()).publish(|_, _| ()).unwrap();
+        rooms[1].post(other, soon()).publish(|_, _| Ok(())).unwrap();
         let result = rooms[2].post(HEAD, soon()).receive_all();
         assert!(matches!(result, Err(Stall::Header { peer: 1, received }) if received == other), "{result:?}");
     }
@@ -376,7 +399,7 @@ mod tests {
     fn a_deadline_ends_a_wait_for_space_too() {
         let rooms = rooms(2, 0);
         let mut post = rooms[0].post(HEAD, Instant::now() + Duration::from_millis(30));
-        let error = (0..).find_map(|_| post.publish(|_, _| ()).err());
+        let error = (0..).find_map(|_| post.publish(|_, _| Ok(())).err());
         assert!(matches!(error, Some(Stall::TimedOut { peers }) if peers == [1]));
         assert_eq!(post.streams.outbox.position as usize, rooms[0].layout.slots);
     }

@@ -1,5 +1,7 @@
 //! Payload in shared memory.
 use super::segment::Segment;
+use super::storage::Region;
+use super::transport::Stall;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -47,5 +49,15 @@ impl<'a> Slot<'a> {
         assert!(bytes.len() <= self.length);
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(self.as_ptr(), bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// Copies a part of a tensor to the start of the slot.
+    pub(in super::super) fn write_from(self, part: Region) -> Result<(), Stall> {
+        part.read(|bytes| self.write(bytes))
+    }
+
+    /// Copies the start of the slot to a part of a tensor.
+    pub(in super::super) fn read_into(self, part: Region) -> Result<(), Stall> {
+        part.write(|bytes| self.read(bytes))
     }
 }

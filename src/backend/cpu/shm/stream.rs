@@ -62,7 +62,7 @@ impl Outbox {
         &mut self,
         waiter: &Waiter,
         header: &[u8; Header::BYTES],
-        fill: impl FnOnce(Slot),
+        fill: impl FnOnce(Slot) -> Result<(), Stall>,
     ) -> Result<(), Stall> {
         let (position, slots) = (self.position, self.ring.slots as u32);
         for reader in &mut self.readers {
@@ -78,7 +78,7 @@ impl Outbox {
         for (index, word) in words(header).enumerate() {
             self.segment.word(line + 4 + 4 * index).store(word, Ordering::Relaxed);
         }
-        fill(Slot::new(&self.segment, self.ring.slot(position)));
+        fill(Slot::new(&self.segment, self.ring.slot(position)))?;
         self.position = position.wrapping_add(1);
         self.segment.word(line).store(self.position, Ordering::Release);
         for reader in &self.readers {

@@ -1,10 +1,12 @@
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
 use super::super::super::kernels::Reduction;
+use super::super::super::piece::Piece;
 use super::super::super::session::{Recvs, Session};
 use super::super::super::shm::{Source, reduce};
+use super::super::super::storage::Region;
 use super::super::shared::{Parts, publish_parts};
-use super::super::{Scratch, chunk, segment, split};
+use super::super::{Scratch, chunk, segment};
 use super::{Bridge, between};
 use std::ops::Range;
 
@@ -13,7 +15,7 @@ impl Bridge<'_, '_> {
     pub(super) fn all_reduce(
         &mut self,
         scratch: &mut Scratch,
-        data: &mut [u8],
+        data: Region,
         reduction: Reduction,
     ) -> Result<(), Failure> {
         if data.len().saturating_mul(self.hosts.count() - 1) <= self.tuning.small {
@@ -24,32 +26,26 @@ impl Bridge<'_, '_> {
     }
 
     /// Every rank reduces its host's data, and gets that of every other host from one of its ranks.
-    fn all_reduce_at_once(
-        &mut self,
-        scratch: &mut Scratch,
-        data: &mut [u8],
-        reduction: Reduction,
-    ) -> Result<(), Failure> {
+    fn all_reduce_at_once(&mut self, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
         let (hosts, whole) = (self.hosts, 0..data.len());
         let mut slots = scratch.slots(hosts.count(), data.len());
-        self.inside(|post| post.publish(|slot, _| slot.write(data)))?;
+        self.inside(|post| post.publish(|slot, _| slot.write_from(data)))?;
         self.reduce_inside(reduction, data, |_| whole.clone(), slots[hosts.own()])?;
-        let mut sends = Vec::new();
+        let mut sends: Vec<(usize, Piece)> = Vec::new();
         let mut recvs = Recvs::new();
         for (host, slot) in slots.iter_mut().enumerate() {
             let ranks = &hosts.all()[host];
             if host == hosts.own() {
                 let others = hosts.others().flat_map(|(_, ranks)| hosts.served(ranks));
                 let ours: &[u8] = slot;
-                sends.extend(others.map(|rank| (rank, ours)));
+                sends.extend(others.map(|rank| (rank, ours.into())));
             } else {
-                recvs.push((Hosts::counterpart(ranks, hosts.index()), &mut **slot));
+                recvs.push((Hosts::counterpart(ranks, hosts.index()), (&mut **slot).into()));
             }
         }
         self.session.exchange(&sends, recvs)?;
         let sources: Vec<Source> = slots.iter().map(|slot| Source::Private(slot)).collect();
-        reduce(between(reduction), &sources, data, None);
-        Ok(())
+        self.session.move_bytes(data.write(|data| reduce(between(reduction), &sources, data, None)))
     }
 
     /// The ranks with the same number on all hosts form a rail, as many as the smallest host has ranks; the data is
@@ -59,7 +55,7 @@ impl Bridge<'_, '_> {
     fn all_reduce_in_chunks(
         &mut self,
         scratch: &mut Scratch,
-        data: &mut [u8],
+        data: Region,
         reduction: Reduction,
     ) -> Result<(), Failure> {
         let (own, size) = (self.hosts.index(), reduction.element.size());
@@ -74,20 +70,21 @@ impl Bridge<'_, '_> {
         // By how many steps results come after the reduction inside.
         let delay = Rail::delay(self.hosts);
         let parts = self.post.as_ref().map(Parts::new);
-        let offer = |bridge: &mut Self, data: &[u8], step: usize| {
+        let offer = |bridge: &mut Self, step: usize| {
             let Some(parts) = parts else { return Ok(()) };
-            bridge.inside(|post| publish_parts(post, parts, |peer| &data[piece(peer, step)]))
+            bridge.inside(|post| publish_parts(post, parts, |peer| data.part(piece(peer, step))))
         };
-        offer(self, data, 0)?;
+        offer(self, 0)?;
         for step in 0..=steps + delay {
             if step + 1 < steps {
-                offer(self, data, step + 1)?;
+                offer(self, step + 1)?;
             }
             let mine = piece(own, step);
             match &mut rail {
                 Some(rail) if step < steps => {
                     let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, mine.len()));
-                    self.reduce_inside(reduction, &data[mine.clone()], part, rail.partial(step, mine.len()))?;
+                    let partial = rail.partial(step, mine.len());
+                    self.reduce_inside(reduction, data.part(mine.clone()), part, partial)?;
                 }
                 None if step < steps => self.inside(|post| {
                     post.receive_all()?;
@@ -101,13 +98,13 @@ impl Bridge<'_, '_> {
             {
                 rail.exchange(self.session, data, step)?;
                 if let Some(done) = step.checked_sub(delay) {
-                    self.inside(|post| post.publish(|slot, _| slot.write(&data[piece(own, done)])))?;
+                    self.inside(|post| post.publish(|slot, _| slot.write_from(data.part(piece(own, done)))))?;
                 }
             }
             if let Some(done) = step.checked_sub(delay + 1) {
                 self.inside(|post| {
                     let mut peers = post.peers().filter(|peer| *peer < rails);
-                    peers.try_for_each(|peer| post.take(peer, |slot| slot.read(&mut data[piece(peer, done)])))
+                    peers.try_for_each(|peer| post.take(peer, |slot| slot.read_into(data.part(piece(peer, done)))))
                 })?;
             }
         }
@@ -183,7 +180,7 @@ impl<'a> Rail<'a> {
 
     /// The exchange of step `step`: it waits for the first wave of the segment before and for the second wave of the one
     /// two before that, and sends those of this step ahead. Then the share of this host in the segment before is reduced.
-    fn exchange(&mut self, session: &mut Session, data: &mut [u8], step: usize) -> Result<(), Failure> {
+    fn exchange(&mut self, session: &mut Session, data: Region, step: usize) -> Result<(), Failure> {
         let (hosts, own) = (self.hosts, self.hosts.own());
         let peer = |host: usize| hosts.all()[host][hosts.index()];
         let others = || (0..hosts.count()).filter(move |host| *host != own);
@@ -191,27 +188,26 @@ impl<'a> Rail<'a> {
         // Of both waves: what is due now, and what goes ahead.
         let first = [self.shares(before), self.shares(Some(step))];
         let second = [step.checked_sub(3), step.checked_sub(2)].map(|step| step.map(|step| self.places(Some(step))));
-        let mut sends = [Vec::new(), Vec::new()];
+        let mut sends: [Vec<(usize, Piece)>; 2] = [Vec::new(), Vec::new()];
         let mut recvs = [Recvs::new(), Recvs::new()];
         // Segments that follow each other are of different parity.
         let [even, odd] = &mut self.theirs;
         let theirs = if step.is_multiple_of(2) { [odd, even] } else { [even, odd] };
         for (when, theirs) in theirs.into_iter().enumerate() {
             let partial = &self.partial[(step + 1 + when) % 2];
-            sends[when].extend(others().map(|host| (peer(host), &partial[first[when][host].clone()])));
+            sends[when].extend(others().map(|host| (peer(host), (&partial[first[when][host].clone()]).into())));
             let slots = theirs.iter_mut().enumerate().filter(|(host, _)| *host != own);
-            recvs[when].extend(slots.map(|(host, slot)| (peer(host), &mut slot[..first[when][own].len()])));
+            recvs[when].extend(slots.map(|(host, slot)| (peer(host), (&mut slot[..first[when][own].len()]).into())));
         }
         if !is_direct(hosts) {
             // From the tensor and into it.
-            let mut places = split(data, second.iter().flatten().flatten().cloned()).into_iter();
-            for (when, _) in second.iter().enumerate().filter(|(_, places)| places.is_some()) {
-                for (host, place) in places.by_ref().take(hosts.count()).enumerate() {
+            for (when, places) in second.into_iter().enumerate() {
+                for (host, place) in places.into_iter().flatten().enumerate() {
+                    let part = data.part(place);
                     if host == own {
-                        let reduced: &[u8] = place;
-                        sends[when].extend(others().map(|host| (peer(host), reduced)));
+                        sends[when].extend(others().map(|host| (peer(host), part.into())));
                     } else {
-                        recvs[when].push((peer(host), place));
+                        recvs[when].push((peer(host), part.into()));
                     }
                 }
             }
@@ -226,8 +222,8 @@ impl<'a> Rail<'a> {
             false => Source::Private(&slot[..ours.len()]),
         });
         let place = self.places(Some(before)).swap_remove(own);
-        reduce(between(self.reduction), &sources.collect::<Vec<_>>(), &mut data[place], None);
-        Ok(())
+        let sources: Vec<Source> = sources.collect();
+        session.move_bytes(data.part(place).write(|data| reduce(between(self.reduction), &sources, data, None)))
     }
 }
 

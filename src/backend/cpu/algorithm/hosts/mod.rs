@@ -12,9 +12,10 @@ use super::super::call::Call;
 use super::super::failure::Failure;
 use super::super::hosts::Hosts;
 use super::super::kernels::Reduction;
+use super::super::piece::{Piece, PieceMut};
 use super::super::session::{Recvs, Session};
 use super::super::shm::{Post, Source, reduce};
-use super::super::storage::{with_mut, with_mut_and_ref, with_ref};
+use super::super::storage::Region;
 use super::super::transport::Stall;
 use super::shared;
 use super::{Scratch, Tuning, whole_elements};
@@ -36,50 +37,36 @@ pub(in super::super) fn execute(
     scratch: &mut Scratch,
     call: Call,
     collective: &Collective,
-) -> candle_core::Result<Result<(), Failure>> {
-    let Some(element) = call.element else { return Ok(bridge.barrier()) };
+) -> Result<(), Failure> {
+    let Some(element) = call.element else { return bridge.barrier() };
     let is_root = call.root == Some(bridge.session.rank());
     let ranks = bridge.session.world_size();
     let reduction = |op: &_| Reduction { element, op: *op, ranks };
+    let locking = bridge.session.locking();
+    let region = |tensor| Region::of(tensor, locking);
     match collective {
-        Collective::AllReduce { tensor, op } => {
-            with_mut(tensor, |data| bridge.all_reduce(scratch, data, reduction(op)))
-        }
-        Collective::Broadcast { tensor, .. } if is_root => {
-            with_ref(tensor, |data| bridge.broadcast_from_here(data, element))
-        }
-        Collective::Broadcast { tensor, root } => {
-            with_mut(tensor, |data| bridge.broadcast_to_here(*root, data, element))
-        }
+        Collective::AllReduce { tensor, op } => bridge.all_reduce(scratch, region(tensor), reduction(op)),
+        Collective::Broadcast { tensor, .. } if is_root => bridge.broadcast_from_here(region(tensor), element),
+        Collective::Broadcast { tensor, root } => bridge.broadcast_to_here(*root, region(tensor), element),
         Collective::Reduce { tensor, op, .. } if is_root => {
-            with_mut(tensor, |data| bridge.reduce_to_here(scratch, data, reduction(op)))
+            bridge.reduce_to_here(scratch, region(tensor), reduction(op))
         }
-        Collective::Reduce { tensor, op, root } => {
-            with_ref(tensor, |data| bridge.reduce_to(*root, scratch, data, reduction(op)))
+        Collective::Reduce { tensor, op, root } => bridge.reduce_to(*root, scratch, region(tensor), reduction(op)),
+        Collective::AllGather { output, input } => bridge.all_gather(region(output), region(input), element),
+        Collective::ReduceScatter { output, input, op } => {
+            bridge.reduce_scatter(scratch, region(output), region(input), reduction(op))
         }
-        Collective::AllGather { output, input } => {
-            with_mut_and_ref(output, input, |output, input| bridge.all_gather(output, input, element))
-        }
-        Collective::ReduceScatter { output, input, op } => with_mut_and_ref(output, input, |output, input| {
-            bridge.reduce_scatter(scratch, output, input, reduction(op))
-        }),
-        Collective::AllToAll { output, input } => {
-            with_mut_and_ref(output, input, |output, input| bridge.all_to_all(output, input))
-        }
-        Collective::Gather { output: Some(output), input, .. } => {
-            with_mut_and_ref(output, input, |output, input| bridge.gather_to_here(output, input))
-        }
-        Collective::Gather { output: None, input, root } => with_ref(input, |input| bridge.gather_to(*root, input)),
+        Collective::AllToAll { output, input } => bridge.all_to_all(region(output), region(input)),
+        Collective::Gather { output: Some(output), input, .. } => bridge.gather_to_here(region(output), region(input)),
+        Collective::Gather { output: None, input, root } => bridge.gather_to(*root, region(input)),
         Collective::Scatter { output, input: Some(input), .. } => {
-            with_mut_and_ref(output, input, |output, input| bridge.scatter_from_here(output, input))
+            bridge.scatter_from_here(region(output), region(input))
         }
-        Collective::Scatter { output, input: None, root } => {
-            with_mut(output, |output| bridge.scatter_from(*root, output))
-        }
-        Collective::Barrier => Ok(bridge.barrier()),
+        Collective::Scatter { output, input: None, root } => bridge.scatter_from(*root, region(output)),
+        Collective::Barrier => bridge.barrier(),
         Collective::Send { .. } | Collective::Recv { .. } => {
             let stall = Stall::System("messages do not travel with the collectives".into());
-            Ok(Err(bridge.session.failure(stall)))
+            Err(bridge.session.failure(stall))
         }
     }
 }
@@ -101,16 +88,17 @@ impl<'s, 'a> Bridge<'s, 'a> {
     fn reduce_inside(
         &mut self,
         reduction: Reduction,
-        own: &[u8],
+        own: Region,
         part: impl Fn(usize) -> Range<usize>,
         out: &mut [u8],
     ) -> Result<(), Failure> {
         if self.post.is_none() {
-            reduce(reduction, &[Source::Private(own)], out, None);
+            let reduced = own.read(|own| reduce(reduction, &[Source::Private(own)], out, None));
+            return self.session.move_bytes(reduced);
         }
         self.inside(|post| {
             post.receive_all()?;
-            reduce(reduction, &post.arrived().sources(Source::Private(own), part), out, None);
+            own.read(|own| reduce(reduction, &post.arrived().sources(Source::Private(own), part), out, None))?;
             post.release_all();
             Ok(())
         })
@@ -140,8 +128,8 @@ impl<'s, 'a> Bridge<'s, 'a> {
         self.inside(shared::barrier)?;
         let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());
         for (_, ranks) in self.hosts.others() {
-            sends.extend(self.hosts.served(ranks).map(|rank| (rank, [].as_slice())));
-            recvs.push((Hosts::counterpart(ranks, index), &mut []));
+            sends.extend(self.hosts.served(ranks).map(|rank| (rank, Piece::Memory(&[]))));
+            recvs.push((Hosts::counterpart(ranks, index), PieceMut::Memory(&mut [])));
         }
         self.session.exchange(&sends, recvs)
     }

@@ -1,8 +1,10 @@
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
 use super::super::super::kernels::Reduction;
+use super::super::super::piece::Piece;
 use super::super::super::session::Recvs;
 use super::super::super::shm::{Source, pieces, reduce};
+use super::super::super::storage::Region;
 use super::super::Scratch;
 use super::super::shared::{Parts, publish_parts, publish_to};
 use super::{Bridge, between};
@@ -13,20 +15,22 @@ impl Bridge<'_, '_> {
     pub(super) fn reduce_to_here(
         &mut self,
         scratch: &mut Scratch,
-        data: &mut [u8],
+        data: Region,
         reduction: Reduction,
     ) -> Result<(), Failure> {
         let (hosts, length) = (self.hosts, self.length(reduction.element.size()));
         let mut slots = scratch.slots(hosts.count(), length.min(data.len()));
         for piece in pieces(data.len(), length) {
             let ours = &mut slots[hosts.own()][..piece.len()];
-            self.reduce_inside(reduction, &data[piece.clone()], |_| 0..piece.len(), ours)?;
+            self.reduce_inside(reduction, data.part(piece.clone()), |_| 0..piece.len(), ours)?;
             let theirs = slots.iter_mut().zip(hosts.all()).enumerate().filter(|(host, _)| *host != hosts.own());
-            let theirs =
-                theirs.map(|(_, (slot, ranks))| (Hosts::counterpart(ranks, hosts.index()), &mut slot[..piece.len()]));
+            let theirs = theirs.map(|(_, (slot, ranks))| {
+                (Hosts::counterpart(ranks, hosts.index()), (&mut slot[..piece.len()]).into())
+            });
             self.session.exchange(&[], theirs.collect())?;
             let sources: Vec<Source> = slots.iter().map(|slot| Source::Private(&slot[..piece.len()])).collect();
-            reduce(between(reduction), &sources, &mut data[piece], None);
+            let reduced = data.part(piece).write(|data| reduce(between(reduction), &sources, data, None));
+            self.session.move_bytes(reduced)?;
         }
         Ok(())
     }
@@ -36,7 +40,7 @@ impl Bridge<'_, '_> {
         &mut self,
         root: usize,
         scratch: &mut Scratch,
-        data: &[u8],
+        data: Region,
         reduction: Reduction,
     ) -> Result<(), Failure> {
         let length = self.length(reduction.element.size());
@@ -47,8 +51,8 @@ impl Bridge<'_, '_> {
         let slot = scratch.slots(1, length.min(data.len())).remove(0);
         for piece in pieces(data.len(), length) {
             let ours = &mut slot[..piece.len()];
-            self.reduce_inside(reduction, &data[piece.clone()], |_| 0..piece.len(), ours)?;
-            self.session.exchange(&[(root, ours)], vec![])?;
+            self.reduce_inside(reduction, data.part(piece.clone()), |_| 0..piece.len(), ours)?;
+            self.session.exchange(&[(root, Piece::Memory(ours))], vec![])?;
         }
         Ok(())
     }
@@ -58,8 +62,8 @@ impl Bridge<'_, '_> {
     pub(super) fn reduce_scatter(
         &mut self,
         scratch: &mut Scratch,
-        output: &mut [u8],
-        input: &[u8],
+        output: Region,
+        input: Region,
         reduction: Reduction,
     ) -> Result<(), Failure> {
         let (hosts, each) = (self.hosts, output.len());
@@ -71,9 +75,9 @@ impl Bridge<'_, '_> {
         let mut slots = scratch.slots(ours.len() + hosts.count(), length.min(each));
         let (reduced, theirs) = slots.split_at_mut(ours.len());
         for piece in pieces(each, length) {
-            let part_for = |rank: usize| &input[rank * each..][piece.clone()];
+            let part_for = |rank: usize| input.part(rank * each + piece.start..rank * each + piece.end);
             for round in 0..rounds {
-                let charge = |index: usize| charges[index].get(round).map_or([].as_slice(), |rank| part_for(*rank));
+                let charge = |index: usize| charges[index].get(round).map_or(input.part(0..0), |rank| part_for(*rank));
                 if let Some(parts) = parts {
                     self.inside(|post| publish_parts(post, parts, charge))?;
                 }
@@ -83,19 +87,20 @@ impl Bridge<'_, '_> {
                 let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, own.len()));
                 self.reduce_inside(reduction, own, part, &mut out[..own.len()])?;
             }
-            let sends = ours.iter().zip(reduced.iter()).skip(1).map(|(rank, slot)| (*rank, &slot[..piece.len()]));
-            let sends: Vec<(usize, &[u8])> = sends.collect();
+            let sends = ours.iter().zip(reduced.iter()).skip(1);
+            let sends: Vec<(usize, Piece)> = sends.map(|(rank, slot)| (*rank, (&slot[..piece.len()]).into())).collect();
             let mut recvs = Recvs::new();
             for ((host, ranks), slot) in hosts.all().iter().enumerate().zip(theirs.iter_mut()) {
                 if host != hosts.own() {
-                    recvs.push((Hosts::counterpart(ranks, hosts.index()), &mut slot[..piece.len()]));
+                    recvs.push((Hosts::counterpart(ranks, hosts.index()), (&mut slot[..piece.len()]).into()));
                 }
             }
             self.session.exchange(&sends, recvs)?;
             let of_host = |(host, slot)| if host == hosts.own() { &*reduced[0] } else { slot };
             let of_hosts = theirs.iter().map(|slot| &**slot).enumerate().map(of_host);
             let sources: Vec<Source> = of_hosts.map(|slot| Source::Private(&slot[..piece.len()])).collect();
-            reduce(between(reduction), &sources, &mut output[piece], None);
+            let reduced = output.part(piece).write(|output| reduce(between(reduction), &sources, output, None));
+            self.session.move_bytes(reduced)?;
         }
         Ok(())
     }

@@ -2,10 +2,13 @@
 use super::super::super::call::Element;
 use super::super::super::failure::Failure;
 use super::super::super::hosts::Hosts;
+use super::super::super::piece::Piece;
 use super::super::super::shm::pieces;
+use super::super::super::storage::Region;
 use super::super::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
-use super::super::{broadcast_from_here, broadcast_to_here, split};
+use super::super::{broadcast_from_here, broadcast_to_here};
 use super::Bridge;
+use std::ops::Range;
 
 impl Bridge<'_, '_> {
     /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
@@ -27,10 +30,10 @@ impl Bridge<'_, '_> {
     }
 
     /// This rank is the root: its `data` goes to all others.
-    pub(super) fn broadcast_from_here(&mut self, data: &[u8], element: Element) -> Result<(), Failure> {
+    pub(super) fn broadcast_from_here(&mut self, data: Region, element: Element) -> Result<(), Failure> {
         let gateways = self.gateways(self.session.rank());
         for block in pieces(data.len(), self.block(element)) {
-            let data = &data[block];
+            let data = data.part(block);
             self.inside(|post| publish(post, data))?;
             broadcast_from_here(self.session, self.tuning, &gateways, data, element)?;
         }
@@ -38,10 +41,10 @@ impl Bridge<'_, '_> {
     }
 
     /// `data` becomes that of `root`, another rank: it comes over the network to a gateway, which passes it on.
-    pub(super) fn broadcast_to_here(&mut self, root: usize, data: &mut [u8], element: Element) -> Result<(), Failure> {
+    pub(super) fn broadcast_to_here(&mut self, root: usize, data: Region, element: Element) -> Result<(), Failure> {
         let (gateway, gateways) = (self.gateway(root), self.gateways(root));
         for block in pieces(data.len(), self.block(element)) {
-            let data = &mut data[block];
+            let data = data.part(block);
             if gateway != self.hosts.index() {
                 self.inside(|post| copy_from(post, gateway, data))?;
                 continue;
@@ -54,49 +57,51 @@ impl Bridge<'_, '_> {
 
     /// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others
     /// [`gather_to`](Self::gather_to) it.
-    pub(super) fn gather_to_here(&mut self, output: &mut [u8], input: &[u8]) -> Result<(), Failure> {
+    pub(super) fn gather_to_here(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let (rank, each, members) = (self.session.rank(), input.len(), self.hosts.members());
-        output[rank * each..][..each].copy_from_slice(input);
+        self.session.move_bytes(output.part(rank * each..(rank + 1) * each).copy_from(input))?;
         self.inside(|post| {
             for piece in pieces(each, post.capacity()) {
                 let place = |peer: usize| members[peer] * each + piece.start..members[peer] * each + piece.end;
-                post.peers().try_for_each(|peer| post.take(peer, |slot| slot.read(&mut output[place(peer)])))?;
+                post.peers().try_for_each(|peer| post.take(peer, |slot| slot.read_into(output.part(place(peer)))))?;
             }
             Ok(())
         })?;
         let strangers = self.strangers();
-        let places = strangers.iter().map(|rank| rank * each..(rank + 1) * each);
-        let recvs = strangers.iter().copied().zip(split(output, places)).collect();
-        self.session.exchange(&[], recvs)
+        let recvs = strangers.iter().map(|rank| (*rank, output.part(rank * each..(rank + 1) * each).into()));
+        self.session.exchange(&[], recvs.collect())
     }
 
     /// `input` goes to `root`, another rank.
-    pub(super) fn gather_to(&mut self, root: usize, input: &[u8]) -> Result<(), Failure> {
+    pub(super) fn gather_to(&mut self, root: usize, input: Region) -> Result<(), Failure> {
         match self.hosts.member(root) {
             Some(root) => self.inside(|post| publish_to(post, root, input, post.capacity())),
-            None => self.session.exchange(&[(root, input)], vec![]),
+            None => self.session.exchange(&[(root, input.into())], vec![]),
         }
     }
 
     /// This rank is the root: every rank's part of `input` goes there.
-    pub(super) fn scatter_from_here(&mut self, output: &mut [u8], input: &[u8]) -> Result<(), Failure> {
+    pub(super) fn scatter_from_here(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let (each, members) = (output.len(), self.hosts.members());
-        output.copy_from_slice(&input[self.session.rank() * each..][..each]);
+        let own = self.session.rank() * each;
+        self.session.move_bytes(output.copy_from(input.part(own..own + each)))?;
         self.inside(|post| {
             let parts = Parts::new(post);
+            let part =
+                |rank: usize, piece: &Range<usize>| input.part(rank * each + piece.start..rank * each + piece.end);
             pieces(each, parts.length)
-                .try_for_each(|piece| publish_parts(post, parts, |peer| &input[members[peer] * each..][piece.clone()]))
+                .try_for_each(|piece| publish_parts(post, parts, |peer| part(members[peer], &piece)))
         })?;
         let strangers = self.strangers();
-        let sends = strangers.iter().map(|rank| (*rank, &input[rank * each..(rank + 1) * each]));
-        self.session.exchange(&sends.collect::<Vec<_>>(), vec![])
+        let sends = strangers.iter().map(|rank| (*rank, input.part(rank * each..(rank + 1) * each).into()));
+        self.session.exchange(&sends.collect::<Vec<(usize, Piece)>>(), vec![])
     }
 
     /// `output` becomes this rank's part of what `root`, another rank, holds.
-    pub(super) fn scatter_from(&mut self, root: usize, output: &mut [u8]) -> Result<(), Failure> {
+    pub(super) fn scatter_from(&mut self, root: usize, output: Region) -> Result<(), Failure> {
         match self.hosts.member(root) {
             Some(root) => self.inside(|post| scatter_to_here(post, root, output)),
-            None => self.session.exchange(&[], vec![(root, output)]),
+            None => self.session.exchange(&[], vec![(root, output.into())]),
         }
     }
 

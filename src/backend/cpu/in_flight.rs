@@ -1,0 +1,143 @@
+//! Which bytes of tensors the calls use that were started in this process and are not over.
+//!
+//! Different queues work at the same time, in an order that differs from rank to rank. So a call is refused that would
+//! change what a call in another queue uses, or use what that one changes. What `run` carries out on the calling thread is
+//! compared with what is in flight, and not noted: that would cost small messages more than it finds.
+use super::call::Call;
+use super::lock;
+use crate::backend::Collective;
+use crate::backend::check::extent;
+use crate::error::describe;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// By storage.
+static USES: Mutex<BTreeMap<usize, Vec<Use>>> = Mutex::new(BTreeMap::new());
+
+/// How many calls have uses there.
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+/// The next call's number.
+static TICKETS: AtomicU64 = AtomicU64::new(0);
+
+/// What one call does with one tensor.
+struct Use {
+    bytes: Range<usize>,
+    is_change: bool,
+    by: Caller,
+    ticket: u64,
+}
+
+/// Who makes a call.
+#[derive(Clone, Copy)]
+pub(super) struct Caller {
+    /// Identifies the queue that carries it out. Calls in one queue follow each other.
+    pub(super) queue: usize,
+    pub(super) rank: usize,
+    pub(super) call: Call,
+}
+
+/// A call that is in flight until this is dropped, which must be before its tensors are.
+pub(super) struct InFlight {
+    ticket: u64,
+    storages: Vec<usize>,
+}
+
+impl Caller {
+    /// Notes that the call is in flight, unless it conflicts with another one.
+    pub(super) fn enter(self, collective: &Collective) -> Result<InFlight> {
+        let tensors = self.tensors(collective);
+        let extents: Vec<_> = tensors.iter().map(|(tensor, _)| extent(tensor)).collect();
+        let mut uses = lock(&USES);
+        for ((tensor, is_change), (storage, bytes)) in tensors.iter().zip(&extents) {
+            self.check(&uses, tensor, *storage, bytes, *is_change)?;
+        }
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        let ticket = TICKETS.fetch_add(1, Ordering::Relaxed);
+        let mut storages = Vec::with_capacity(tensors.len());
+        for ((_, is_change), (storage, bytes)) in tensors.into_iter().zip(extents) {
+            uses.entry(storage).or_default().push(Use { bytes, is_change, by: self, ticket });
+            storages.push(storage);
+        }
+        Ok(InFlight { ticket, storages })
+    }
+
+    /// Whether the call, which is to be carried out at once, conflicts with one that is in flight.
+    pub(super) fn compare(self, collective: &Collective) -> Result<()> {
+        // What this thread has started is seen; what others start at this moment is a race of the caller's.
+        if CALLS.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        for (tensor, is_change) in self.tensors(collective) {
+            let (storage, bytes) = extent(tensor);
+            self.check(&lock(&USES), tensor, storage, &bytes, is_change)?;
+        }
+        Ok(())
+    }
+
+    fn check(
+        self,
+        uses: &BTreeMap<usize, Vec<Use>>,
+        tensor: &Tensor,
+        storage: usize,
+        bytes: &Range<usize>,
+        is_change: bool,
+    ) -> Result<()> {
+        let conflicts = |other: &&Use| {
+            other.by.queue != self.queue
+                && (is_change || other.is_change)
+                && bytes.start.max(other.bytes.start) < bytes.end.min(other.bytes.end)
+        };
+        let Some(other) = uses.get(&storage).and_then(|uses| uses.iter().find(conflicts)) else { return Ok(()) };
+        let reason = format!(
+            "{} overlaps the tensor of {}, which rank {} has in flight on another channel (bytes {:?} and {:?} of one \
+             storage), and which of them comes first is not determined: wait for that call before this one, or use slices \
+             that do not overlap",
+            describe(tensor.dtype(), tensor.shape()),
+            other.by.call,
+            other.by.rank,
+            bytes,
+            other.bytes,
+        );
+        Err(Error::InvalidTensor { rank: self.rank, operation: self.call.operation.name().to_string(), reason })
+    }
+
+    /// The tensors of the call on this rank, and whether it changes them.
+    fn tensors(self, collective: &Collective) -> Vec<(&Tensor, bool)> {
+        let is_root = self.call.root == Some(self.rank);
+        match collective {
+            Collective::AllReduce { tensor, .. } | Collective::Recv { tensor, .. } => vec![(tensor, true)],
+            Collective::Broadcast { tensor, .. } => vec![(tensor, !is_root)],
+            Collective::Reduce { tensor, .. } => vec![(tensor, is_root)],
+            Collective::Send { tensor, .. } => vec![(tensor, false)],
+            Collective::AllGather { output, input }
+            | Collective::ReduceScatter { output, input, .. }
+            | Collective::AllToAll { output, input } => vec![(output, true), (input, false)],
+            Collective::Gather { output, input, .. } => {
+                output.iter().map(|output| (output, true)).chain([(input, false)]).collect()
+            }
+            Collective::Scatter { output, input, .. } => {
+                std::iter::once((output, true)).chain(input.iter().map(|input| (input, false))).collect()
+            }
+            Collective::Barrier => Vec::new(),
+        }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let mut uses = lock(&USES);
+        for storage in &self.storages {
+            let Some(of_storage) = uses.get_mut(storage) else { continue };
+            of_storage.retain(|other| other.ticket != self.ticket);
+            if of_storage.is_empty() {
+                uses.remove(storage);
+            }
+        }
+        CALLS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
