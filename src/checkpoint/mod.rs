@@ -262,8 +262,6 @@ fn read_file(path: &Path, key: Option<&str>) -> Result<HashMap<String, Readable>
     Err(unreadable(path, reason))
 }
 
-/// Where checkpoints are read to.
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,7 +17,7 @@ pub(super) fn sum_of_squares<E: Element>(values: &[E]) -> f64 {
         for vector in vectors.by_ref() {
             for (lane, value) in lanes.iter_mut().zip(vector) {
                 let value = value.widen();
-                *lane = *lane + value * value;
+                *lane += value * value;
             }
         }
         let rest = vectors.remainder().iter().map(|value| (value.widen() * value.widen()).to_f64());

@@ -1,6 +1,6 @@
 //! A logger that keeps the warnings of a test's process.
 #![allow(clippy::unwrap_used)] // a failed test may panic
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 pub(crate) struct Log(pub(crate) Mutex<Vec<String>>);
 
@@ -17,3 +17,15 @@ impl log::Log for Log {
 }
 
 pub(crate) static LOG: Log = Log(Mutex::new(Vec::new()));
+
+/// Collects the warnings of this process, for one test at a time.
+pub(crate) fn collect() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    static SET: Once = Once::new();
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    SET.call_once(|| {
+        log::set_logger(&LOG).unwrap();
+        log::set_max_level(log::LevelFilter::Warn);
+    });
+    turn
+}

@@ -13,11 +13,11 @@
 mod common;
 mod fences;
 mod launch;
-#[path = "../collectives/matrix.rs"]
+#[path = "../engine/matrix.rs"]
 mod matrix;
 mod norms;
 mod optim;
-#[path = "../collectives/order.rs"]
+#[path = "../engine/order.rs"]
 #[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
 mod order;
 mod toolbox;

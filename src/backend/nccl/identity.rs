@@ -154,7 +154,6 @@ pub(super) fn await_id(
 mod tests {
     use super::*;
     use crate::backend::failure::Failure;
-    use crate::deadline::deadline_after;
     use crate::rendezvous::HashStore;
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {

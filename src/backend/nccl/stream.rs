@@ -57,10 +57,6 @@ impl Streams {
         token.device_ptr(&self.nccl).0
     }
 
-    pub(super) fn candle(&self) -> &CudaStream {
-        &self.candle
-    }
-
     pub(super) fn target(&self) -> Target {
         Target(self.nccl.cu_stream().cast())
     }

@@ -149,12 +149,12 @@ unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Re
             for other in others {
                 let other: [T; STEP] = other.add(start).cast::<[T; STEP]>().read_unaligned();
                 for (value, other) in values.iter_mut().zip(other) {
-                    *value = *value + other.widen();
+                    *value += other.widen();
                 }
             }
             if let Some(factor) = factor {
                 for value in &mut values {
-                    *value = *value * factor;
+                    *value *= factor;
                 }
             }
             for (element, value) in block.iter_mut().zip(values) {
@@ -169,10 +169,10 @@ unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Re
         for index in whole..count {
             let mut value = first.add(index).read_unaligned().widen();
             for other in others {
-                value = value + other.add(index).read_unaligned().widen();
+                value += other.add(index).read_unaligned().widen();
             }
             if let Some(factor) = factor {
-                value = value * factor;
+                value *= factor;
             }
             let value = T::narrow(value);
             out.add(index).write_unaligned(value);

@@ -1,0 +1,112 @@
+//! How a group comes about, or not.
+use super::*;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Result<CpuCommunicator> {
+    CpuCommunicator::new(store.clone(), rank, world_size, options())
+}
+
+/// What the ranks that come get to hear.
+fn errors(ranks: &[(usize, usize, CpuOptions)]) -> Vec<String> {
+    let store = store();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let rank = |(rank, world_size, options): &(usize, usize, CpuOptions)| {
+            let (store, rank, world_size, options) = (store.clone(), *rank, *world_size, options.clone());
+            scope.spawn(move || CpuCommunicator::new(store, rank, world_size, options).err().unwrap().to_string())
+        };
+        let ranks: Vec<_> = ranks.iter().map(rank).collect();
+        let errors = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert!(start.elapsed() < TIMEOUT + GRACE);
+        errors
+    })
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named() {
+    for missing in 0..3 {
+        let ranks: Vec<_> = (0..3).filter(|rank| *rank != missing).map(|rank| (rank, 3, options())).collect();
+        for error in errors(&ranks) {
+            let expected = format!("has no connection to rank(s) [{missing}] (time-out 1.5s): they have not");
+            assert!(error.contains(&expected), "rank {missing} is missing: {error}");
+            assert!(error.contains("new_group with the same ranks"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn ranks_with_other_options_are_refused_on_both_sides() {
+    let other = CpuOptions { segment_bytes: Some(1), ..options() };
+    for (rank_1, expected) in [((1, 3, options()), "its world_size is"), ((1, 2, other), "its segment_bytes is")] {
+        for error in errors(&[(0, 2, options()), rank_1]) {
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_outside_of_the_world_is_refused() {
+    assert!(matches!(new(&store(), 2, 2).err().unwrap(), Error::RankOutOfRange { rank: 2, world_size: 2 }));
+}
+
+#[test]
+fn two_processes_with_one_rank_are_refused() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let rank = |rank| {
+            let store = &store;
+            scope.spawn(move || new(store, rank, 3).err().unwrap().to_string())
+        };
+        let (rank_0, _first, _second) = (rank(0), rank(1), rank(1));
+        let error = rank_0.join().unwrap();
+        assert!(error.contains("[1]") && error.contains("two processes say that they are this rank"), "{error}");
+    });
+}
+
+/// Whoever else finds the port, before the peer comes, and whatever it says.
+#[test]
+fn strangers_do_not_disturb() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let rank_0 = scope.spawn(|| new(&store, 0, 2).unwrap().run(all_reduce(5)));
+        let address = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
+        let (address, hello) = address.split_once(' ').unwrap();
+        let connect = || TcpStream::connect(address).unwrap();
+        let silent = connect();
+        let mut talker = connect();
+        talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
+        let mut newer = connect();
+        newer.write_all(&[b"cDDP\x04\0\0\0".as_slice(), &[0; 40]].concat()).unwrap();
+        let mut reply = Vec::new();
+        // It is told which version it met, and then the connection closes.
+        newer.read_to_end(&mut reply).unwrap();
+        assert_eq!(reply[..8], *b"cDDP\x03\0\0\0");
+        drop(connect());
+        // Rank 1 of another group: all is right but the nonce.
+        let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
+        let mut other: Vec<u8> = (0..hello.len() / 2).map(byte).collect();
+        other[8] ^= 1;
+        other[16] = 1;
+        let mut namesake = connect();
+        namesake.write_all(&other).unwrap();
+        assert_eq!(namesake.read_to_end(&mut reply).unwrap(), 0);
+        let rank_1 = scope.spawn(|| new(&store, 1, 2).unwrap().run(all_reduce(5)));
+        rank_0.join().unwrap().unwrap();
+        rank_1.join().unwrap().unwrap();
+        drop(silent);
+    });
+}
+
+#[test]
+fn ipv6_and_few_keys() {
+    let store = store();
+    let options = CpuOptions { address: Some("::1".parse().unwrap()), ..options() };
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, options) = (store.clone(), options.clone());
+            scope.spawn(move || CpuCommunicator::new(store, rank, 2, options).unwrap().run(all_reduce(5)).unwrap());
+        }
+    });
+    assert_eq!(store.num_keys().unwrap(), 2);
+}

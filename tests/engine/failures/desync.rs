@@ -1,0 +1,144 @@
+//! Ranks that disagree: all of them fail, with both sides' calls in the message.
+use super::*;
+
+type Make = fn() -> Collective;
+
+/// Rank 0 and rank 1 of `world_size` make the given calls at sequence 4, the others that of rank 0.
+fn disagree(world_size: usize, rank_0: Make, rank_1: Make) -> Vec<Error> {
+    on_ranks(world_size, |communicator| {
+        for _ in 0..3 {
+            // The others may be at odds already while a slow rank has not seen the end of an earlier call.
+            if let Err(error) = communicator.run(all_reduce(10)) {
+                return error;
+            }
+        }
+        let call = if communicator.rank() == 1 { rank_1() } else { rank_0() };
+        until_failure(&communicator, call)
+    })
+}
+
+fn max() -> Collective {
+    Collective::AllReduce { tensor: zeros(20), op: ReduceOp::Max }
+}
+
+fn f64s() -> Collective {
+    Collective::AllReduce { tensor: zeros(20).to_dtype(DType::F64).unwrap(), op: ReduceOp::Sum }
+}
+
+fn reduce(root: usize) -> Collective {
+    Collective::Reduce { tensor: zeros(8), root, op: ReduceOp::Sum }
+}
+
+#[test]
+fn all_ranks_name_both_calls() {
+    // What rank 0 calls, what rank 1 calls, and how the message says it.
+    let cases: &[(Make, Make, &str, &str)] = &[
+        (|| broadcast(10, 0), || all_reduce(20), "broadcast(f32[10])", "all_reduce(f32[20])"),
+        (|| all_reduce(20), || broadcast(10, 0), "all_reduce(f32[20])", "broadcast(f32[10])"),
+        (|| all_reduce(20), || broadcast(10, 1), "all_reduce(f32[20])", "broadcast(f32[10])"),
+        (|| all_reduce(20), || all_reduce(21), "all_reduce(f32[20])", "all_reduce(f32[21])"),
+        (|| all_reduce(200_000), || all_reduce(200), "all_reduce(f32[200000])", "all_reduce(f32[200])"),
+        (|| all_reduce(20), f64s, "all_reduce(f32[20])", "all_reduce(f64[20])"),
+        (|| all_reduce(20), max, "all_reduce(f32[20], sum)", "all_reduce(f32[20], max)"),
+        (|| broadcast(8, 0), || broadcast(8, 1), "broadcast(f32[8], root 0)", "broadcast(f32[8], root 1)"),
+        (|| broadcast(8, 1), || broadcast(8, 0), "broadcast(f32[8], root 1)", "broadcast(f32[8], root 0)"),
+        (|| broadcast(1 << 20, 0), || broadcast(1 << 20, 1), "broadcast(f32[1048576], root 0)", "root 1)"),
+        (|| reduce(0), || reduce(1), "reduce(f32[8], sum, root 0)", "reduce(f32[8], sum, root 1)"),
+        (|| Collective::Barrier, || all_reduce(0), "barrier()", "all_reduce(f32[0])"),
+        (|| reduce(1), || Collective::Barrier, "reduce(f32[8])", "barrier()"),
+    ];
+    for world_size in [2, 4] {
+        for (rank_0, rank_1, text_0, text_1) in cases {
+            for error in disagree(world_size, *rank_0, *rank_1) {
+                let Error::Desync { sequence: 4, rank_a, rank_b, .. } = error else { panic!("{error:?}") };
+                assert!(rank_a > rank_b && [rank_a, rank_b].contains(&1), "{error}");
+                let text = error.to_string();
+                assert!(text.contains(text_1) && text.contains(text_0), "{text}");
+            }
+        }
+    }
+    // The wording of an error, in full.
+    let error = &disagree(2, || all_reduce(20), || broadcast(10, 0))[1];
+    assert_eq!(
+        error.to_string(),
+        "rank 1 called broadcast(f32[10]) where rank 0 called all_reduce(f32[20]), sequence 4: \
+         all ranks of a group must make the same calls in the same order"
+    );
+}
+
+/// Rank 1 broadcasts to everybody, which returns at once, and goes on; the others all-reduce.
+#[test]
+fn a_rank_that_is_further_is_asked_what_it_called() {
+    let errors = on_ranks(3, |communicator| {
+        if communicator.rank() == 1 {
+            // Nothing is sent to rank 0 at sequence 1, something at sequence 2.
+            communicator.run(Collective::Gather { output: None, input: zeros(5), root: 2 }).unwrap();
+        }
+        until_failure(&communicator, all_reduce(7))
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            text.contains("rank 1 called gather(f32[5])") || text.contains("where rank 1 called gather(f32[5])"),
+            "{text}"
+        );
+        assert!(
+            text.contains("all_reduce(f32[7]), sequence 1") || text.contains("called all_reduce(f32[7])"),
+            "{text}"
+        );
+    }
+}
+
+/// What no data gives away, since everybody waits, comes out when the time is over.
+#[test]
+fn ranks_that_all_wait_are_told_why() {
+    let errors = on_ranks(2, |communicator| {
+        let root = 1 - communicator.rank();
+        until_failure(&communicator, broadcast(6, root))
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            text.starts_with(
+                "rank 1 called broadcast(f32[6], root 0) where rank 0 called broadcast(f32[6], root 1), sequence 1"
+            ),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn queued_calls_fail_too() {
+    on_ranks(2, |communicator| {
+        let works: Vec<_> = (0..5)
+            .map(|index| communicator.start(all_reduce(if index == 2 { 10 + communicator.rank() } else { 5 })))
+            .map_while(|work| work.ok())
+            .collect();
+        let results: Vec<_> = works.iter().map(|work| work.wait()).collect();
+        assert!(results[..2].iter().all(|result| result.is_ok()), "{results:?}");
+        assert!(works.iter().all(|work| work.is_completed()));
+        for result in &results[2..] {
+            assert!(matches!(result, Err(Error::Desync { sequence: 3, .. })), "{result:?}");
+        }
+    });
+}
+
+#[test]
+fn messages_must_match() {
+    let errors = on_ranks(3, |communicator| {
+        communicator.run(Collective::Barrier).unwrap();
+        let call = match communicator.rank() {
+            0 => Collective::Recv { tensor: zeros(10), peer: 1 },
+            1 => Collective::Send { tensor: zeros(20), peer: 0 },
+            _ => Collective::Barrier,
+        };
+        until_failure(&communicator, call)
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            text.starts_with("rank 1 called send(f32[20]) where rank 0 called recv(f32[10]), sequence 1"),
+            "{text}"
+        );
+    }
+}

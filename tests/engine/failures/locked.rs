@@ -1,0 +1,48 @@
+//! A program that keeps a tensor locked in which a collective is to put its result.
+use super::*;
+
+/// Every rank hears within its time-out who it is and what to do; the program's own call returns, too.
+#[test]
+fn a_tensor_that_the_program_has_locked_is_told() {
+    for is_started in [false, true] {
+        let errors = on_ranks(3, |communicator| {
+            communicator.run(all_reduce(10)).unwrap();
+            let tensor = zeros(12);
+            let call = Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
+            if communicator.rank() != 1 {
+                // Those that have what they need go on to the next call.
+                return until_failure(&communicator, call);
+            }
+            // The others' deadlines come first.
+            std::thread::sleep(TIMEOUT / 5);
+            let guard = tensor.storage_and_layout();
+            let start = Instant::now();
+            let result = match is_started {
+                true => communicator.start(call).and_then(|work| work.wait()),
+                false => communicator.run(call),
+            };
+            assert!(start.elapsed() < TIMEOUT + GRACE, "{:?}", start.elapsed());
+            drop(guard);
+            result.unwrap_err()
+        });
+        for error in errors {
+            let Error::CollectiveTimeout { sequence: 2 | 3, .. } = error else { panic!("{error:?}") };
+            let text = error.to_string();
+            let own = "this rank waits for the storage of its tensor, which its own program keeps locked";
+            let own = text.contains("rank 1: all_reduce(f32[12]), sequence 2, timed out") && text.contains(own);
+            assert!(own || text.contains("rank 1 waits for the storage of its tensor, which its own"), "{text}");
+            assert!(text.contains("drop the guard that storage_and_layout() returns before the call"), "{text}");
+        }
+    }
+}
+
+/// What only reads a tensor does not mind another reader.
+#[test]
+fn a_tensor_that_is_only_read_may_be_locked_for_reading() {
+    on_ranks(2, |communicator| {
+        let tensor = zeros(5);
+        let guard = (communicator.rank() == 0).then(|| tensor.storage_and_layout());
+        communicator.run(Collective::Broadcast { tensor: tensor.clone(), root: 0 }).unwrap();
+        drop(guard);
+    });
+}

@@ -1,0 +1,63 @@
+//! Ranks that do not come.
+use super::*;
+
+#[test]
+fn a_rank_that_does_not_call_is_named() {
+    let errors = on_ranks(3, |communicator| {
+        communicator.run(all_reduce(10)).unwrap();
+        if communicator.rank() == 2 {
+            // Alive, but elsewhere: it hears of it at its next call.
+            std::thread::sleep(TIMEOUT + GRACE);
+            return communicator.run(Collective::Barrier).unwrap_err();
+        }
+        until_failure(&communicator, broadcast(12, 2))
+    });
+    for error in errors {
+        let Error::CollectiveTimeout { sequence: 2, timeout: TIMEOUT, .. } = error else { panic!("{error:?}") };
+        let text = error.to_string();
+        assert!(text.contains("broadcast(f32[12]), sequence 2, timed out after 1.5s"), "{text}");
+        assert!(
+            text.contains("rank 2 is not in this collective: its last was sequence 1, all_reduce(f32[10])"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_message_that_is_not_sent() {
+    for receiver in [0, 2] {
+        let errors = on_ranks(3, |communicator| {
+            if communicator.rank() == receiver {
+                return until_failure(&communicator, Collective::Recv { tensor: zeros(4), peer: 1 });
+            }
+            std::thread::sleep(TIMEOUT + GRACE);
+            communicator.run(Collective::Barrier).unwrap_err()
+        });
+        for error in errors {
+            let text = error.to_string();
+            assert!(text.contains(&format!("rank {receiver}: recv(f32[4]), sequence 1, timed out")), "{text}");
+            assert!(text.contains("rank 1 did not make the matching call"), "{text}");
+        }
+    }
+}
+
+/// Dropping a communicator whose calls cannot end is no hang.
+#[test]
+fn dropping_with_work_in_flight_ends_in_time() {
+    let errors = on_ranks(2, |communicator| {
+        if communicator.rank() == 0 {
+            for _ in 0..5 {
+                drop(communicator.start(all_reduce(4)).unwrap());
+            }
+            let start = Instant::now();
+            drop(communicator);
+            assert!(start.elapsed() < TIMEOUT + GRACE, "{:?}", start.elapsed());
+            return None;
+        }
+        std::thread::sleep(TIMEOUT + GRACE);
+        Some(communicator.run(Collective::Barrier).unwrap_err())
+    });
+    let error = errors.into_iter().flatten().next().unwrap();
+    // Either rank 0's first call timed out, or it left with its calls not over, whichever came first.
+    assert!(matches!(error, Error::CollectiveTimeout { .. } | Error::PeerFailed { peer: 0, .. }), "{error:?}");
+}

@@ -1,0 +1,306 @@
+//! Process groups as users meet them: every collective by its name, sub-groups, ranks as threads, and what is refused.
+use crate::common::{floats, ranks};
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::rendezvous::Store;
+use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with};
+use std::time::{Duration, Instant};
+
+/// Rank r's `count` values: r·100, r·100 + 1, …
+fn mine(pg: &ProcessGroup, count: usize) -> Tensor {
+    let start = pg.rank() as f32 * 100.0;
+    Tensor::arange(start, start + count as f32, &Device::Cpu).unwrap()
+}
+
+fn zeros(count: usize) -> Tensor {
+    Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn a_timeout_may_be_endless() {
+    let options = SpawnOptions { world_size: 2, timeout: Duration::MAX };
+    let work = |pg: ProcessGroup| {
+        let (now, later) = (mine(&pg, 2), mine(&pg, 3));
+        let under_way = pg.all_reduce_async(&later, ReduceOp::Sum)?;
+        pg.all_reduce(&now, ReduceOp::Sum)?;
+        under_way.wait()?;
+        Ok((floats(&now), floats(&later)))
+    };
+    let expected = (vec![100.0, 102.0], vec![100.0, 102.0, 104.0]);
+    assert_eq!(spawn_with(options, work).unwrap(), [expected.clone(), expected]);
+}
+
+#[test]
+fn every_collective_does_what_its_name_says() {
+    ranks(3, |pg| {
+        let rank = pg.rank();
+        let tensor = mine(&pg, 2);
+        pg.all_reduce(&tensor, ReduceOp::Sum)?;
+        assert_eq!(floats(&tensor), [300.0, 303.0]);
+
+        let tensor = mine(&pg, 2);
+        pg.broadcast(&tensor, 1)?;
+        assert_eq!(floats(&tensor), [100.0, 101.0]);
+
+        let tensor = mine(&pg, 2);
+        pg.reduce(&tensor, 2, ReduceOp::Max)?;
+        let own = rank as f32 * 100.0;
+        assert_eq!(floats(&tensor), if rank == 2 { [200.0, 201.0] } else { [own, own + 1.0] });
+
+        let output = zeros(6);
+        pg.all_gather(&output, &mine(&pg, 2))?;
+        assert_eq!(floats(&output), [0.0, 1.0, 100.0, 101.0, 200.0, 201.0]);
+
+        let output = zeros(2);
+        pg.reduce_scatter(&output, &mine(&pg, 6), ReduceOp::Sum)?;
+        let part = 300.0 + 6.0 * rank as f32;
+        assert_eq!(floats(&output), [part, part + 3.0]);
+
+        let output = zeros(6);
+        pg.all_to_all(&output, &mine(&pg, 6))?;
+        let parts = [0.0, 100.0, 200.0].map(|from| from + 2.0 * rank as f32);
+        assert_eq!(floats(&output), parts.map(|first| [first, first + 1.0]).concat());
+
+        let output = zeros(6);
+        pg.gather((rank == 1).then_some(&output), &mine(&pg, 2), 1)?;
+        let gathered = [0.0, 1.0, 100.0, 101.0, 200.0, 201.0];
+        assert_eq!(floats(&output), if rank == 1 { gathered } else { [0.0; 6] });
+
+        let output = zeros(2);
+        pg.scatter(&output, (rank == 2).then(|| mine(&pg, 6)).as_ref(), 2)?;
+        assert_eq!(floats(&output), [200.0 + 2.0 * rank as f32, 201.0 + 2.0 * rank as f32]);
+
+        // Around the ring: everybody receives while it sends.
+        let received = zeros(2);
+        let sending = pg.isend(&mine(&pg, 2), (rank + 1) % 3)?;
+        pg.recv(&received, (rank + 2) % 3)?;
+        sending.wait()?;
+        let from = ((rank + 2) % 3) as f32 * 100.0;
+        assert_eq!(floats(&received), [from, from + 1.0]);
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn works_may_be_waited_for_in_any_order() {
+    ranks(2, |pg| {
+        let (a, b) = (mine(&pg, 1000), mine(&pg, 10));
+        let (first, second) = (pg.all_reduce_async(&a, ReduceOp::Sum)?, pg.broadcast_async(&b, 1)?);
+        second.wait()?;
+        assert!(first.is_completed(), "the calls of a group are carried out in order");
+        first.synchronize()?;
+        assert_eq!(floats(&a)[999], 2.0 * 999.0 + 100.0);
+        assert_eq!(floats(&b)[9], 109.0);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn sub_groups_have_ranks_and_collectives_of_their_own() {
+    ranks(4, |pg| {
+        let odd = pg.new_group(&[3, 1])?;
+        let low = pg.new_group(&[0, 1, 2])?;
+        assert_eq!(odd.is_some(), pg.rank() % 2 == 1);
+        assert_eq!(low.is_some(), pg.rank() < 3);
+        if let Some(odd) = &odd {
+            assert_eq!(odd.global_ranks(), [3, 1]);
+            assert_eq!(odd.rank(), if pg.rank() == 3 { 0 } else { 1 });
+            let tensor = mine(&pg, 1);
+            odd.all_reduce(&tensor, ReduceOp::Sum)?;
+            assert_eq!(floats(&tensor), [400.0]);
+            // The ranks of a group's group are still those of the job.
+            let alone = odd.new_group(&[0])?;
+            assert_eq!(alone.map(|group| group.global_ranks().to_vec()), (pg.rank() == 3).then(|| vec![3]));
+        }
+        if let Some(low) = low {
+            let tensor = mine(&pg, 1);
+            low.broadcast(&tensor, 2)?;
+            assert_eq!(floats(&tensor), [200.0]);
+        }
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn impossible_sub_groups_are_refused() {
+    ranks(2, |pg| {
+        assert!(matches!(pg.new_group(&[0, 2]), Err(Error::RankOutOfRange { rank: 2, world_size: 2 })));
+        for (bad, why) in [(&[0, 0][..], "twice"), (&[], "at least one")] {
+            let error = pg.new_group(bad).map(|_| ()).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+        // They count for nothing: the next one meets.
+        pg.new_group(&[0, 1])?.unwrap().barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_group_has_a_store_of_its_own() {
+    ranks(2, |pg| {
+        let group = pg.new_group(&[0, 1])?.unwrap();
+        if pg.rank() == 0 {
+            pg.store().set("key", b"of all")?;
+            group.store().set("key", b"of the group")?;
+        }
+        assert_eq!(pg.store().get("key")?, b"of all");
+        assert_eq!(group.store().get("key")?, b"of the group");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn spawn_returns_results_in_rank_order_and_the_first_error() {
+    assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)).unwrap(), [0, 10, 20]);
+    // The others wait for rank 1, and fail because of it: theirs are echoes.
+    let error = ranks(3, |pg| match pg.rank() {
+        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        _ => pg.barrier(),
+    });
+    assert!(error.unwrap_err().to_string().contains("no disk"));
+    let error = ranks(3, |pg| if pg.rank() == 2 { panic!("out of luck") } else { pg.barrier() }).unwrap_err();
+    assert!(matches!(&error, Error::RankFailed { rank: 2, reason } if reason.contains("out of luck")), "{error}");
+    assert!(matches!(ranks(0, |_| Ok(())), Err(Error::InvalidArgument { .. })));
+}
+
+#[test]
+fn what_cannot_be_reduced_is_refused_before_anything_is_sent() {
+    ranks(2, |pg| {
+        let integers = Tensor::zeros(4, DType::I64, &Device::Cpu)?;
+        assert!(pg.all_reduce(&integers, ReduceOp::Avg).is_err(), "there is no average of integers");
+        let transposed = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?.t()?;
+        let error = pg.all_reduce(&transposed, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(error.contains("contiguous"), "{error}");
+        assert!(matches!(pg.broadcast(&integers, 2), Err(Error::RankOutOfRange { rank: 2, .. })));
+        assert!(pg.all_gather(&zeros(5), &zeros(2)).is_err(), "5 is not 2 × 2");
+        pg.barrier() // the group is none the worse
+    })
+    .unwrap();
+}
+
+#[test]
+fn engines_that_are_not_there_say_how_to_get_them() {
+    let init = |backend| {
+        let options = InitOptions { backend, rank: Some(0), world_size: Some(1), ..Default::default() };
+        init_process_group(InitOptions { init_method: "tcp://127.0.0.1:0".into(), ..options })
+    };
+    assert_eq!(init(Backend::Cpu).unwrap().backend(), Backend::Cpu);
+    let error = init(Backend::Mpi).unwrap_err().to_string();
+    assert!(error.contains("Backend::Cpu"), "{error}");
+    #[cfg(not(feature = "nccl"))]
+    {
+        assert_eq!(init(Backend::Auto).unwrap().backend(), Backend::Cpu);
+        let error = init(Backend::Nccl).unwrap_err().to_string();
+        assert!(error.contains("feature `nccl`"), "{error}");
+    }
+}
+
+/// One rank ends the group in place of making another one out of it.
+#[test]
+fn making_a_group_ends_with_the_group_it_is_made_of() {
+    for absent in 0..3 {
+        let all_know = std::sync::Barrier::new(3);
+        ranks(3, |pg| {
+            let start = Instant::now();
+            let errors = if pg.rank() == absent {
+                std::thread::sleep(Duration::from_millis(200));
+                pg.abort("no disk");
+                vec![]
+            } else {
+                // The second time, it has ended before.
+                [(); 2].map(|()| pg.new_group(&[2, 0, 1]).map(drop).unwrap_err().to_string()).into()
+            };
+            let took = start.elapsed();
+            // It is not by leaving that a rank is heard of.
+            all_know.wait();
+            for error in errors {
+                assert_eq!(error, format!("rank {absent} ended the group: no disk"));
+            }
+            assert!(took < Duration::from_secs(10), "only the time-out ended it");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn peers_hear_why_a_rank_ended() {
+    let expect = |pg: &ProcessGroup, reason: &str| {
+        for _ in 0..2 {
+            let error = pg.barrier().unwrap_err();
+            let heard = matches!(&error, Error::PeerFailed { peer: 1, reason: heard } if heard == reason);
+            assert!(heard, "rank {}: {error}", pg.rank());
+        }
+    };
+    // An error of the program's own.
+    ranks(3, |pg| {
+        if pg.rank() == 1 {
+            let error = pg.abort_on_error(|| Err::<(), String>("no disk".to_string()));
+            assert_eq!(error.unwrap_err(), "no disk");
+        }
+        expect(&pg, "no disk");
+        Ok(())
+    })
+    .unwrap();
+    // A panic goes on afterwards.
+    ranks(3, |pg| {
+        if pg.rank() == 1 {
+            let body = || -> Result<(), String> { panic!("out of luck") };
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| pg.abort_on_error(body))).unwrap_err();
+        }
+        expect(&pg, "it panicked: out of luck");
+        Ok(())
+    })
+    .unwrap();
+    // The failure of another rank keeps its name, also where it ends this one.
+    ranks(3, |pg| {
+        let ended = pg.abort_on_error(|| match pg.rank() {
+            1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+            _ => pg.barrier(),
+        });
+        assert!(ended.is_err());
+        expect(&pg, "reading data: no disk");
+        Ok(())
+    })
+    .unwrap();
+    // Ranks that are threads do so by themselves.
+    let error = ranks(3, |pg| match pg.rank() {
+        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        _ => {
+            expect(&pg, "reading data: no disk");
+            Ok(())
+        }
+    });
+    assert_eq!(error.unwrap_err().to_string(), "reading data: no disk");
+    // All is well.
+    assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))).unwrap(), [0, 1]);
+}
+
+/// Rank 1 gathers numbers of its own, in a call that looks like the first one of rank 0's: what rank 0 takes for a length
+/// must not be believed.
+#[test]
+fn a_member_in_another_call_is_an_error_and_no_panic() {
+    for number in [-1, i64::MAX, 1 << 40] {
+        let error = ranks(2, |pg| {
+            if pg.rank() == 1 {
+                let all = Tensor::zeros(2, DType::I64, &Device::Cpu)?;
+                return pg.all_gather(&all, &Tensor::new(&[number], &Device::Cpu)?);
+            }
+            let build = |vb: candle_nn::VarBuilder<'static>| vb.get(1, "w");
+            candle_ddp::DistributedDataParallel::new(
+                &pg,
+                &candle_nn::VarMap::new(),
+                DType::F32,
+                build,
+                Default::default(),
+            )
+            .map(drop)
+        })
+        .unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with(&format!("rank 1 ended the group: it sent {number} as the length")), "{text}");
+    }
+}

@@ -1,0 +1,399 @@
+//! The CPU engine with a process for each rank, some of which are killed or stopped.
+//!
+//! The test binary runs itself again as its ranks; they meet through files in a temporary folder.
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::Store;
+use candle_ddp::{Error, ReduceOp, Result};
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(6);
+const WORLD_SIZE: usize = 4;
+const VICTIM: usize = 2;
+
+/// What the ranks' data travels through, as the environment variable says it, and how many ranks a host has.
+const TRANSPORTS: [(&str, usize); 3] = [("shm", WORLD_SIZE), ("tcp", WORLD_SIZE), ("auto", 2)];
+
+const RANK: &str = "CANDLE_DDP_TEST_RANK";
+const SCENARIO: &str = "CANDLE_DDP_TEST_SCENARIO";
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+/// The part of a store that the construction of a group needs: a file for each key.
+struct Files(PathBuf);
+
+impl Files {
+    fn path(&self, key: &str) -> PathBuf {
+        self.0.join(key.replace('/', "."))
+    }
+}
+
+impl Store for Files {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.path(key);
+        let unfinished = self.path(&format!("{key}.unfinished"));
+        std::fs::write(&unfinished, value).unwrap();
+        std::fs::rename(unfinished, path).unwrap();
+        Ok(())
+    }
+    fn get(&self, key: &str) -> Result<Vec<u8>> {
+        self.wait(&[key], None)?;
+        Ok(std::fs::read(self.path(key)).unwrap())
+    }
+    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
+        let timeout = timeout.unwrap_or(TIMEOUT);
+        let deadline = Instant::now() + timeout;
+        while !self.check(keys)? {
+            if Instant::now() > deadline {
+                return Err(Error::StoreTimeout {
+                    operation: format!("wait({keys:?})"),
+                    store: self.0.display().to_string(),
+                    timeout,
+                    reason: "a test's rank has not come".into(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+    fn check(&self, keys: &[&str]) -> Result<bool> {
+        Ok(keys.iter().all(|key| self.path(key).exists()))
+    }
+    fn timeout(&self) -> Duration {
+        TIMEOUT
+    }
+    fn add(&self, _: &str, _: i64) -> Result<i64> {
+        unreachable!()
+    }
+    fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
+        unreachable!()
+    }
+    fn delete(&self, _: &str) -> Result<bool> {
+        unreachable!()
+    }
+    fn append(&self, _: &str, _: &[u8]) -> Result<()> {
+        unreachable!()
+    }
+    fn multi_get(&self, _: &[&str]) -> Result<Vec<Vec<u8>>> {
+        unreachable!()
+    }
+    fn multi_set(&self, _: &[(&str, &[u8])]) -> Result<()> {
+        unreachable!()
+    }
+    fn num_keys(&self) -> Result<usize> {
+        unreachable!()
+    }
+}
+
+/// One rank, when the environment says so: all-reduces 4 MiB again and again until an error, which it writes down.
+#[test]
+fn rank_process() {
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let files = Arc::new(Files(folder.into()));
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
+    let tensor = Tensor::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
+    let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
+    for round in 0.. {
+        let error = match round % 2 {
+            0 => communicator.run(all_reduce()),
+            _ => communicator.start(all_reduce()).and_then(|work| work.wait()),
+        };
+        if let Err(error) = error {
+            files.set(&format!("error/{rank}"), error.to_string().as_bytes()).unwrap();
+            return;
+        }
+        if round == 2 {
+            files.set(&format!("ready/{rank}"), b"").unwrap();
+        }
+    }
+}
+
+/// Processes that end with the test.
+struct Ranks(Vec<Child>);
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// One rank, when the environment says so: gives an inner part of its tensor to the next rank, which receives it into the
+/// part before, and writes down that it did.
+#[test]
+fn halo_process() {
+    const COUNT: usize = 1 << 18;
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let (files, rank): (_, usize) = (Arc::new(Files(folder.into())), rank.parse().unwrap());
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
+    let field = Tensor::full(rank as f32, 2 * COUNT, &Device::Cpu).unwrap();
+    let part = |index: usize| field.narrow(0, index * COUNT, COUNT).unwrap();
+    let (left, right) = ((rank + WORLD_SIZE - 1) % WORLD_SIZE, (rank + 1) % WORLD_SIZE);
+    let halo = communicator.start(Collective::Recv { tensor: part(0), peer: left }).unwrap();
+    // By then all ranks wait for what they receive.
+    std::thread::sleep(Duration::from_millis(300));
+    let inner = communicator.start(Collective::Send { tensor: part(1), peer: right }).unwrap();
+    halo.wait().and_then(|()| inner.wait()).unwrap();
+    assert!(part(0).to_vec1::<f32>().unwrap().iter().all(|value| *value == left as f32));
+    files.set(&format!("ready/{rank}"), b"").unwrap();
+}
+
+/// Starts the ranks in the given test, and returns once all of them are ready.
+fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
+    let rank = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", &format!("processes::{test}")])
+            .env(RANK, rank.to_string())
+            .env(FOLDER, folder)
+            .env(SCENARIO, scenario);
+        command.env("CANDLE_DDP_CPU_TRANSPORT", transport);
+        command.env("CANDLE_DDP_CPU_HOST", (rank / host_size).to_string());
+        command.stdout(Stdio::null()).spawn().unwrap()
+    };
+    let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
+    let files = Files(folder.into());
+    let ready: Vec<String> = (0..WORLD_SIZE).map(|rank| format!("ready/{rank}")).collect();
+    files.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(Duration::from_secs(60))).unwrap();
+    ranks
+}
+
+fn start(folder: &Path, transport: (&str, usize)) -> Ranks {
+    start_in("rank_process", "", folder, transport)
+}
+
+/// The errors of all ranks but the victim, which must come within `limit`.
+fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
+    let start = Instant::now();
+    let files = Files(folder.into());
+    let mut errors = Vec::new();
+    for rank in (0..WORLD_SIZE).filter(|rank| *rank != VICTIM) {
+        let key = format!("error/{rank}");
+        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
+        errors.push(String::from_utf8(files.get(&key).unwrap()).unwrap());
+    }
+    errors
+}
+
+#[test]
+fn slices_of_one_tensor_cross_between_processes() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        drop(start_in("halo_process", "", folder.path(), transport));
+    }
+}
+
+#[test]
+fn every_survivor_names_a_killed_rank_at_once() {
+    for (transport, segments) in TRANSPORTS.into_iter().zip([WORLD_SIZE, 0, 2]) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start(folder.path(), transport);
+        // They map the memory of their host, each one's once, and nothing else.
+        for rank in &ranks.0 {
+            let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+            assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
+        }
+        // Kills it in the middle of something else every time.
+        std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
+        ranks.0[VICTIM].kill().unwrap();
+        // Much less than the time-out, which would end it, too; the rest is for slow machines.
+        for error in survivors(folder.path(), TIMEOUT / 2) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
+            assert!(error.contains("closed during all_reduce(f32[1048576])"), "{transport:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn every_survivor_names_a_stopped_rank_in_time() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let ranks = start(folder.path(), transport);
+        let pid = Pid::from_child(&ranks.0[VICTIM]);
+        kill_process(pid, Signal::STOP).unwrap();
+        let errors = survivors(folder.path(), TIMEOUT + Duration::from_secs(5));
+        for error in errors {
+            assert!(error.contains("all_reduce(f32[1048576])"), "{transport:?}: {error}");
+            assert!(error.contains("timed out after 6s"), "{transport:?}: {error}");
+            assert!(error.contains("rank 2 does not answer: its process is stopped"), "{transport:?}: {error}");
+        }
+    }
+}
+
+/// Shared memory has no name that could stay behind, and no descriptor that a child could inherit.
+#[test]
+fn nothing_is_left_of_killed_ranks() {
+    let named = || -> Vec<String> {
+        let entries = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    };
+    let before = named();
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks = start(folder.path(), TRANSPORTS[0]);
+    for rank in &ranks.0 {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+        assert!(maps.contains("/memfd:candle-ddp-"), "it does not use shared memory: {maps}");
+        for descriptor in std::fs::read_dir(format!("/proc/{}/fd", rank.id())).unwrap().flatten() {
+            let target = std::fs::read_link(descriptor.path()).unwrap_or_default();
+            assert!(!target.to_string_lossy().contains("candle-ddp-"), "{target:?} is still open");
+        }
+    }
+    for rank in &mut ranks.0 {
+        rank.kill().unwrap();
+        rank.wait().unwrap();
+    }
+    let left: Vec<String> = named().into_iter().filter(|name| !before.contains(name)).collect();
+    assert!(left.iter().all(|name| !name.contains("candle")), "{left:?}");
+}
+
+/// One rank, when the environment says so, in a scenario in which processes end without dropping their group. It ends
+/// that way itself, after it has written down its error, or nothing.
+#[test]
+fn ending_rank_process() {
+    let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
+    let (files, rank) = (Arc::new(Files(folder.into())), rank.parse::<usize>().unwrap());
+    let scenario = std::env::var(SCENARIO).unwrap();
+    let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
+    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
+    files.set(&format!("ready/{rank}"), b"").unwrap();
+    let result = match scenario.as_str() {
+        "given" => give_everything(&communicator, &files),
+        "waiting" => give_in_turn(&communicator, &files),
+        _ => broadcast_after_a_death(&communicator, &files),
+    };
+    let text = result.map_or_else(|error| error.to_string(), |()| String::new());
+    files.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
+    std::process::exit(0);
+}
+
+const COUNT: usize = 1000;
+
+fn values(value: f32) -> Tensor {
+    Tensor::full(value, COUNT, &Device::Cpu).unwrap()
+}
+
+fn assert_values(tensor: &Tensor, expected: &[f32]) {
+    let expected: Vec<f32> = expected.iter().flat_map(|value| [*value; COUNT]).collect();
+    assert_eq!(tensor.to_vec1::<f32>().unwrap(), expected);
+}
+
+/// The last rank receives everything when the others are gone already, and fails when it needs more.
+fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
+    if rank == last {
+        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+    }
+    let own = values(rank as f32);
+    let broadcast = values(rank as f32 + 5.0);
+    communicator.run(Collective::Broadcast { tensor: broadcast.clone(), root: 0 })?;
+    assert_values(&broadcast, &[5.0]);
+    let all = || Tensor::zeros(WORLD_SIZE * COUNT, DType::F32, &Device::Cpu).unwrap();
+    let gathered = all();
+    let output = (rank == last).then(|| gathered.clone());
+    communicator.run(Collective::Gather { output, input: own.clone(), root: last })?;
+    let reduced = values(rank as f32);
+    communicator.run(Collective::Reduce { tensor: reduced.clone(), root: last, op: ReduceOp::Sum })?;
+    let scattered = values(-1.0);
+    let input = (rank == 1).then(|| Tensor::cat(&[values(0.0), values(1.0), values(2.0), values(3.0)], 0).unwrap());
+    communicator.run(Collective::Scatter { output: scattered.clone(), input, root: 1 })?;
+    assert_values(&scattered, &[rank as f32]);
+    if rank != last {
+        return communicator.run(Collective::Send { tensor: own, peer: last });
+    }
+    assert_values(&gathered, &[0.0, 1.0, 2.0, 3.0]);
+    assert_values(&reduced, &[6.0]);
+    for peer in 0..last {
+        let received = values(-1.0);
+        communicator.run(Collective::Recv { tensor: received.clone(), peer })?;
+        assert_values(&received, &[peer as f32]);
+    }
+    // A second message was not sent.
+    communicator.run(Collective::Recv { tensor: own, peer: 1 })
+}
+
+/// The last rank is in the call when ranks 1 and 2, which have taken part in it, end, and rank 0 has not come yet.
+fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
+    if rank == 0 {
+        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+    }
+    let gathered = Tensor::zeros(WORLD_SIZE * COUNT, DType::F32, &Device::Cpu).unwrap();
+    let output = (rank == last).then(|| gathered.clone());
+    communicator.run(Collective::Gather { output, input: values(rank as f32), root: last })?;
+    if rank == last {
+        assert_values(&gathered, &[0.0, 1.0, 2.0, 3.0]);
+    }
+    Ok(())
+}
+
+/// Rank 0 comes to a broadcast of its own when a receiver has been killed; the others wait for it. A rank that is through
+/// with it before anybody has heard of the death hears of it in its next call.
+fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+    match communicator.rank() {
+        0 => files.wait(&["gone"], Some(Duration::from_secs(60)))?,
+        VICTIM => std::thread::sleep(Duration::from_secs(60)),
+        _ => {}
+    }
+    communicator.run(Collective::Broadcast { tensor: values(1.0), root: 0 })?;
+    communicator.run(Collective::Barrier)
+}
+
+/// What the given ranks wrote down, within `limit`.
+fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>, limit: Duration) -> Vec<String> {
+    let (start, files) = (Instant::now(), Files(folder.into()));
+    let error = |rank| {
+        let key = format!("error/{rank}");
+        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
+        String::from_utf8(files.get(&key).unwrap()).unwrap()
+    };
+    ranks.into_iter().map(error).collect()
+}
+
+#[test]
+fn what_a_rank_has_given_arrives_when_its_process_is_gone() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "given", folder.path(), transport);
+        ranks.0[..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
+        let (error, others) = errors.split_last().unwrap();
+        assert!(others.iter().all(String::is_empty), "{transport:?}: {errors:?}");
+        let expected = "rank 1 is gone: its connection to rank 3 closed during recv(f32[1000]), sequence 2";
+        assert!(error.starts_with(expected), "{transport:?}: {error:?}");
+    }
+}
+
+#[test]
+fn a_rank_may_end_while_others_are_in_the_call_that_it_took_part_in() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "waiting", folder.path(), transport);
+        ranks.0[1..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
+        assert!(errors.iter().all(String::is_empty), "{transport:?}: {errors:?}");
+    }
+}
+
+#[test]
+fn a_root_notices_a_dead_receiver_and_tells_the_others() {
+    for transport in TRANSPORTS {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = start_in("ending_rank_process", "root", folder.path(), transport);
+        ranks.0[VICTIM].kill().unwrap();
+        ranks.0[VICTIM].wait().unwrap();
+        Files(folder.path().into()).set("gone", b"").unwrap();
+        for error in errors_of(folder.path(), (0..WORLD_SIZE).filter(|rank| *rank != VICTIM), TIMEOUT / 2) {
+            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error:?}");
+        }
+    }
+}

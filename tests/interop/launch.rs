@@ -1,0 +1,72 @@
+//! Launchers and programs of the two worlds mixed: a candle-ddp program under torchrun, a PyTorch program under ddprun.
+use candle_core::{DType, Tensor};
+use candle_ddp::{InitOptions, ReduceOp, init_process_group};
+use std::path::Path;
+use std::process::Command;
+
+/// Set in processes that are ranks: the folder in which they leave their results.
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+/// The entrance for ranks; does nothing in the test's own process.
+#[test]
+fn rank_of_another_test() {
+    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let pg = init_process_group(InitOptions::default()).unwrap();
+    let sum = Tensor::full(1f32 + pg.rank() as f32, 1000, pg.device()).unwrap();
+    pg.all_reduce(&sum, ReduceOp::Sum).unwrap();
+    let sum = sum.to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+    let text = format!("{sum} {} {}", pg.world_size(), pg.local_rank());
+    std::fs::write(Path::new(&folder).join(format!("rank{}", pg.rank())), text).unwrap();
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.env("OMP_NUM_THREADS", "1").output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{command:?}\n{out}\n{err}");
+    out.into_owned()
+}
+
+#[test]
+fn a_candle_program_runs_under_torchrun() {
+    let Some(python) = crate::pytorch::python("a_candle_program_runs_under_torchrun") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let mut torchrun = Command::new(python);
+    torchrun.args(["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]);
+    torchrun.arg(std::env::current_exe().unwrap()).args(["launch::rank_of_another_test", "--exact"]);
+    run(torchrun.env(FOLDER, folder.path()));
+    for rank in 0..2 {
+        let text = std::fs::read_to_string(folder.path().join(format!("rank{rank}"))).unwrap();
+        assert_eq!(text, format!("3000 2 {rank}"));
+    }
+}
+
+/// Trains one step with PyTorch's DDP over Gloo, and checks the gradient.
+const PYTORCH_PROGRAM: &str = r#"
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+model(torch.full((2, 3), rank + 1.0)).mean().backward()
+expected = sum(r + 1.0 for r in range(world)) / world
+assert torch.allclose(model.module.weight.grad, torch.full((1, 3), expected)), model.module.weight.grad
+print("gradient averaged on rank", rank, "of", world, flush=True)
+dist.barrier()
+os._exit(0)  # PyTorch's own threads sometimes abort an interpreter that ends in good order
+"#;
+
+#[test]
+fn a_pytorch_program_runs_under_ddprun() {
+    let Some(python) = crate::pytorch::python("a_pytorch_program_runs_under_ddprun") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("train.py");
+    std::fs::write(&script, PYTORCH_PROGRAM).unwrap();
+    let mut ddprun = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    ddprun.args(["--standalone", "--nproc-per-node", "2"]).arg(python).arg(&script);
+    let out = run(&mut ddprun);
+    for rank in 0..2 {
+        assert!(out.contains(&format!("gradient averaged on rank {rank} of 2")), "{out}");
+    }
+}

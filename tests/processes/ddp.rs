@@ -1,0 +1,391 @@
+//! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that really die.
+//!
+//! The processes are this test binary itself, told by an environment variable to be a rank.
+use crate::common::{assert_close, fill, floats, free_port, tensor, var};
+use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
+use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Names the job of a rank; unset in the test's own process.
+const JOB: &str = "CANDLE_DDP_TEST_JOB";
+/// The folder in which ranks leave what they found.
+const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+
+struct Net(Linear, Linear);
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+/// The entrance for ranks: libtest runs it in every process, and it does nothing in the test's own.
+#[test]
+fn rank_of_another_test() {
+    let Ok(job) = std::env::var(JOB) else { return };
+    let folder = std::env::var(FOLDER).unwrap();
+    let timeout = Duration::from_secs(match job.as_str() {
+        "frozen" => 3,
+        "init-frozen" => 4,
+        _ => 60,
+    });
+    let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
+    let die_with_parent = job == "orphan";
+    let rank = std::env::var("RANK").unwrap();
+    let report = |text: &str| std::fs::write(format!("{folder}/{job}-rank{rank}"), text).unwrap();
+    if let Ok(pause) = std::env::var(PAUSE) {
+        log::set_boxed_logger(Box::new(Interrupting { panics: pause == "panic", go: format!("{folder}/go") })).unwrap();
+        log::set_max_level(log::LevelFilter::Info);
+    }
+    let start = Instant::now();
+    let options = InitOptions { timeout, init_method, die_with_parent, ..Default::default() };
+    let pg = match init_process_group(options) {
+        Ok(pg) => pg,
+        Err(error) if job.starts_with("init") => {
+            return report(&format!("{} {error}", start.elapsed().as_secs_f32()));
+        }
+        Err(error) => panic!("{error}"),
+    };
+    match job.as_str() {
+        "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
+        "train" => report(&train(&pg).unwrap()),
+        // Until something happens to one of the ranks.
+        "killed" | "frozen" => loop {
+            if let Err(error) = exchange(&pg, &folder) {
+                return report(&error.to_string());
+            }
+        },
+        // Until its parent dies.
+        "orphan" | "left_alone" => {
+            report(&std::process::id().to_string());
+            std::thread::sleep(timeout);
+        }
+        // Rank 1 does not come to make the new group.
+        "joining" => {
+            exchange(&pg, &folder).unwrap();
+            match pg.rank() {
+                1 => std::thread::sleep(timeout),
+                _ => report(&pg.new_group(&[0, 1, 2]).map(drop).unwrap_err().to_string()),
+            }
+        }
+        other => panic!("no such job: {other}"),
+    }
+}
+
+/// What a rank does between the rendezvous and the making of its connections: `panic`, or wait for the file `go`.
+const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
+
+/// A logger is code of the program's own that runs in the middle of initialisation.
+struct Interrupting {
+    panics: bool,
+    go: String,
+}
+
+impl log::Log for Interrupting {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record) {
+        if record.args().to_string().contains("backend Cpu") {
+            assert!(!self.panics, "out of luck");
+            while !Path::new(&self.go).exists() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Five steps; returns the final parameters.
+fn train(pg: &ProcessGroup) -> Result<String> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    fill(&varmap, 3);
+    let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
+    let x = tensor(&[pg.world_size() * 5, 4], 1).i(pg.rank() * 5..(pg.rank() + 1) * 5)?;
+    for _ in 0..5 {
+        let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
+        optimizer.step(&ddp.backward(&loss)?)?;
+    }
+    let parameters: Vec<f32> = ddp.parameters().iter().flat_map(|var| floats(var)).collect();
+    Ok(parameters.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))
+}
+
+/// A large all-reduce, and a sign that ranks are in the middle of such.
+fn exchange(pg: &ProcessGroup, folder: &str) -> Result<()> {
+    let large = Tensor::ones(4 << 20, DType::F32, &Device::Cpu)?;
+    pg.all_reduce(&large, candle_ddp::ReduceOp::Sum)?;
+    let sign = format!("{folder}/running-rank{}", pg.rank());
+    std::fs::write(&sign, "").map_err(candle_core::Error::msg)?;
+    Ok(())
+}
+
+fn rank_command(program: &Path, job: &str, folder: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env(JOB, job).env(FOLDER, folder).env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+const RANK_ARGUMENTS: [&str; 4] = ["ddp::rank_of_another_test", "--exact", "--nocapture", "--test-threads=1"];
+
+/// As under torchrun, which gives its workers no parent-death signal.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_dies_with_its_parent_where_it_was_asked_to() {
+    for (job, dies) in [("orphan", true), ("left_alone", false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut parent = rank_command(Path::new("sh"), job, folder.path());
+        parent.args(["-c", r#""$0" "$@"; true"#]).arg(std::env::current_exe().unwrap()).args(RANK_ARGUMENTS);
+        parent.envs([("RANK", "0"), ("WORLD_SIZE", "1")]);
+        parent.env("INIT_METHOD", format!("file://{}", folder.path().join("store").display())).stdout(Stdio::null());
+        let mut parent = parent.spawn().unwrap();
+        let report = folder.path().join(format!("{job}-rank0"));
+        let start = Instant::now();
+        let rank = loop {
+            match std::fs::read_to_string(&report).unwrap_or_default().parse::<i32>() {
+                Ok(rank) => break rustix::process::Pid::from_raw(rank).unwrap(),
+                Err(_) => assert!(start.elapsed() < Duration::from_secs(60), "the rank does not start"),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        parent.kill().unwrap();
+        parent.wait().unwrap();
+        // Whoever adopted it may take its time to wait for it.
+        let gone = || {
+            let stat = std::fs::read_to_string(format!("/proc/{rank}/stat")).unwrap_or_default();
+            stat.is_empty() || stat.contains(") Z ")
+        };
+        let start = Instant::now();
+        while dies && !gone() && start.elapsed() < Duration::from_secs(30) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let died = gone();
+        if !died {
+            rustix::process::kill_process(rank, rustix::process::Signal::KILL).unwrap();
+        }
+        assert_eq!(died, dies, "{job}");
+    }
+}
+
+#[test]
+fn processes_under_the_launcher_train_like_one() {
+    let this = std::env::current_exe().unwrap();
+    for world in [2, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut launcher = rank_command(Path::new(env!("CARGO_BIN_EXE_ddprun")), "train", folder.path());
+        launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(&this).args(RANK_ARGUMENTS);
+        let output = launcher.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let varmap = VarMap::new();
+        let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        fill(&varmap, 3);
+        let vars: Vec<_> = ["a.weight", "a.bias", "b.weight", "b.bias"].map(|name| var(&varmap, name)).into();
+        let mut optimizer = SGD::new(vars.clone(), 0.3).unwrap();
+        let x = tensor(&[world * 5, 4], 1);
+        for _ in 0..5 {
+            optimizer.backward_step(&net.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        }
+        let expected: Vec<f32> = vars.iter().flat_map(|var| floats(var)).collect();
+        let found: Vec<String> = (0..world)
+            .map(|rank| std::fs::read_to_string(folder.path().join(format!("train-rank{rank}"))).unwrap())
+            .collect();
+        assert!(found.iter().all(|other| *other == found[0]), "ranks must agree bit for bit");
+        let found: Vec<f32> = found[0].split(' ').map(|value| value.parse().unwrap()).collect();
+        assert_close(&found, &expected, 1e-5, &format!("{world} processes"));
+    }
+}
+
+/// Three ranks that exchange large tensors until `harm` befalls rank 1; returns what the others report.
+fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
+    let folder = tempfile::tempdir().unwrap();
+    let this = std::env::current_exe().unwrap();
+    let init_method = format!("file://{}", folder.path().join("store").display());
+    let mut ranks: Vec<Child> = (0..3)
+        .map(|rank| {
+            let mut command = rank_command(&this, job, folder.path());
+            command.args(RANK_ARGUMENTS).env("INIT_METHOD", &init_method);
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", "3");
+            command.stdout(Stdio::null()).spawn().unwrap()
+        })
+        .collect();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !(0..3).all(|rank| folder.path().join(format!("running-rank{rank}")).exists()) {
+        assert!(Instant::now() < deadline, "the ranks did not start");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    harm(&ranks[1]);
+    let reports = [0, 2].map(|rank| {
+        ranks[rank].wait().unwrap();
+        std::fs::read_to_string(folder.path().join(format!("{job}-rank{rank}"))).unwrap()
+    });
+    // SIGKILL ends a stopped process as well.
+    let _ = ranks[1].kill();
+    ranks[1].wait().unwrap();
+    reports
+}
+
+#[test]
+fn the_death_of_a_rank_is_an_error_that_names_it_on_all_others() {
+    for job in ["killed", "joining"] {
+        let reports = survivors(job, |child| {
+            let pid = rustix::process::Pid::from_child(child);
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        });
+        for report in reports {
+            assert!(report.contains("rank 1 is gone"), "{job}: {report}");
+        }
+    }
+}
+
+#[test]
+fn a_frozen_rank_is_a_time_out_that_names_it_on_all_others() {
+    let reports = survivors("frozen", |child| {
+        rustix::process::kill_process(rustix::process::Pid::from_child(child), rustix::process::Signal::STOP).unwrap();
+    });
+    for report in reports {
+        assert!(report.contains("timed out after 3s") && report.contains("rank 1"), "{report}");
+    }
+}
+
+/// A rank that joins the group, in a process.
+fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size: usize) -> Command {
+    let mut command = rank_command(&std::env::current_exe().unwrap(), job, folder);
+    command.args(RANK_ARGUMENTS).env("INIT_METHOD", init_method).stdout(Stdio::null()).stderr(Stdio::null());
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
+    command
+}
+
+/// After how many seconds initialisation ended on a rank, and how.
+fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> (f32, String) {
+    process.wait().unwrap();
+    let report = std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap();
+    let (seconds, error) = report.split_once(' ').unwrap();
+    (seconds.parse().unwrap_or_else(|_| panic!("rank {rank}: {report}")), error.to_string())
+}
+
+fn signal(process: &Child, signal: rustix::process::Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_child(process), signal).unwrap();
+}
+
+/// Starts ranks 0 to `started` of a world that is larger by one, and returns when they wait for the last one.
+fn waiting_for_the_last(job: &str, folder: &Path, started: usize) -> Vec<Child> {
+    let port = free_port();
+    let init_method = format!("tcp://127.0.0.1:{port}");
+    let start = |rank| joining(job, folder, &init_method, rank, started + 1).spawn().unwrap();
+    let ranks: Vec<Child> = (0..started).map(start).collect();
+    let store = TcpStore::connect("127.0.0.1", port, Duration::from_secs(60)).unwrap();
+    let keys: Vec<String> = (0..started).map(|rank| format!("candle_ddp/0/0/join/host/{rank}")).collect();
+    store.wait(&keys.iter().map(String::as_str).collect::<Vec<_>>(), None).unwrap();
+    ranks
+}
+
+#[test]
+fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut ranks = waiting_for_the_last("init-frozen", folder.path(), 4);
+    signal(&ranks[0], rustix::process::Signal::STOP);
+    for (rank, process) in ranks.iter_mut().enumerate().skip(1) {
+        let (seconds, error) = outcome("init-frozen", folder.path(), rank, process);
+        assert!(seconds < 9.0, "time-out 4 s, ended after {seconds} s: {error}");
+        assert!(error.contains("timed out after 4s on the store 127.0.0.1:"), "{error}");
+        assert!(error.contains("the store does not answer"), "{error}");
+    }
+    ranks[0].kill().unwrap();
+    ranks[0].wait().unwrap();
+}
+
+#[test]
+fn the_death_of_a_rank_during_initialisation_is_noticed() {
+    // In the rendezvous, and while the connections are made: ranks wait for its address, and for it to connect.
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let meeting = waiting_for_the_last("init", folders[0].path(), 3);
+    let init_method = format!("file://{}", folders[1].path().join("store").display());
+    let start = |rank: usize| {
+        let mut command = joining("init", folders[1].path(), &init_method, rank, 3);
+        if rank == 1 {
+            command.env(PAUSE, "wait");
+        }
+        command.spawn().unwrap()
+    };
+    let connecting: Vec<Child> = (0..3).map(start).collect();
+    let store = FileStore::open(folders[1].path().join("store"), Duration::from_secs(60)).unwrap();
+    store.wait(&["candle_ddp/0/0/cpu/addr/0", "candle_ddp/0/0/backend/1"], None).unwrap();
+    let mut jobs = [meeting, connecting];
+    for ranks in &mut jobs {
+        ranks[1].kill().unwrap();
+        ranks[1].wait().unwrap();
+    }
+    for (mut ranks, folder) in jobs.into_iter().zip(&folders) {
+        for rank in [0, 2] {
+            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
+            assert!(seconds < 25.0, "time-out 60 s, ended after {seconds} s: {error}");
+            assert!(error.contains("rank 1 ended the group: it gave no sign of life for 8 s"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_error_or_a_panic_during_initialisation_is_told_to_all_others() {
+    let transport = ("CANDLE_DDP_CPU_TRANSPORT", "none");
+    let refused = "CANDLE_DDP_CPU_TRANSPORT=\"none\": it is one of auto, tcp, shm (on host ";
+    for (failing, (variable, value), expected) in [
+        // The rank that hosts the store, and others.
+        (0, transport, refused),
+        (1, transport, refused),
+        (2, (PAUSE, "panic"), "it panicked during initialisation (on host "),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let init_method = format!("tcp://127.0.0.1:{}", free_port());
+        let mut ranks: Vec<Child> = (0..3)
+            .map(|rank| {
+                let mut command = joining("init", folder.path(), &init_method, rank, 3);
+                if rank == failing {
+                    command.env(variable, value);
+                }
+                command.spawn().unwrap()
+            })
+            .collect();
+        for rank in (0..3).filter(|rank| *rank != failing) {
+            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
+            assert!(seconds < 20.0, "time-out 60 s, ended after {seconds} s: {error}");
+            assert!(error.contains(&format!("rank {failing} ended the group: {expected}")), "rank {rank}: {error}");
+        }
+        ranks[failing].wait().unwrap();
+    }
+}
+
+#[test]
+fn silent_connections_do_not_end_a_rank_that_has_few_descriptors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let init_method = format!("file://{}", path.display());
+    let rank_0 = joining("init", folder.path(), &init_method, 0, 2);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\""]).arg(rank_0.get_program()).args(rank_0.get_args());
+    limited.envs(rank_0.get_envs().filter_map(|(name, value)| Some((name, value?)))).stdout(Stdio::null());
+    let mut ranks = vec![limited.spawn().unwrap()];
+    ranks.push(joining("init", folder.path(), &init_method, 1, 2).env(PAUSE, "wait").spawn().unwrap());
+    let store = FileStore::open(&path, Duration::from_secs(60)).unwrap();
+    let address = String::from_utf8(store.get("candle_ddp/0/0/cpu/addr/0").unwrap()).unwrap();
+    let address = address.split(' ').next().unwrap().to_string();
+    let silent: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect();
+    std::fs::write(folder.path().join("go"), "").unwrap();
+    for (rank, process) in ranks.iter_mut().enumerate() {
+        process.wait().unwrap();
+        let report = std::fs::read_to_string(folder.path().join(format!("init-rank{rank}"))).unwrap();
+        assert_eq!(report, "all is well", "rank {rank}");
+    }
+    drop(silent);
+}

@@ -1,0 +1,119 @@
+//! The example `digits` under the real launcher: it learns, its metrics file says so, and it is the same training on
+//! every run.
+#![cfg(feature = "launcher")]
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+/// The example's binary, which `cargo test` builds along with the tests, but `cargo test --test digits` does not.
+fn example() -> PathBuf {
+    let binaries = PathBuf::from(env!("CARGO_BIN_EXE_ddprun"));
+    let profile = binaries.parent().unwrap();
+    let path = profile.join("examples").join(format!("digits{}", std::env::consts::EXE_SUFFIX));
+    if !path.exists() {
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--example", "digits", "--target-dir"]).arg(profile.parent().unwrap());
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().unwrap().success());
+    }
+    path
+}
+
+fn digits(ranks: usize, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ddprun"))
+        .args(["--standalone", "--nproc-per-node", &ranks.to_string()])
+        .arg(example())
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn metrics(ranks: usize, arguments: &[&str]) -> Vec<Value> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("metrics.jsonl");
+    let output = digits(ranks, &[&["--metrics", file.to_str().unwrap()], arguments].concat());
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
+    assert!(!stderr.contains("left\r"), "a progress bar without a terminal: {stderr:?}");
+    std::fs::read_to_string(file).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn two_ranks_learn_to_read() {
+    let epochs = metrics(2, &["--epochs", "8", "--require-accuracy", "0.9"]);
+    assert_eq!(epochs.len(), 8);
+    for (index, epoch) in epochs.iter().enumerate() {
+        assert_eq!(epoch["epoch"], index + 1);
+        assert_eq!(epoch["world_size"], 2);
+        assert_eq!(epoch["parameter_hash"].as_str().unwrap().len(), 16);
+        assert!(epoch["images_per_second"].as_f64().unwrap() > 0.);
+    }
+    let (first, last) = (&epochs[0], &epochs[7]);
+    assert!(last["train_loss"].as_f64().unwrap() < first["train_loss"].as_f64().unwrap() / 5., "{first} {last}");
+    assert!(last["test_accuracy"].as_f64().unwrap() >= 0.9, "{last}");
+}
+
+#[test]
+fn spread_optimizer_states_train_the_same() {
+    for ranks in [2, 3] {
+        let hashes = |arguments: &[&str]| -> Vec<Value> {
+            let epochs = metrics(ranks, &[&["--epochs", "2"], arguments].concat());
+            epochs.into_iter().map(|epoch| epoch["parameter_hash"].clone()).collect()
+        };
+        // To the last bit: the engine sums up in the same order, and the optimizer is the same.
+        assert_eq!(hashes(&["--zero"]), hashes(&[]), "{ranks} ranks");
+    }
+}
+
+#[test]
+fn every_communication_hook_learns_too() {
+    // What a hook may send at most, as a part of the gradients.
+    for (hook, part) in [("fp16", 0.51), ("bf16", 0.51), ("power-sgd", 0.6), ("top-k", 0.21)] {
+        let epochs = metrics(2, &["--epochs", "6", "--comm-hook", hook]);
+        let last = &epochs[5];
+        assert!(last["test_accuracy"].as_f64().unwrap() >= 0.8, "{hook}: {last}");
+        let (sent, all) = (last["bytes_sent"].as_f64().unwrap(), last["gradient_bytes"].as_f64().unwrap());
+        assert!(sent > 0.0 && sent < all * part, "{hook}: {last}");
+    }
+    assert!(metrics(2, &["--epochs", "1"])[0]["bytes_sent"].is_null());
+}
+
+#[test]
+fn every_test_image_counts_once() {
+    // The sampler gives each of 7 ranks 52 of the 360 images, so four are given twice.
+    let epochs = metrics(7, &["--epochs", "1", "--batch-size", "64"]);
+    let correct = epochs[0]["test_accuracy"].as_f64().unwrap() * 360.;
+    assert!((correct - correct.round()).abs() < 1e-6, "{correct} of 360");
+}
+
+#[test]
+fn a_seed_names_one_training() {
+    let hashes = |seed: &str| -> Vec<String> {
+        let epochs = metrics(3, &["--epochs", "2", "--seed", seed]);
+        epochs.iter().map(|epoch| epoch["parameter_hash"].as_str().unwrap().to_string()).collect()
+    };
+    let once = hashes("1");
+    assert_eq!(once, hashes("1"));
+    assert_ne!(once, hashes("2"));
+    assert_ne!(once[0], once[1]);
+}
+
+#[test]
+fn metrics_that_cannot_be_written_are_what_every_rank_complains_about() {
+    let output = digits(2, &["--epochs", "1", "--metrics", "/nowhere/metrics.jsonl"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    // The other rank says so as well, unless the launcher was faster.
+    let mut complaints = stderr.lines().filter(|line| line.starts_with("error: ")).peekable();
+    assert!(complaints.peek().is_some() && complaints.all(|line| line.contains("/nowhere/metrics.jsonl")), "{stderr}");
+}
+
+#[test]
+fn an_accuracy_out_of_reach_is_a_failure() {
+    let output = digits(2, &["--epochs", "1", "--require-accuracy", "1.1"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(stderr.contains("does not reach 1.1"), "{stderr}");
+}

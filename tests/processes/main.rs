@@ -1,0 +1,7 @@
+//! Ranks as processes: under the real launcher, and killed for real.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+mod allreduce;
+#[path = "../common/mod.rs"]
+mod common;
+mod ddp;
+mod digits;

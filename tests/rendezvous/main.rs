@@ -1,0 +1,8 @@
+//! How ranks find each other: environments, init methods, and key-value stores.
+#![allow(clippy::unwrap_used)] // a failed test may panic
+#[path = "../common/mod.rs"]
+mod common;
+mod file_store;
+mod meeting;
+mod server;
+mod store;

@@ -1,0 +1,326 @@
+//! Ranks that meet: threads of this process, and processes under a launcher's environment.
+use crate::common::free_port;
+use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
+use candle_ddp::{Error, Result};
+use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+fn options(init_method: &str, rank: usize, world_size: usize) -> RendezvousOptions {
+    let init_method = init_method.to_string();
+    RendezvousOptions { init_method, rank: Some(rank), world_size: Some(world_size), timeout: TIMEOUT }
+}
+
+fn meet(options: Vec<RendezvousOptions>) -> Vec<Result<Rendezvous>> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = options.iter().map(|options| scope.spawn(|| rendezvous(options))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn all_meet(init_method: &str, world_size: usize) -> Vec<Rendezvous> {
+    let options = (0..world_size).map(|rank| options(init_method, rank, world_size)).collect();
+    meet(options).into_iter().collect::<Result<_>>().unwrap()
+}
+
+/// Every rank sees what every rank has set.
+fn exchange(ranks: &[Rendezvous], word: &str) {
+    for rank in ranks {
+        rank.store.set(&format!("word/{}", rank.rank), word.as_bytes()).unwrap();
+    }
+    for rank in ranks {
+        for peer in 0..rank.world_size {
+            assert_eq!(rank.store.get(&format!("word/{peer}")).unwrap(), word.as_bytes());
+        }
+    }
+}
+
+#[test]
+fn over_tcp() {
+    for host in ["127.0.0.1", "localhost"] {
+        for world_size in [1, 2, 4, 7] {
+            let ranks = all_meet(&format!("tcp://{host}:{}", free_port()), world_size);
+            for (rank, met) in ranks.iter().enumerate() {
+                assert_eq!((met.rank, met.world_size), (rank, world_size));
+                // All are on this host, which nothing but the store could tell them.
+                assert_eq!((met.local_rank, met.local_world_size), (rank, world_size));
+                assert!(met.address.unwrap().is_loopback());
+            }
+            exchange(&ranks, "hello");
+        }
+    }
+}
+
+#[test]
+fn again_and_again_at_the_same_place() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let first = all_meet(&init_method, 2);
+    exchange(&first, "first");
+    // While the first group is there.
+    let second = all_meet(&init_method, 2);
+    assert!(!second[1].store.check(&["word/0"]).unwrap(), "keys of the first group");
+    exchange(&second, "second");
+    exchange(&first, "still first");
+    drop((first, second));
+    // And after it, with a new server.
+    exchange(&all_meet(&init_method, 2), "third");
+}
+
+/// An address of this host that others can reach, if it has one.
+fn outer_address() -> Option<IpAddr> {
+    // Nothing is sent: this only asks for the way to an address of documentation's.
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("203.0.113.5:1").ok()?;
+    socket.local_addr().ok().map(|address| address.ip()).filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
+}
+
+#[test]
+fn the_store_is_only_where_its_ranks_reach_it() {
+    let is_served = |ip: IpAddr, port: u16| TcpStream::connect((ip, port)).is_ok();
+    let [loopback, other] = ["127.0.0.1", "127.0.0.2"].map(|ip| ip.parse().unwrap());
+    for host in ["127.0.0.1", "localhost"] {
+        let port = free_port();
+        let ranks = all_meet(&format!("tcp://{host}:{port}"), 2);
+        assert!(is_served(loopback, port) && !is_served(other, port), "{host}");
+        assert!(outer_address().is_none_or(|address| !is_served(address, port)), "{host}");
+        exchange(&ranks, host);
+    }
+    if let Some(address) = outer_address() {
+        let port = free_port();
+        let ranks = all_meet(&format!("tcp://{address}:{port}"), 2);
+        assert!(is_served(address, port) && !is_served(loopback, port), "{address}");
+        assert_eq!(ranks[0].address, Some(address));
+        exchange(&ranks, "outer");
+    }
+}
+
+#[test]
+fn over_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meeting");
+    let init_method = format!("file://{}", path.display());
+    for round in ["first", "second"] {
+        let ranks = all_meet(&init_method, 3);
+        exchange(&ranks, round);
+        assert_eq!((ranks[2].local_rank, ranks[2].local_world_size, ranks[2].address), (2, 3, None));
+        assert!(path.exists());
+        drop(ranks);
+        assert!(!path.exists(), "the last one removes the file");
+    }
+}
+
+#[test]
+fn another_world_size_is_an_error_on_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let init_method = format!("file://{}", folder.path().join("meeting").display());
+    let start = Instant::now();
+    let results = meet(vec![options(&init_method, 0, 2), options(&init_method, 1, 3)]);
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("world size") && error.contains('2') && error.contains('3'), "{error}");
+    }
+    assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn a_timeout_may_be_endless() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let endless = |rank| RendezvousOptions { timeout: Duration::MAX, ..options(&init_method, rank, 2) };
+    let ranks: Vec<_> = meet(vec![endless(0), endless(1)]).into_iter().collect::<Result<_>>().unwrap();
+    exchange(&ranks, "endless");
+}
+
+#[test]
+fn who_does_not_come_is_named() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let short = |rank| RendezvousOptions { timeout: Duration::from_secs(1), ..options(&init_method, rank, 4) };
+    let start = Instant::now();
+    let results = meet(vec![short(0), short(2)]);
+    assert!(start.elapsed() < TIMEOUT / 2);
+    // Each by its own time-out, or by that of the other, which came a moment before. Rank 0 takes the store with it.
+    for result in results {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::StoreTimeout { .. } | Error::PeerFailed { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
+        assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
+    }
+}
+
+/// Nobody can meet without it.
+#[test]
+fn the_end_of_one_ranks_patience_is_that_of_all() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    for impatient in 0..2 {
+        let start = Instant::now();
+        let mut options = [0, 1].map(|rank| options(&init_method, rank, 3)).to_vec();
+        options[impatient].timeout = Duration::from_secs(1);
+        let mut results = meet(options);
+        assert!(start.elapsed() < TIMEOUT / 2);
+        let other = results.remove(1 - impatient).unwrap_err();
+        assert!(matches!(other, Error::PeerFailed { peer, .. } if peer == impatient), "{other}");
+        for error in [other, results.remove(0).unwrap_err()] {
+            assert!(error.to_string().contains("2 of 3 ranks arrived, missing: 2."), "{error}");
+        }
+    }
+}
+
+#[test]
+fn nobody_hosts() {
+    let init_method = format!("tcp://127.0.0.1:{}", free_port());
+    let alone = RendezvousOptions { timeout: Duration::from_millis(300), ..options(&init_method, 1, 2) };
+    let error = rendezvous(&alone).unwrap_err().to_string();
+    assert!(error.contains("Rank 0") && error.contains("refused"), "{error}");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = rendezvous(&options(&format!("tcp://127.0.0.1:{port}"), 0, 2)).unwrap_err().to_string();
+    assert!(error.contains(&port.to_string()) && error.contains("another program has it"), "{error}");
+}
+
+#[test]
+fn the_end_of_rank_0_is_said() {
+    let ranks = all_meet(&format!("tcp://127.0.0.1:{}", free_port()), 2);
+    let [rank_0, rank_1] = ranks.try_into().unwrap();
+    drop(rank_0);
+    let error = rank_1.store.set("a", b"").unwrap_err().to_string();
+    assert!(error.contains("the server is gone") && error.contains("rank 0"), "{error}");
+}
+
+/// Not a test of its own: a rank in a process, started by the tests below. Reports what it knows by its exit code.
+#[test]
+#[ignore = "started by the others"]
+fn rank_process() {
+    let met = rendezvous(&RendezvousOptions { timeout: TIMEOUT, ..RendezvousOptions::default() }).unwrap();
+    assert_eq!((met.local_rank, met.local_world_size), (met.rank, met.world_size));
+    // Every rank counts itself; the last one lets all go.
+    let count = met.store.add("count", 1).unwrap();
+    assert!(count <= met.world_size as i64, "keys of another attempt");
+    if count == met.world_size as i64 {
+        met.store.set("go", b"").unwrap();
+    }
+    met.store.wait(&["go"], None).unwrap();
+    // Rank 0 may host the store: it leaves last.
+    met.store.add("left", 1).unwrap();
+    while met.rank == 0 && met.store.add("left", 0).unwrap() < met.world_size as i64 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn start(variables: &[(&str, String)]) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "meeting::rank_process", "--ignored", "--nocapture"]);
+    for (name, _) in
+        std::env::vars().filter(|(name, _)| ["RANK", "SLURM_", "ELASTIC_"].iter().any(|part| name.contains(part)))
+    {
+        command.env_remove(name);
+    }
+    command
+        .envs(variables.iter().map(|(name, value)| (name, value)))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+fn two_jobs_at_one_port_do_not_disturb_each_other() {
+    let port = free_port();
+    let run =
+        |run: &str, rank| start(&[launched(rank, 2, port), vec![("TORCHELASTIC_RUN_ID", run.to_string())]].concat());
+    let rank_0 = run("first", 0);
+    // Waits for the first job's store, and comes to it before that job is complete.
+    let stranger = run("second", 1).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&stranger.stderr);
+    assert!(!stranger.status.success() && text.contains("the store is that of the run \"first\""), "{text}");
+    assert!(text.contains("belongs to the run \"second\"") && text.contains("MASTER_PORT"), "{text}");
+    // One that does not know its run takes the store's.
+    all_succeed(vec![start(&launched(1, 2, port)), rank_0]);
+}
+
+#[test]
+fn two_jobs_on_one_store_of_others_have_keys_of_their_own() {
+    let server = TcpStoreServer::bind(0).unwrap();
+    let rank = |run: &str, rank| {
+        let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RUN_ID", run.to_string())];
+        start(&[launched(rank, 2, server.port()), agent.to_vec()].concat())
+    };
+    all_succeed([rank("a", 0), rank("b", 0), rank("a", 1), rank("b", 1)].into());
+}
+
+fn all_succeed(ranks: Vec<Child>) {
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+fn launched(rank: usize, world_size: usize, port: u16) -> Vec<(&'static str, String)> {
+    vec![
+        ("RANK", rank.to_string()),
+        ("LOCAL_RANK", rank.to_string()),
+        ("WORLD_SIZE", world_size.to_string()),
+        ("LOCAL_WORLD_SIZE", world_size.to_string()),
+        ("MASTER_ADDR", "localhost".to_string()),
+        ("MASTER_PORT", port.to_string()),
+    ]
+}
+
+#[test]
+fn processes_without_a_launchers_store() {
+    let port = free_port();
+    let ranks: Vec<Child> = (0..3).map(|rank| start(&launched(rank, 3, port))).collect();
+    all_succeed(ranks);
+}
+
+#[test]
+fn processes_on_a_launchers_store_that_survives_restarts() {
+    // Rank 0 would fail if it tried to bind this port, and the second attempt if it saw the first one's keys.
+    let server = TcpStoreServer::bind(0).unwrap();
+    for attempt in 0..2 {
+        let agent =
+            [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RESTART_COUNT", attempt.to_string())];
+        let variables = |rank| [launched(rank, 2, server.port()), agent.to_vec()].concat();
+        let ranks: Vec<Child> = (0..2).map(|rank| start(&variables(rank))).collect();
+        all_succeed(ranks);
+    }
+    let store = TcpStore::connect("localhost", server.port(), TIMEOUT).unwrap();
+    assert!(store.check(&["candle_ddp/0/0/go", "candle_ddp/1/0/go"]).unwrap());
+}
+
+#[test]
+fn slurms_processes() {
+    let server_port = free_port();
+    let ranks: Vec<Child> = (0..2)
+        .map(|rank: usize| {
+            start(&[
+                ("SLURM_PROCID", rank.to_string()),
+                ("SLURM_LOCALID", rank.to_string()),
+                ("SLURM_NTASKS", "2".to_string()),
+                ("SLURM_STEP_NODELIST", "localhost".to_string()),
+                ("SLURM_STEP_TASKS_PER_NODE", "2".to_string()),
+                ("MASTER_PORT", server_port.to_string()),
+            ])
+        })
+        .collect();
+    all_succeed(ranks);
+}
+
+#[test]
+fn a_rank_given_twice_is_an_error_on_all() {
+    let server = TcpStoreServer::bind(0).unwrap();
+    let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string())];
+    let start_time = Instant::now();
+    let ranks = [0, 1, 1].map(|rank| start(&[launched(rank, 3, server.port()), agent.to_vec()].concat()));
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains("two processes claim to be rank 1"), "{text}");
+    }
+    assert!(start_time.elapsed() < TIMEOUT / 2);
+}

@@ -1,0 +1,73 @@
+//! What only the log tells.
+use crate::logger::{self, LOG};
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::ReduceOp;
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::{HashStore, Store, TcpStore};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+/// The warnings of `body`.
+fn warnings(body: impl FnOnce()) -> Vec<String> {
+    LOG.0.lock().unwrap().clear();
+    body();
+    LOG.0.lock().unwrap().clone()
+}
+
+/// Three ranks make a group, and a call each, rank 0's first; then they leave. Returns which calls ended well.
+fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+    let (first, all) = (Barrier::new(3), Barrier::new(3));
+    std::thread::scope(|scope| {
+        let rank = |rank| {
+            let (store, call, first, all) = (store.clone(), &call, &first, &all);
+            scope.spawn(move || {
+                let options = CpuOptions { timeout: TIMEOUT, ..Default::default() };
+                let communicator = CpuCommunicator::new(store, rank, 3, options).unwrap();
+                if rank > 0 {
+                    first.wait();
+                }
+                let result = communicator.run(call(rank));
+                if rank == 0 {
+                    first.wait();
+                }
+                all.wait();
+                result.is_ok()
+            })
+        };
+        let ranks: Vec<_> = (0..3).map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// One test, since the log is the process's.
+#[test]
+fn what_no_call_returns_is_in_the_log() {
+    let _turn = logger::collect();
+
+    let told = warnings(|| {
+        let store = TcpStore::connect("no-such-host.invalid", 1, Duration::from_millis(300));
+        assert!(store.is_err());
+    });
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("no-such-host.invalid cannot be resolved"), "{told:?}");
+
+    // Rank 0's broadcast has ended well when rank 1 calls something else.
+    let zeros = || Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap();
+    let broadcast = || Collective::Broadcast { tensor: zeros(), root: 0 };
+    let told = warnings(|| {
+        let well = ranks(|rank| match rank {
+            1 => Collective::AllReduce { tensor: zeros(), op: ReduceOp::Sum },
+            _ => broadcast(),
+        });
+        assert_eq!(well[..2], [true, false], "{well:?}");
+    });
+    let of_rank_0: Vec<_> = told.iter().filter(|line| line.starts_with("rank 0: the group had failed")).collect();
+    assert!(matches!(of_rank_0[..], [line] if line.contains("rank 1 called all_reduce")), "{told:?}");
+    assert!(told.iter().all(|line| !line.starts_with("rank 1")), "rank 1's call has returned it: {told:?}");
+
+    let told = warnings(|| assert_eq!(ranks(|_| broadcast()), [true; 3]));
+    assert!(told.is_empty(), "{told:?}");
+}

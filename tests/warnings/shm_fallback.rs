@@ -1,0 +1,120 @@
+//! Ranks that cannot share memory, or shall not: they use TCP, and say so once.
+#![cfg(target_os = "linux")]
+use crate::logger::{self, LOG};
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::{HashStore, Store};
+use candle_ddp::{ReduceOp, Result};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::sync::Arc;
+use std::time::Duration;
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Whether this process maps an engine's memory.
+fn is_mapped() -> bool {
+    std::fs::read_to_string("/proc/self/maps").unwrap().contains("/memfd:candle-ddp-")
+}
+
+/// Ranks with the given options all-reduce, and say whether memory was mapped meanwhile; with the warnings.
+fn run(options: &[CpuOptions]) -> (Vec<Result<bool>>, Vec<String>) {
+    LOG.0.lock().unwrap().clear();
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+    let world_size = options.len();
+    let results = std::thread::scope(|scope| {
+        let rank = |(rank, options): (usize, &CpuOptions)| {
+            let (store, options) = (store.clone(), CpuOptions { timeout: TIMEOUT, ..options.clone() });
+            scope.spawn(move || {
+                let communicator = CpuCommunicator::new(store, rank, world_size, options)?;
+                for count in [1, 100_000] {
+                    let tensor = Tensor::ones(count, DType::F32, &Device::Cpu)?;
+                    communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
+                    assert_eq!(tensor.to_vec1::<f32>()?, vec![world_size as f32; count]);
+                }
+                let is_mapped = is_mapped();
+                communicator.run(Collective::Barrier)?;
+                Ok(is_mapped)
+            })
+        };
+        let ranks: Vec<_> = options.iter().enumerate().map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    (results, LOG.0.lock().unwrap().clone())
+}
+
+fn over(transport: CpuTransport) -> CpuOptions {
+    CpuOptions { transport, ..CpuOptions::default() }
+}
+
+/// One test, since the log and the mappings are the process's.
+#[test]
+fn ranks_use_tcp_where_they_cannot_share_memory() {
+    let _turn = logger::collect();
+
+    // The rule.
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto), over(CpuTransport::Auto)]);
+    assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
+    assert!(warnings.is_empty(), "{warnings:?}");
+    assert!(!is_mapped(), "memory stays mapped after the communicators are gone");
+
+    // On purpose.
+    let (results, warnings) = run(&[over(CpuTransport::Tcp), over(CpuTransport::Tcp)]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert!(warnings.is_empty(), "{warnings:?}");
+
+    // More memory than the system has.
+    let greedy = CpuOptions { segment_bytes: Some(1 << 50), ..over(CpuTransport::Auto) };
+    let (results, warnings) = run(&[greedy.clone(), greedy.clone()]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    for warning in warnings {
+        assert!(warning.contains("bytes of shared memory: ") && warning.contains("TCP, which is slower"), "{warning}");
+    }
+
+    // A limit on the size of files, beyond which the system would end the process.
+    let limit = getrlimit(Resource::Fsize);
+    setrlimit(Resource::Fsize, Rlimit { current: Some(1 << 20), ..limit }).unwrap();
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto)]);
+    setrlimit(Resource::Fsize, limit).unwrap();
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    for warning in warnings {
+        assert!(warning.contains("files may have 1048576 bytes here: raise the limit with ulimit -f"), "{warning}");
+    }
+
+    // One rank does not want to: the others hear which one.
+    let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Tcp)]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("rank 0: no memory is shared with rank(s) [1]"),
+        "{warnings:?}"
+    );
+
+    // A rank that does not want to leaves the others theirs.
+    let [auto, tcp] = [CpuTransport::Auto, CpuTransport::Tcp].map(over);
+    let (results, warnings) = run(&[auto.clone(), tcp, auto]);
+    assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings.iter().all(|warning| warning.contains("no memory is shared with rank(s) [1]")), "{warnings:?}");
+
+    // On different hosts nothing else was to be expected.
+    let on = |host: &str| CpuOptions { host: Some(host.to_string()), ..over(CpuTransport::Auto) };
+    let (results, warnings) = run(&[on("a"), on("b"), on("c")]);
+    assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()) && warnings.is_empty(), "{warnings:?}");
+
+    // Shared memory is wanted, and there are several hosts.
+    let on = |host: &str| CpuOptions { transport: CpuTransport::SharedMemory, ..on(host) };
+    for (rank, result) in run(&[on("a"), on("a"), on("b")]).0.into_iter().enumerate() {
+        let error = result.unwrap_err().to_string();
+        let expected = if rank == 2 { "[0, 1]" } else { "[2]" };
+        assert!(error.contains(expected) && error.contains("they share no memory with this rank"), "{error}");
+    }
+
+    // No memory, but no way without it.
+    let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };
+    for result in run(&[greedy.clone(), greedy]).0 {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("they share no memory with this rank") && error.contains("bytes of shared"), "{error}");
+    }
+}
