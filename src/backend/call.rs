@@ -179,7 +179,7 @@ impl fmt::Display for Call {
 
 /// Calls are numbered and paired within a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(in crate::backend) enum Channel {
+pub(crate) enum Channel {
     Collectives,
     SendTo(usize),
     RecvFrom(usize),

@@ -71,8 +71,8 @@ fn compile(name: &str, text: &str, target: i32) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source::{DTYPES, Kernel};
     use super::*;
+    use crate::kernels::source::{DTYPES, Kernel};
     use std::collections::BTreeSet;
 
     const SOURCES: [Source; 5] = [Source::Adam, Source::Sgd, Source::Lamb, Source::Gradient, Source::Norm];

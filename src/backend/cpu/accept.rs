@@ -1,5 +1,5 @@
 //! Takes in connections while a group is made. A peer says hello at once; whoever else finds the port cannot keep it out.
-use super::hello::Hello;
+use super::handshake::Handshake;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::{Error, Result};
 use rustix::io::Errno;
@@ -131,21 +131,21 @@ pub(super) struct Conversation {
     pub(super) socket: TcpStream,
     pub(super) address: SocketAddr,
     /// The reply that is expected, when this rank has called.
-    pub(super) called: Option<Hello>,
+    pub(super) called: Option<Handshake>,
     since: Instant,
-    buffer: [u8; Hello::BYTES],
+    buffer: [u8; Handshake::BYTES],
     read: usize,
 }
 
 pub(super) enum Heard {
     Nothing,
     Closed,
-    Hello([u8; Hello::BYTES]),
+    Handshake([u8; Handshake::BYTES]),
 }
 
 impl Conversation {
-    pub(super) fn new(socket: TcpStream, address: SocketAddr, called: Option<Hello>) -> Self {
-        Self { socket, address, called, since: Instant::now(), buffer: [0; Hello::BYTES], read: 0 }
+    pub(super) fn new(socket: TcpStream, address: SocketAddr, called: Option<Handshake>) -> Self {
+        Self { socket, address, called, since: Instant::now(), buffer: [0; Handshake::BYTES], read: 0 }
     }
 
     pub(super) fn read(&mut self) -> Heard {
@@ -157,8 +157,8 @@ impl Conversation {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
                 Err(_) => return Heard::Closed,
             }
-            if self.read == Hello::BYTES {
-                return Heard::Hello(self.buffer);
+            if self.read == Handshake::BYTES {
+                return Heard::Handshake(self.buffer);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What is checked on the calling thread, before anything moves.
-use super::call::Call;
 use super::group::Channel;
 use crate::Result;
+use crate::backend::call::Call;
 use crate::backend::{Collective, check};
 use candle_core::Tensor;
 

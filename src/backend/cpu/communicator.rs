@@ -1,15 +1,16 @@
 use super::algorithm::Tuning;
-use super::call::{Call, Operation};
 use super::check::check;
 use super::connect::{Connections, Connector};
 use super::control::Control;
-use super::failure::Failure;
+use super::data_path::DataPath;
 use super::group::{Channel, Group};
-use super::hello::Terms;
-use super::lane::Lane;
+use super::handshake::HandshakeConfig;
 use super::monitor;
-use super::share::Ways;
+use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
+use super::work_queue::WorkQueue;
+use crate::backend::call::{Call, Operation};
+use crate::backend::failure::Failure;
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
 use crate::rendezvous::Store;
@@ -18,97 +19,6 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
-
-/// How a [`CpuCommunicator`] is built and works. All but `address` and `lost_after` must be the same on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CpuOptions {
-    /// How long the construction, and later each call, may take before the group fails. 30 minutes by default, as with
-    /// PyTorch's Gloo.
-    pub timeout: Duration,
-    /// A host that cannot be reached for this long ends the group, and an outage of the network that is shorter does not
-    /// (but a call that it delays beyond `timeout` ends the group all the same). 2 minutes by default; systems count in
-    /// seconds, and give up connections by themselves after about a quarter of an hour. Need not be the same on all ranks.
-    pub lost_after: Duration,
-    /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
-    pub address: Option<IpAddr>,
-    /// What the data travels through. For tests and measurements.
-    pub transport: CpuTransport,
-    /// Bytes that travel at a time between two ranks where data is reduced or handed on; by default what the environment
-    /// variable `CANDLE_DDP_CPU_SEGMENT_BYTES` says, or else what was measured to be best for the transport. For tests
-    /// and measurements.
-    pub segment_bytes: Option<usize>,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; by default what
-    /// the environment variable `CANDLE_DDP_CPU_SMALL_BYTES` says, or else what was measured to be best for the
-    /// transport. For tests and measurements.
-    pub small_bytes: Option<usize>,
-    /// For tests: ranks with different labels are taken to be on different hosts. What the environment variable
-    /// `CANDLE_DDP_CPU_HOST` says by default. Need not be the same on all ranks.
-    #[doc(hidden)]
-    pub host: Option<String>,
-}
-
-impl Default for CpuOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(30 * 60),
-            lost_after: Duration::from_secs(120),
-            address: None,
-            transport: CpuTransport::Auto,
-            segment_bytes: None,
-            small_bytes: None,
-            host: None,
-        }
-    }
-}
-
-/// What the data of a [`CpuCommunicator`] travels through.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CpuTransport {
-    /// What the environment variable `CANDLE_DDP_CPU_TRANSPORT` says (`auto`, `tcp` or `shm`; for tests and
-    /// measurements). `auto`, the default, is shared memory between ranks that can map each
-    /// other's, TCP between others.
-    #[default]
-    Auto,
-    /// TCP, also between ranks of one host.
-    Tcp,
-    /// Shared memory; that ranks cannot share it, for example because they are on different hosts, is an error.
-    SharedMemory,
-}
-
-impl CpuTransport {
-    const VARIABLE: &'static str = "CANDLE_DDP_CPU_TRANSPORT";
-
-    /// With `Auto` looked up in the environment.
-    fn resolve(self) -> Result<Self> {
-        let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
-        match value.to_str() {
-            Some("" | "auto") => Ok(Self::Auto),
-            Some("tcp") => Ok(Self::Tcp),
-            Some("shm") => Ok(Self::SharedMemory),
-            _ => Err(Error::InvalidEnvironment {
-                variable: Self::VARIABLE.to_string(),
-                value: value.to_string_lossy().into_owned(),
-                reason: "it is one of auto, tcp, shm".to_string(),
-            }),
-        }
-    }
-}
-
-/// `bytes`, or else what the environment variable says, if it is set.
-fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
-    let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
-    let value = value.to_string_lossy().into_owned();
-    match value.parse() {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(_) => Err(Error::InvalidEnvironment {
-            variable: variable.to_string(),
-            value,
-            reason: "it is a number of bytes".to_string(),
-        }),
-    }
-}
 
 /// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; between hosts, data travels over
 /// TCP.
@@ -134,10 +44,10 @@ fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>>
 /// Dropping it waits for what has been started and tells the peers goodbye, or, while panicking, that this rank failed.
 pub struct CpuCommunicator {
     group: Arc<Group>,
-    collectives: Lane,
-    /// By peer. The lanes of this rank itself are never used.
-    sends: Vec<Lane>,
-    recvs: Vec<Lane>,
+    collectives: WorkQueue,
+    /// By peer. The queues of this rank itself are never used.
+    sends: Vec<WorkQueue>,
+    recvs: Vec<WorkQueue>,
     monitor: Option<JoinHandle<()>>,
 }
 
@@ -178,15 +88,15 @@ impl CpuCommunicator {
         let connector = Connector {
             store: &*store,
             rank,
-            terms: Terms { world_size, segment: term(segment_bytes), small: term(small_bytes) },
+            config: HandshakeConfig { world_size, segment: term(segment_bytes), small: term(small_bytes) },
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
             lost_after,
             construction,
         };
-        let Ways { connections, hosts, room, layout } = match world_size {
-            1 => Ways::none(),
+        let DataPath { connections, hosts, shm, layout } = match world_size {
+            1 => DataPath::none(),
             _ => {
                 let connections = connector.connect()?;
                 connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())?
@@ -200,12 +110,12 @@ impl CpuCommunicator {
         let Connections { data, direct, control } = connections;
         let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
         let transports = [data, direct].map(Transport::new);
-        let group = Arc::new(Group::new(rank, world_size, timeout, hosts, room, transports, control));
-        let lane = |channel| Lane::new(group.clone(), channel, tuning);
+        let group = Arc::new(Group::new(rank, world_size, timeout, hosts, shm, transports, control));
+        let queue_of = |channel| WorkQueue::new(group.clone(), channel, tuning);
         let mut communicator = Self {
-            collectives: lane(Channel::Collectives),
-            sends: (0..world_size).map(|peer| lane(Channel::SendTo(peer))).collect(),
-            recvs: (0..world_size).map(|peer| lane(Channel::RecvFrom(peer))).collect(),
+            collectives: queue_of(Channel::Collectives),
+            sends: (0..world_size).map(|peer| queue_of(Channel::SendTo(peer))).collect(),
+            recvs: (0..world_size).map(|peer| queue_of(Channel::RecvFrom(peer))).collect(),
             monitor: None,
             group,
         };
@@ -238,7 +148,7 @@ impl CpuCommunicator {
             .map_err(|error| Error::io("starting a monitor thread", error))
     }
 
-    fn lane(&self, channel: Channel) -> &Lane {
+    fn queue_of(&self, channel: Channel) -> &WorkQueue {
         match channel {
             Channel::Collectives => &self.collectives,
             Channel::SendTo(peer) => &self.sends[peer],
@@ -246,7 +156,7 @@ impl CpuCommunicator {
         }
     }
 
-    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+    fn queues(&self) -> impl Iterator<Item = &WorkQueue> {
         std::iter::once(&self.collectives).chain(&self.sends).chain(&self.recvs)
     }
 }
@@ -266,12 +176,12 @@ impl Communicator for CpuCommunicator {
             return Ok(Work::done());
         }
         let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
-        self.lane(channel).start(call, collective)
+        self.queue_of(channel).start(call, collective)
     }
 
     fn run(&self, collective: Collective) -> Result<()> {
         let (call, channel) = check(self.group.rank, self.group.world_size, &collective)?;
-        self.lane(channel).run(call, collective)
+        self.queue_of(channel).run(call, collective)
     }
 
     fn failure(&self) -> Option<Error> {
@@ -291,10 +201,10 @@ impl Drop for CpuCommunicator {
         }
         // Each call has a deadline of its own; together they get no more than one time-out.
         let deadline = deadline_after(group.timeout);
-        if !self.lanes().all(|lane| lane.drain(deadline)) {
+        if !self.queues().all(|queue_of| queue_of.drain(deadline)) {
             self.abort("it left while its calls were not over");
         }
-        self.lanes().for_each(Lane::close);
+        self.queues().for_each(WorkQueue::close);
         if let Some(monitor) = self.monitor.take() {
             group.leave();
             group.end_monitor();

@@ -1,10 +1,10 @@
 //! Builds the connections between all ranks.
 //!
-//! Every rank listens and publishes its address and its terms in the store; of two ranks, the higher one connects to the lower one.
-//! Both sides say [hello](super::hello): the one that connected first, the other one in reply. Hellos and replies are
+//! Every rank listens and publishes its address and its config in the store; of two ranks, the higher one connects to the lower one.
+//! Both sides say [hello](super::handshake): the one that connected first, the other one in reply. Hellos and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::accept::{Acceptor, Conversation, Heard};
-use super::hello::{Hello, Kind, Stranger, Terms};
+use super::handshake::{Handshake, HandshakeConfig, HandshakeError, Kind};
 use super::keepalive::{give_up_after, keep_alive};
 use crate::backend::Construction;
 use crate::error::{SHORTAGE_HINT, is_shortage};
@@ -28,7 +28,7 @@ pub(super) struct Connections {
 pub(super) struct Connector<'a> {
     pub(super) store: &'a dyn Store,
     pub(super) rank: usize,
-    pub(super) terms: Terms,
+    pub(super) config: HandshakeConfig,
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
@@ -61,7 +61,7 @@ impl Connector<'_> {
             if peer == 0 {
                 nonce = published.nonce;
             }
-            if let Some(difference) = published.terms.difference(&self.terms) {
+            if let Some(difference) = published.config.difference(&self.config) {
                 // It should learn of it, too.
                 let _ = self.call(peer, address, self.hello(nonce, Kind::Control));
                 return Err(self.failed(&[peer], difference));
@@ -69,7 +69,7 @@ impl Connector<'_> {
             for kind in Kind::ALL {
                 let hello = self.hello(nonce, kind);
                 let socket = self.call(peer, address, hello)?;
-                conversations.push(Conversation::new(socket, address, Some(Hello { rank: peer, ..hello })));
+                conversations.push(Conversation::new(socket, address, Some(Handshake { rank: peer, ..hello })));
             }
         }
         let slots = self.converse(&listener, nonce, conversations)?;
@@ -93,8 +93,8 @@ impl Connector<'_> {
         Ok(connections)
     }
 
-    fn hello(&self, nonce: u64, kind: Kind) -> Hello {
-        Hello { nonce, rank: self.rank, kind, terms: self.terms }
+    fn hello(&self, nonce: u64, kind: Kind) -> Handshake {
+        Handshake { nonce, rank: self.rank, kind, config: self.config }
     }
 
     fn left(&self) -> Duration {
@@ -118,7 +118,7 @@ impl Connector<'_> {
     }
 
     /// The address of `peer`, and what it says to everybody.
-    fn look_up(&self, peer: usize) -> Result<(SocketAddr, Hello)> {
+    fn look_up(&self, peer: usize) -> Result<(SocketAddr, Handshake)> {
         let key = key(peer);
         match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
             Err(Error::StoreTimeout { operation, store, reason, .. }) => {
@@ -134,14 +134,14 @@ impl Connector<'_> {
         let text = String::from_utf8_lossy(&value);
         let no_address = || self.failed(&[peer], format!("the store holds {text:?} as its address"));
         let (address, hello) = parse(&text).ok_or_else(no_address)?;
-        match Hello::decode(&hello) {
+        match Handshake::decode(&hello) {
             Ok(hello) => Ok((address, hello)),
             Err(stranger) => Err(self.failed(&[peer], stranger.describe())),
         }
     }
 
     /// Connects to `peer` and says hello.
-    fn call(&self, peer: usize, address: SocketAddr, hello: Hello) -> Result<TcpStream> {
+    fn call(&self, peer: usize, address: SocketAddr, hello: Handshake) -> Result<TcpStream> {
         const PAUSE: Duration = Duration::from_millis(100);
         let failed = |error: std::io::Error| {
             let reason = format!("connecting to {address}: {error}. Is that address reachable from this host?");
@@ -171,7 +171,7 @@ impl Connector<'_> {
 
     /// Accepts connections, and reads the hellos and the replies of all, until there is one of each kind with each peer.
     fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
-        let mut slots: Vec<Slots> = (0..self.terms.world_size).map(|_| Slots::default()).collect();
+        let mut slots: Vec<Slots> = (0..self.config.world_size).map(|_| Slots::default()).collect();
         let mut acceptor = Acceptor::new(listener, self.rank);
         loop {
             self.construction.check()?;
@@ -203,15 +203,15 @@ impl Connector<'_> {
             for mut conversation in conversations {
                 match (conversation.read(), conversation.called) {
                     (Heard::Nothing, _) => waiting.push(conversation),
-                    (Heard::Hello(hello), None) => {
+                    (Heard::Handshake(hello), None) => {
                         self.welcome(conversation, &hello, nonce, &mut slots, &mut acceptor)?;
                     }
-                    (Heard::Hello(reply), Some(expected)) => {
+                    (Heard::Handshake(reply), Some(expected)) => {
                         self.check_reply(&reply, expected)?;
                         slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
                     }
                     (Heard::Closed, None) => {}
-                    (Heard::Closed, Some(Hello { rank, .. })) => {
+                    (Heard::Closed, Some(Handshake { rank, .. })) => {
                         return Err(self.gone(rank));
                     }
                 }
@@ -228,13 +228,13 @@ impl Connector<'_> {
     fn welcome(
         &self,
         caller: Conversation,
-        hello: &[u8; Hello::BYTES],
+        hello: &[u8; Handshake::BYTES],
         nonce: u64,
         slots: &mut [Slots],
         acceptor: &mut Acceptor,
     ) -> Result<()> {
         let address = caller.address;
-        let hello = match Hello::decode(hello) {
+        let hello = match Handshake::decode(hello) {
             Ok(hello) if hello.nonce == nonce => hello,
             Ok(hello) => {
                 acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", hello.rank));
@@ -242,7 +242,7 @@ impl Connector<'_> {
             }
             Err(stranger) => {
                 acceptor.refuse(address, stranger.describe());
-                if let Stranger::Version(_) = stranger {
+                if let HandshakeError::Version(_) = stranger {
                     // It should learn why; it is not waited for.
                     let _ = (&caller.socket).write(&self.hello(nonce, Kind::Control).encode());
                 }
@@ -251,10 +251,10 @@ impl Connector<'_> {
         };
         // A socket's empty buffer takes these few bytes at once.
         let reply = (&caller.socket).write(&self.hello(nonce, hello.kind).encode());
-        if let Some(difference) = hello.terms.difference(&self.terms) {
+        if let Some(difference) = hello.config.difference(&self.config) {
             return Err(self.failed(&[hello.rank], difference));
         }
-        if !matches!(reply, Ok(Hello::BYTES)) {
+        if !matches!(reply, Ok(Handshake::BYTES)) {
             return Err(self.gone(hello.rank));
         }
         let slot =
@@ -276,12 +276,12 @@ impl Connector<'_> {
     }
 
     /// Checks the reply of a lower rank.
-    fn check_reply(&self, reply: &[u8; Hello::BYTES], expected: Hello) -> Result<()> {
-        let reason = match Hello::decode(reply) {
+    fn check_reply(&self, reply: &[u8; Handshake::BYTES], expected: Handshake) -> Result<()> {
+        let reason = match Handshake::decode(reply) {
             Ok(hello) if hello == expected => return Ok(()),
             Ok(hello) => hello
-                .terms
-                .difference(&self.terms)
+                .config
+                .difference(&self.config)
                 .unwrap_or_else(|| format!("rank {} of another group answers at its address", hello.rank)),
             Err(stranger) => stranger.describe(),
         };
@@ -294,14 +294,14 @@ fn key(rank: usize) -> String {
 }
 
 /// What a rank puts into the store: its address, and its hello in hexadecimal digits.
-fn publish(address: SocketAddr, hello: &Hello) -> Vec<u8> {
+fn publish(address: SocketAddr, hello: &Handshake) -> Vec<u8> {
     let digits: String = hello.encode().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{address} {digits}").into_bytes()
 }
 
-fn parse(value: &str) -> Option<(SocketAddr, [u8; Hello::BYTES])> {
+fn parse(value: &str) -> Option<(SocketAddr, [u8; Handshake::BYTES])> {
     let (address, digits) = value.split_once(' ')?;
-    let mut hello = [0; Hello::BYTES];
+    let mut hello = [0; Handshake::BYTES];
     for (index, byte) in hello.iter_mut().enumerate() {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }

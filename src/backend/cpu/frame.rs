@@ -1,13 +1,13 @@
 //! What monitors tell each other on the control connections.
-use super::call::Call;
-use super::failure::Failure;
-use super::wire::{Reader, Writer};
+use crate::backend::call::Call;
+use crate::backend::failure::Failure;
+use crate::backend::wire::{Reader, Writer};
 
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
     /// I leave in good order.
-    Goodbye(Farewell),
+    Goodbye(ShutdownNotice),
     /// The group is over, for this reason.
     Abort(Failure),
     /// I have read your goodbye, or your abort.
@@ -20,7 +20,7 @@ pub(super) enum Frame {
 
 /// How far a rank that leaves has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Farewell {
+pub(super) struct ShutdownNotice {
     /// Its last collective.
     pub(super) last: u64,
     /// How many messages it has sent to the reader, point to point.
@@ -48,7 +48,7 @@ impl Frame {
         let mut writer = Writer::default();
         writer.u32(0);
         match self {
-            Self::Goodbye(Farewell { last, sent, received }) => {
+            Self::Goodbye(ShutdownNotice { last, sent, received }) => {
                 writer.u8(0).u64(*last).u64(*sent).u64(*received);
             }
             Self::Abort(failure) => failure.encode(writer.u8(1)),
@@ -83,7 +83,7 @@ impl Frame {
         }
         let mut reader = Reader(bytes);
         Some(match reader.u8()? {
-            0 => Self::Goodbye(Farewell { last: reader.u64()?, sent: reader.u64()?, received: reader.u64()? }),
+            0 => Self::Goodbye(ShutdownNotice { last: reader.u64()?, sent: reader.u64()?, received: reader.u64()? }),
             1 => Self::Abort(Failure::decode(&mut reader)?),
             2 => Self::Ack,
             3 => Self::Query { id: reader.u64()?, sequence: reader.u64()? },
@@ -143,7 +143,7 @@ mod tests {
     fn frames_survive_their_journey_in_any_pieces() {
         let call = Call::bare(Operation::Barrier);
         let frames = [
-            Frame::Goodbye(Farewell { last: 7, sent: 8, received: 9 }),
+            Frame::Goodbye(ShutdownNotice { last: 7, sent: 8, received: 9 }),
             Frame::Abort(Failure::PeerFailed { peer: 1, reason: "out of memory".into() }),
             Frame::Ack,
             Frame::Query { id: 3, sequence: 4 },

@@ -2,9 +2,9 @@
 //!
 //! What such a peer gave before still counts: bytes in a socket and slots in shared memory outlive the process that
 //! wrote them. So its end alone fails no call, only a call that needs more of it does.
-use super::call::{Call, Operation};
-use super::failure::Failure;
 use super::group::Channel;
+use crate::backend::call::{Call, Operation};
+use crate::backend::failure::Failure;
 use std::io::{Error, ErrorKind};
 
 /// How a control connection ended.

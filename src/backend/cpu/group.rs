@@ -1,18 +1,18 @@
 //! What all threads of one rank know about their group: how far it is, who has left, and why it failed.
-pub(super) use super::call::Channel;
-use super::call::{Call, Header};
 use super::control::Control;
-use super::failure::Failure;
-use super::frame::{Answer, Farewell, Frame};
+use super::frame::{Answer, Frame, ShutdownNotice};
 use super::gone::{self, Ended, Finished, Gone};
 use super::hosts::Hosts;
 use super::lock;
-use super::progress::Progress;
-use super::shm::{Room, Sleeper};
+use super::shm::{ShmGroup, Sleeper};
 use super::state::{Peer, State};
 use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
+pub(super) use crate::backend::call::Channel;
+use crate::backend::call::{Call, Header};
+use crate::backend::failure::Failure;
+use crate::backend::progress::Progress;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ pub(super) struct Group {
     /// Which ranks share memory.
     pub(super) hosts: Hosts,
     /// The memory that this rank shares with the others of its host, in place of data and direct connections.
-    pub(super) room: Option<Room>,
+    pub(super) shm: Option<ShmGroup>,
     /// For collectives.
     pub(super) data: Transport,
     /// For `send` and `recv`, which must not wait for a collective.
@@ -44,12 +44,12 @@ impl Group {
         world_size: usize,
         timeout: Duration,
         hosts: Hosts,
-        room: Option<Room>,
+        shm: Option<ShmGroup>,
         [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
         let (state, changed, locks) = (Mutex::new(State::new(world_size)), Condvar::new(), LockWaits::default());
-        Self { rank, world_size, timeout, hosts, room, data, direct, control, locks, state, changed }
+        Self { rank, world_size, timeout, hosts, shm, data, direct, control, locks, state, changed }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -80,26 +80,26 @@ impl Group {
 
     /// Notes that the call that [began](Self::begin) is over, and whether it went well.
     pub(super) fn finish(&self, channel: Channel, sequence: u64, well: bool) {
-        if well && let Some((room, kind)) = self.kind(channel) {
-            room.set_finished(kind, sequence);
+        if well && let Some((shm, kind)) = self.kind(channel) {
+            shm.set_finished(kind, sequence);
         }
         lock(&self.state).progress(channel).finish();
     }
 
     /// What `channel` is in the memory that this rank shares with others; `None` for messages to other hosts.
-    fn kind(&self, channel: Channel) -> Option<(&Room, Sleeper)> {
+    fn kind(&self, channel: Channel) -> Option<(&ShmGroup, Sleeper)> {
         let kind = match channel {
             Channel::Collectives => Sleeper::Collectives,
             Channel::SendTo(peer) => Sleeper::SendTo(self.hosts.member(peer)?),
             Channel::RecvFrom(peer) => Sleeper::RecvFrom(self.hosts.member(peer)?),
         };
-        Some((self.room.as_ref()?, kind))
+        Some((self.shm.as_ref()?, kind))
     }
 
     /// How far `peer`, whose process is gone, came with what concerns this rank, if it is of this host.
     fn finished_by(&self, peer: usize, state: &State) -> Option<Finished> {
-        let (room, member, own) = (self.room.as_ref()?, self.hosts.member(peer)?, self.hosts.index());
-        let count = |kind, near: &Progress| room.finished_by(member, kind, near.current());
+        let (shm, member, own) = (self.shm.as_ref()?, self.hosts.member(peer)?, self.hosts.index());
+        let count = |kind, near: &Progress| shm.finished_by(member, kind, near.current());
         Some(Finished {
             collectives: count(Sleeper::Collectives, &state.collectives),
             sent: count(Sleeper::SendTo(own), &state.peers[peer].recvs),
@@ -128,7 +128,7 @@ impl Group {
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
         self.locks.end();
-        self.room.iter().for_each(Room::close);
+        self.shm.iter().for_each(ShmGroup::close);
         self.data.close();
         self.direct.close();
         failure
@@ -159,7 +159,7 @@ impl Group {
     /// left: it made its calls, as many as this rank, but another one here.
     pub(super) fn left_after_another(&self, channel: Channel, peers: &[usize]) -> Option<Failure> {
         let mut state = lock(&self.state);
-        let peer = *peers.iter().find(|peer| state.peers[**peer].farewell.is_some())?;
+        let peer = *peers.iter().find(|peer| state.peers[**peer].shutdown_notice.is_some())?;
         let progress = state.progress(channel);
         let sequence = progress.current();
         let ours = progress.call_at(sequence)?;
@@ -219,7 +219,7 @@ impl Group {
         let mut answers = state.queries.remove(&id).unwrap_or_default();
         for (answer, peer) in answers.iter_mut().zip(&state.peers) {
             // Who has left has said where it was, and the memory of a process that is gone may say it.
-            let last = peer.farewell.map(|farewell| farewell.last);
+            let last = peer.shutdown_notice.map(|shutdown_notice| shutdown_notice.last);
             let last = last.or_else(|| peer.gone.as_ref().and_then(Gone::last));
             let left =
                 last.map(|current| Answer { current, current_call: None, asked_call: None, waits_for_lock: false });
@@ -238,8 +238,8 @@ impl Group {
             let last = state.collectives.current();
             for peer in self.peers() {
                 let Peer { sends, recvs, .. } = &mut state.peers[peer];
-                let farewell = Farewell { last, sent: sends.current(), received: recvs.current() };
-                goodbyes.push((peer, Frame::Goodbye(farewell)));
+                let shutdown_notice = ShutdownNotice { last, sent: sends.current(), received: recvs.current() };
+                goodbyes.push((peer, Frame::Goodbye(shutdown_notice)));
             }
         }
         drop(state);
@@ -276,9 +276,9 @@ impl Group {
                 self.fail(failure);
                 self.control.send(peer, &Frame::Ack);
             }
-            Frame::Goodbye(farewell) => {
+            Frame::Goodbye(shutdown_notice) => {
                 let mut state = lock(&self.state);
-                state.peers[peer].farewell = Some(farewell);
+                state.peers[peer].shutdown_notice = Some(shutdown_notice);
                 self.fail_if_needed(state, peer);
                 self.control.send(peer, &Frame::Ack);
             }
@@ -323,7 +323,7 @@ impl Group {
     pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
         state.peers[peer].closed = true;
-        if state.peers[peer].farewell.is_none() {
+        if state.peers[peer].shutdown_notice.is_none() {
             log::debug!("rank {}: the control connection to rank {peer} has ended: {ended:?}", self.rank);
             if let Some(failure) = ended.lost(self.rank, peer, self.control.hosts(peer), &state.activity()) {
                 drop(state);

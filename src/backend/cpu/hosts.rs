@@ -82,12 +82,12 @@ impl Hosts {
 
     /// Who sends a rank with the number `index` on its host what comes from a host with these ranks, where everybody
     /// needs it. Hosts may have different numbers of ranks.
-    pub(super) fn counterpart(ranks: &[usize], index: usize) -> usize {
+    pub(super) fn proxy(ranks: &[usize], index: usize) -> usize {
         ranks[index % ranks.len()]
     }
 
-    /// To which of another host's ranks this rank sends then: whose [`counterpart`](Self::counterpart) it is.
-    pub(super) fn served<'a>(&self, ranks: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
+    /// To which of another host's ranks this rank sends then: whose [`proxy`](Self::proxy) it is.
+    pub(super) fn clients<'a>(&self, ranks: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
         let (index, count) = (self.index(), self.members().len());
         ranks.iter().enumerate().filter(move |(other, _)| other % count == index).map(|(_, rank)| *rank)
     }
@@ -115,9 +115,9 @@ mod tests {
         let all: Vec<Hosts> = (0..7).map(|rank| Hosts::new(rank, 7, |a, b| label(a) == label(b))).collect();
         for (rank, hosts) in all.iter().enumerate() {
             for (_, ranks) in hosts.others() {
-                let server = Hosts::counterpart(ranks, hosts.index());
+                let server = Hosts::proxy(ranks, hosts.index());
                 for (other, hosts) in all.iter().enumerate().filter(|(other, _)| ranks.contains(other)) {
-                    let serves = hosts.served(all[rank].members()).any(|served| served == rank);
+                    let serves = hosts.clients(all[rank].members()).any(|clients| clients == rank);
                     assert_eq!(serves, other == server, "rank {other} and rank {rank}");
                 }
             }

@@ -3,9 +3,9 @@
 //! Different queues work at the same time, in an order that differs from rank to rank. So a call is refused that would
 //! change what a call in another queue uses, or use what that one changes. What `run` carries out on the calling thread is
 //! compared with what is in flight, and not noted: that would cost small messages more than it finds.
-use super::call::Call;
 use super::lock;
 use crate::backend::Collective;
+use crate::backend::call::Call;
 use crate::backend::check::extent;
 use crate::error::describe;
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! Reductions over slices, always in rank order, so that every rank computes the same bits.
-use super::call::Element;
 use crate::backend::ReduceOp;
+use crate::backend::call::Element;
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};

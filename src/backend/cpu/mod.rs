@@ -7,28 +7,29 @@ mod check;
 mod communicator;
 mod connect;
 mod control;
+mod data_path;
 mod frame;
 mod gone;
 mod group;
-mod hello;
+mod handshake;
 mod hosts;
 mod in_flight;
 mod keepalive;
 mod kernels;
-mod lane;
 mod monitor;
+mod options;
 mod piece;
 mod session;
-mod share;
 mod shm;
 mod state;
 mod storage;
 mod transport;
+mod transport_error;
+mod work_queue;
 
-pub use communicator::{CpuCommunicator, CpuOptions, CpuTransport};
+pub use communicator::CpuCommunicator;
+pub use options::{CpuOptions, CpuTransport};
 
-// Shared with the other engines.
-use super::{call, failure, progress, wire};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks `mutex`, also after a panic: nothing in this engine leaves a value half-changed.

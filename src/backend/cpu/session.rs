@@ -1,12 +1,13 @@
 //! One call being carried out: its exchanges with headers in front, and what to make of it when one fails.
-use super::call::{Call, Header, Operation};
-use super::failure::Failure;
 use super::group::{Channel, Group};
 use super::hosts::Hosts;
 use super::piece::{Piece, PieceMut};
-use super::shm::{Post, Room};
+use super::shm::{ShmGroup, Streams};
 use super::storage::{Locking, Region};
-use super::transport::{Inflow, Outflow, Stall, Transport};
+use super::transport::{Inflow, Outflow, Transport};
+use super::transport_error::TransportError;
+use crate::backend::call::{Call, Header, Operation};
+use crate::backend::failure::Failure;
 use std::time::Instant;
 
 /// A call, from its first byte to its last.
@@ -75,7 +76,7 @@ impl<'a> Session<'a> {
     }
 
     /// What came of moving bytes of a tensor.
-    pub(super) fn move_bytes(&self, result: Result<(), Stall>) -> Result<(), Failure> {
+    pub(super) fn move_bytes(&self, result: Result<(), TransportError>) -> Result<(), Failure> {
         result.map_err(|stall| self.failure(stall))
     }
 
@@ -120,24 +121,24 @@ impl<'a> Session<'a> {
     }
 
     /// The streams of the collectives in shared memory, for this call.
-    pub(super) fn post<'r>(&self, room: &'r Room) -> Post<'r> {
-        room.post(self.outgoing_head, self.deadline)
+    pub(super) fn streams<'r>(&self, shm: &'r ShmGroup) -> Streams<'r> {
+        shm.streams(self.outgoing_head, self.deadline)
     }
 
     /// Sends to a peer through shared memory.
-    pub(super) fn send_shared(&self, room: &Room, data: Region, peer: usize) -> Result<(), Failure> {
-        let sent = room.send(self.member(peer)?, &self.outgoing_head, data, self.deadline);
+    pub(super) fn send_shared(&self, shm: &ShmGroup, data: Region, peer: usize) -> Result<(), Failure> {
+        let sent = shm.send(self.member(peer)?, &self.outgoing_head, data, self.deadline);
         sent.map_err(|stall| self.failure_inside(stall))
     }
 
     /// Receives from a peer through shared memory.
-    pub(super) fn receive_shared(&self, room: &Room, data: Region, peer: usize) -> Result<(), Failure> {
-        let received = room.receive(self.member(peer)?, &self.incoming_head, data, self.deadline);
+    pub(super) fn receive_shared(&self, shm: &ShmGroup, data: Region, peer: usize) -> Result<(), Failure> {
+        let received = shm.receive(self.member(peer)?, &self.incoming_head, data, self.deadline);
         received.map_err(|stall| self.failure_inside(stall))
     }
 
     fn member(&self, peer: usize) -> Result<usize, Failure> {
-        let absent = || self.failure(Stall::System(format!("there is no shared memory with rank {peer}")));
+        let absent = || self.failure(TransportError::System(format!("there is no shared memory with rank {peer}")));
         self.hosts().member(peer).ok_or_else(absent)
     }
 
@@ -149,29 +150,29 @@ impl<'a> Session<'a> {
     }
 
     /// Finds out what is behind a `stall` in shared memory, where ranks have the numbers that they have on this host.
-    pub(super) fn failure_inside(&self, stall: Stall) -> Failure {
+    pub(super) fn failure_inside(&self, stall: TransportError) -> Failure {
         let members = self.hosts().members();
         self.failure(match stall {
-            Stall::TimedOut { peers } => {
-                Stall::TimedOut { peers: peers.into_iter().map(|peer| members[peer]).collect() }
+            TransportError::TimedOut { peers } => {
+                TransportError::TimedOut { peers: peers.into_iter().map(|peer| members[peer]).collect() }
             }
-            Stall::Closed { peer, reason } => Stall::Closed { peer: members[peer], reason },
-            Stall::Header { peer, received } => Stall::Header { peer: members[peer], received },
-            stall @ (Stall::Locked | Stall::System(_)) => stall,
+            TransportError::Closed { peer, reason } => TransportError::Closed { peer: members[peer], reason },
+            TransportError::Header { peer, received } => TransportError::Header { peer: members[peer], received },
+            stall @ (TransportError::Locked | TransportError::System(_)) => stall,
         })
     }
 
     /// Finds out what is behind `stall`, and ends the group with it.
-    pub(super) fn failure(&self, stall: Stall) -> Failure {
+    pub(super) fn failure(&self, stall: TransportError) -> Failure {
         match stall {
-            Stall::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
-            Stall::Locked => self.group.fail(self.timed_out_because(locked("this rank"))),
-            Stall::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),
-            Stall::Header { peer, received } => {
+            TransportError::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
+            TransportError::Locked => self.group.fail(self.timed_out_because(locked("this rank"))),
+            TransportError::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),
+            TransportError::Header { peer, received } => {
                 let failure = self.mismatch(peer, &received);
                 self.group.fail(failure)
             }
-            Stall::TimedOut { peers } => {
+            TransportError::TimedOut { peers } => {
                 let failure = self.timed_out(&peers);
                 self.group.fail(failure)
             }

@@ -1,9 +1,9 @@
 //! What one rank remembers of its group: how far the calls have come, and who is not there any more.
-use super::call::Channel;
-use super::failure::Failure;
-use super::frame::{Answer, Farewell};
+use super::frame::{Answer, ShutdownNotice};
 use super::gone::{self, Gone};
-use super::progress::Progress;
+use crate::backend::call::Channel;
+use crate::backend::failure::Failure;
+use crate::backend::progress::Progress;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ pub(super) struct Peer {
     pub(super) sends: Progress,
     pub(super) recvs: Progress,
     /// It has left in good order.
-    pub(super) farewell: Option<Farewell>,
+    pub(super) shutdown_notice: Option<ShutdownNotice>,
     /// Its process has ended without that.
     pub(super) gone: Option<Gone>,
     /// It has read our last word.
@@ -97,11 +97,11 @@ impl State {
     }
 
     fn left_before(&self, peer: usize, channel: Channel, sequence: u64) -> Option<Failure> {
-        let farewell = self.peers[peer].farewell.as_ref()?;
+        let shutdown_notice = self.peers[peer].shutdown_notice.as_ref()?;
         let left_after = match channel {
-            Channel::Collectives => farewell.last,
-            Channel::SendTo(_) => farewell.received,
-            Channel::RecvFrom(_) => farewell.sent,
+            Channel::Collectives => shutdown_notice.last,
+            Channel::SendTo(_) => shutdown_notice.received,
+            Channel::RecvFrom(_) => shutdown_notice.sent,
         };
         if left_after >= sequence {
             return None;

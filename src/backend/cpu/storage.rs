@@ -3,7 +3,7 @@
 //! candle keeps a tensor's storage behind a lock, and views of one storage share it. A call of the engine that held it
 //! while it waits for a peer would hold up other calls on other slices of the storage, which the peer may be waiting for.
 //! So the algorithms work on [`Region`]s, and whoever moves bytes takes the lock for just that.
-use super::transport::Stall;
+use super::transport_error::TransportError;
 use crate::backend::check::byte_range;
 use candle_core::{CpuStorage, Storage, StorageMutRef, StorageRef, Tensor};
 use parking_lot::RwLock;
@@ -41,7 +41,7 @@ pub(super) struct Locking<'a> {
 
 impl Locking<'_> {
     /// What `attempt` gets, which tries for as long as it is told.
-    fn acquire<G>(self, attempt: impl Fn(Duration) -> Option<G>) -> Result<G, Stall> {
+    fn acquire<G>(self, attempt: impl Fn(Duration) -> Option<G>) -> Result<G, TransportError> {
         /// Within this time the end of the group is noticed. A writer that waits keeps new readers out, so it steps back
         /// as often.
         const SLICE: Duration = Duration::from_millis(100);
@@ -53,7 +53,7 @@ impl Locking<'_> {
                 return Ok(guard);
             }
             if left.is_zero() || self.waits.ended.load(Ordering::Acquire) {
-                return Err(Stall::Locked);
+                return Err(TransportError::Locked);
             }
             counted.get_or_insert_with(|| Counted::new(&self.waits.waiting));
             std::thread::sleep(STEP_BACK);
@@ -106,7 +106,7 @@ impl<'a> Region<'a> {
     }
 
     /// Gives `work`, which must not wait for anybody, the bytes to read.
-    pub(super) fn read<R>(self, work: impl FnOnce(&[u8]) -> R) -> Result<R, Stall> {
+    pub(super) fn read<R>(self, work: impl FnOnce(&[u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&[]));
         }
@@ -114,7 +114,7 @@ impl<'a> Region<'a> {
     }
 
     /// Gives `work`, which must not wait for anybody, the bytes to change.
-    pub(super) fn write<R>(self, work: impl FnOnce(&mut [u8]) -> R) -> Result<R, Stall> {
+    pub(super) fn write<R>(self, work: impl FnOnce(&mut [u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&mut []));
         }
@@ -124,7 +124,11 @@ impl<'a> Region<'a> {
     }
 
     /// Gives `work`, which must not wait for anybody, the bytes to change, and those of `input` to read.
-    pub(super) fn write_from<R>(self, input: Self, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Stall> {
+    pub(super) fn write_from<R>(
+        self,
+        input: Self,
+        work: impl FnOnce(&mut [u8], &[u8]) -> R,
+    ) -> Result<R, TransportError> {
         if self.length == 0 || input.length == 0 {
             return self.write(|output| input.read(|input| work(output, input)))?;
         }
@@ -147,7 +151,7 @@ impl<'a> Region<'a> {
     }
 
     /// The bytes become those of `input`, which is as long.
-    pub(super) fn copy_from(self, input: Self) -> Result<(), Stall> {
+    pub(super) fn copy_from(self, input: Self) -> Result<(), TransportError> {
         if self.shares_lock(input) && self.range() == input.range() {
             return Ok(());
         }
@@ -164,7 +168,7 @@ impl<'a> Region<'a> {
     }
 
     /// Locks the storage for reading.
-    pub(super) fn lock(self) -> Result<StorageRef<'a>, Stall> {
+    pub(super) fn lock(self) -> Result<StorageRef<'a>, TransportError> {
         // The thread may hold it for reading already. A writer that waits in between must not come first then.
         match self.lock.try_read_recursive() {
             Some(guard) => Ok(guard),
@@ -173,7 +177,7 @@ impl<'a> Region<'a> {
     }
 
     /// Locks the storage for writing.
-    pub(super) fn lock_mut(self) -> Result<StorageMutRef<'a>, Stall> {
+    pub(super) fn lock_mut(self) -> Result<StorageMutRef<'a>, TransportError> {
         match self.lock.try_write() {
             Some(guard) => Ok(guard),
             None => self.locking.acquire(|time| self.lock.try_write_for(time)),
@@ -181,13 +185,13 @@ impl<'a> Region<'a> {
     }
 
     /// This region's bytes of its locked storage.
-    pub(super) fn bytes(self, storage: &Storage) -> Result<&[u8], Stall> {
+    pub(super) fn bytes(self, storage: &Storage) -> Result<&[u8], TransportError> {
         bytes(storage)?.get(self.range()).ok_or_else(beyond)
     }
 }
 
-fn beyond() -> Stall {
-    Stall::System("a tensor's layout reaches beyond its storage".into())
+fn beyond() -> TransportError {
+    TransportError::System("a tensor's layout reaches beyond its storage".into())
 }
 
 /// Cuts parts out of the bytes of a storage, one after the other.
@@ -236,18 +240,18 @@ macro_rules! bytes {
             Storage::Cpu(CpuStorage::F16(values)) => Ok($cast(values)),
             Storage::Cpu(CpuStorage::F32(values)) => Ok($cast(values)),
             Storage::Cpu(CpuStorage::F64(values)) => Ok($cast(values)),
-            _ => Err(Stall::System("a tensor is not on the CPU, or its dtype is not supported".into())),
+            _ => Err(TransportError::System("a tensor is not on the CPU, or its dtype is not supported".into())),
         }
     };
 }
 
 /// All of a storage's bytes.
-fn bytes(storage: &Storage) -> Result<&[u8], Stall> {
+fn bytes(storage: &Storage) -> Result<&[u8], TransportError> {
     bytes!(storage, bytemuck::cast_slice)
 }
 
 /// All of a storage's bytes, to change.
-pub(super) fn bytes_mut(storage: &mut Storage) -> Result<&mut [u8], Stall> {
+pub(super) fn bytes_mut(storage: &mut Storage) -> Result<&mut [u8], TransportError> {
     bytes!(storage, bytemuck::cast_slice_mut)
 }
 
@@ -307,10 +311,10 @@ mod tests {
         let region = Region::of(&tensor, locking);
         let guard = tensor.storage_and_layout();
         region.read(|_| ()).unwrap();
-        assert!(matches!(region.write(|_| ()), Err(Stall::Locked)));
+        assert!(matches!(region.write(|_| ()), Err(TransportError::Locked)));
         let region = Region::of(&tensor, soon(&waits));
         waits.end();
-        assert!(matches!(region.write(|_| ()), Err(Stall::Locked)));
+        assert!(matches!(region.write(|_| ()), Err(TransportError::Locked)));
         drop(guard);
         region.write(|_| ()).unwrap();
         assert!(!waits.any());

@@ -2,9 +2,10 @@
 //!
 //! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
 //! progress wherever it can, so that no order of large messages can block another.
-use super::call::Header;
 use super::piece::{Piece, PieceMut, beyond};
 use super::storage::{self, Cut, Region};
+use super::transport_error::TransportError;
+use crate::backend::call::Header;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
@@ -42,21 +43,6 @@ pub(super) struct Inflow<'a> {
     total: usize,
 }
 
-/// Why an exchange did not come to its end.
-#[derive(Debug)]
-pub(super) enum Stall {
-    /// The deadline has passed; these peers are being waited for.
-    TimedOut { peers: Vec<usize> },
-    /// The connection to a peer is closed.
-    Closed { peer: usize, reason: String },
-    /// A peer sent another header than expected: it is in another call.
-    Header { peer: usize, received: [u8; Header::BYTES] },
-    /// The storage of a tensor was locked until the deadline, or until the group ended.
-    Locked,
-    /// The system refused to wait.
-    System(String),
-}
-
 /// What one attempt to move bytes came to.
 enum Progress {
     Complete,
@@ -83,7 +69,12 @@ impl Transport {
 
     /// Sends all that `sends` need and receives all that `recvs` need, each with at most one flow for a peer, until
     /// `deadline`; and as much of the rest of them as can be without waiting for it.
-    pub(super) fn exchange(&self, sends: &mut [Outflow], recvs: &mut [Inflow], deadline: Instant) -> Result<(), Stall> {
+    pub(super) fn exchange(
+        &self,
+        sends: &mut [Outflow],
+        recvs: &mut [Inflow],
+        deadline: Instant,
+    ) -> Result<(), TransportError> {
         // Most often the sockets take all there is to send, and small messages are there already: no poll then.
         let mut sending = Vec::with_capacity(sends.len());
         let mut receiving = Vec::with_capacity(recvs.len());
@@ -126,7 +117,7 @@ impl Transport {
         recvs: &[Inflow],
         receiving: &[usize],
         deadline: Instant,
-    ) -> Result<Vec<bool>, Stall> {
+    ) -> Result<Vec<bool>, TransportError> {
         let mut fds = Vec::with_capacity(sending.len() + receiving.len());
         for &index in sending {
             fds.push(PollFd::new(self.socket(sends[index].peer)?, PollFlags::OUT));
@@ -146,18 +137,18 @@ impl Transport {
                         sends.map(|flow| flow.peer).chain(recvs.map(|flow| flow.peer)).collect();
                     peers.sort_unstable();
                     peers.dedup();
-                    return Err(Stall::TimedOut { peers });
+                    return Err(TransportError::TimedOut { peers });
                 }
                 Ok(0) | Err(Errno::INTR) => {}
                 Ok(_) => return Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect()),
-                Err(error) => return Err(Stall::System(format!("poll: {error}"))),
+                Err(error) => return Err(TransportError::System(format!("poll: {error}"))),
             }
         }
     }
 
-    fn socket(&self, peer: usize) -> Result<&TcpStream, Stall> {
+    fn socket(&self, peer: usize) -> Result<&TcpStream, TransportError> {
         let socket = self.sockets.get(peer).and_then(Option::as_ref);
-        socket.ok_or_else(|| Stall::System(format!("there is no connection to rank {peer}")))
+        socket.ok_or_else(|| TransportError::System(format!("there is no connection to rank {peer}")))
     }
 }
 
@@ -165,8 +156,8 @@ impl Transport {
 fn retain_blocked(
     indices: &mut Vec<usize>,
     ready: &mut impl Iterator<Item = bool>,
-    mut advance: impl FnMut(usize) -> Result<Progress, Stall>,
-) -> Result<(), Stall> {
+    mut advance: impl FnMut(usize) -> Result<Progress, TransportError>,
+) -> Result<(), TransportError> {
     let mut result = Ok(());
     indices.retain(|&index| {
         if result.is_err() || !ready.next().unwrap_or(false) {
@@ -250,7 +241,7 @@ impl<'a> Outflow<'a> {
         self.needed.saturating_sub(self.done)
     }
 
-    fn advance(&mut self, socket: &TcpStream) -> Result<Progress, Stall> {
+    fn advance(&mut self, socket: &TcpStream) -> Result<Progress, TransportError> {
         // Not `write_vectored`: a closed connection must be an error also in programs that do not ignore SIGPIPE.
         #[cfg(not(target_vendor = "apple"))]
         const FLAGS: SendFlags = SendFlags::NOSIGNAL;
@@ -280,7 +271,7 @@ impl<'a> Outflow<'a> {
                 Ok(sent) => self.done += sent,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Progress::Blocked),
-                Err(error) => return Err(Stall::Closed { peer: self.peer, reason: error.to_string() }),
+                Err(error) => return Err(TransportError::Closed { peer: self.peer, reason: error.to_string() }),
             }
         }
         Ok(Progress::Complete)
@@ -319,7 +310,7 @@ impl<'a> Inflow<'a> {
         self.needed.saturating_sub(self.done)
     }
 
-    fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, Stall> {
+    fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, TransportError> {
         while self.done < self.total {
             let head = self.head.map_or(0, |head| head.len());
             let after_head = self.done.saturating_sub(head);
@@ -349,7 +340,7 @@ impl<'a> Inflow<'a> {
             // Data is read together with its header, before that is checked: when it is another call's, the group is
             // over and the contents of its tensors undefined.
             match socket.read_vectored(&mut rest) {
-                Ok(0) => return Err(Stall::Closed { peer: self.peer, reason: "end of stream".into() }),
+                Ok(0) => return Err(TransportError::Closed { peer: self.peer, reason: "end of stream".into() }),
                 Ok(received) => {
                     let had_head = self.done >= Header::BYTES;
                     self.done += received;
@@ -359,16 +350,16 @@ impl<'a> Inflow<'a> {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Progress::Blocked),
-                Err(error) => return Err(Stall::Closed { peer: self.peer, reason: error.to_string() }),
+                Err(error) => return Err(TransportError::Closed { peer: self.peer, reason: error.to_string() }),
             }
         }
         Ok(Progress::Complete)
     }
 
-    fn check_head(&self) -> Result<(), Stall> {
+    fn check_head(&self) -> Result<(), TransportError> {
         match self.head {
             Some(expected) if *expected != self.received_head => {
-                Err(Stall::Header { peer: self.peer, received: self.received_head })
+                Err(TransportError::Header { peer: self.peer, received: self.received_head })
             }
             _ => Ok(()),
         }

@@ -37,7 +37,7 @@ pub fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Devi
 pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails.
     pub timeout: Duration,
-    /// A rank that gives no sign of life for this long is taken for dead, and ends the group.
+    /// A rank that gives no sign of heartbeat for this long is taken for dead, and ends the group.
     pub lost_after: Duration,
 }
 

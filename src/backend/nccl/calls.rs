@@ -1,5 +1,5 @@
 //! The collectives, as calls on a communicator.
-use super::handle::Handle;
+use super::comm::Comm;
 use super::status::{CallResult, NcclFailure, int, status};
 use cudarc::nccl::{result, sys};
 use std::ffi::c_void;
@@ -34,7 +34,7 @@ pub(super) struct Target(pub(super) sys::cudaStream_t);
 
 /// The collectives. Their memory must stay allocated until the stream has passed them, be on the communicator's device,
 /// and have the sizes that NCCL expects.
-impl Handle {
+impl Comm {
     /// Starts several messages at once, so that none waits for another.
     pub(super) fn together(
         &mut self,

@@ -1,16 +1,16 @@
-use super::bulletin::Bulletin;
 use super::calls::Memory;
-use super::flight::{Flight, Shared};
-use super::group::{Group, Trouble};
-use super::handle::{Handle, OLDEST_VERSION, Stop, UniqueId};
+use super::comm::{Comm, OLDEST_VERSION, Stop, UniqueId};
+use super::comm_stream::{CommStream, Links};
+use super::group::{Group, SuspectedFailure};
+use super::health_store::HealthStore;
+use super::heartbeat::HeartbeatMonitor;
 use super::identity::{self, Identity, Version};
-use super::lane::{Job, Lane, Worker};
-use super::link::{Link, Links};
+use super::p2p::{Job, P2p, Worker};
 use super::plan::{self, Place, Plan};
-use super::sentinel::Sentinel;
 use super::status::{NcclFailure, version};
 use super::stream::{Clock, Done, Streams};
 use super::watchdog::{self, Watched};
+use super::work::{NcclWork, Shared};
 use super::{cuda_failure, device, lock};
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::check;
@@ -43,7 +43,7 @@ pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails. 10 minutes by default, as with
     /// PyTorch's NCCL.
     pub timeout: Duration,
-    /// A rank that gives no sign of life for this long is taken for dead, and ends the group. 10 seconds by default.
+    /// A rank that gives no sign of heartbeat for this long is taken for dead, and ends the group. 10 seconds by default.
     pub lost_after: Duration,
 }
 
@@ -69,9 +69,9 @@ impl Default for NcclOptions {
 pub struct NcclCommunicator {
     group: Arc<Group>,
     /// The one for collectives.
-    link: Arc<Link>,
+    link: Arc<CommStream>,
     links: Arc<Links>,
-    lanes: Mutex<HashMap<Channel, Lane>>,
+    pairs: Mutex<HashMap<Channel, P2p>>,
     device: Device,
     store: Arc<dyn Store>,
     options: NcclOptions,
@@ -79,7 +79,7 @@ pub struct NcclCommunicator {
     /// If times are measured.
     clock: Mutex<Option<Arc<Clock>>>,
     watchdog: Option<JoinHandle<()>>,
-    sentinel: Option<JoinHandle<()>>,
+    heartbeat_monitor: Option<JoinHandle<()>>,
 }
 
 impl NcclCommunicator {
@@ -101,7 +101,7 @@ impl NcclCommunicator {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
-        let bulletin = Bulletin::new(Arc::clone(&store), rank, world_size)?;
+        let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?;
         let opened = open(device, rank);
         let told = identity::tell(&*store, rank, opened.as_ref().map(|(_, identity)| identity));
         let (streams, _) = opened?;
@@ -110,9 +110,9 @@ impl NcclCommunicator {
         identity::check(&identities, device::shared_gpus_allowed())?;
         let group = Arc::new(Group::new(rank, world_size, options.timeout));
         let base = Base { group, streams, store, device: device.clone(), options };
-        let sentinel = base.start_sentinel(bulletin)?;
+        let heartbeat_monitor = base.start_sentinel(health_store)?;
         let handle = base.connect();
-        base.assemble(handle, sentinel)
+        base.assemble(handle, heartbeat_monitor)
     }
 
     fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
@@ -130,39 +130,39 @@ impl NcclCommunicator {
         })
     }
 
-    fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<Flight>> {
+    fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
         let streams = &self.link.streams;
         let plan = self.plan(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
-        let flight = self.flight(call, collective, streams.clone(), blocks_host);
+        let work = self.work(call, collective, streams.clone(), blocks_host);
         let started = {
             let mut turn = self.link.turn();
-            self.group.begin(Channel::Collectives, call, flight.done.clone())?;
+            self.group.begin(Channel::Collectives, call, work.done.clone())?;
             let marked = streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)));
             marked.and_then(|ready| {
-                turn.launch(&self.group, &ready, &flight, |handle, target| {
-                    // SAFETY: the flight has the tensors, and lets go of them behind its fence.
+                turn.launch(&self.group, &ready, &work, |handle, target| {
+                    // SAFETY: the work has the tensors, and lets go of them behind its fence.
                     unsafe { plan.start(handle, target) }
                 })
             })
         };
         started.map_err(|stop| stop.tell(&self.group))?;
-        flight.done.set_started();
-        Ok(flight)
+        work.done.set_started();
+        Ok(work)
     }
 
-    fn start_message(&self, channel: Channel, call: Call, collective: Collective) -> Result<Arc<Flight>> {
-        let mut lanes = lock(&self.lanes);
-        let lane = match lanes.entry(channel) {
-            Entry::Occupied(lane) => lane.into_mut(),
+    fn start_message(&self, channel: Channel, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
+        let mut pairs = lock(&self.pairs);
+        let pair = match pairs.entry(channel) {
+            Entry::Occupied(pair) => pair.into_mut(),
             Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
         };
         let plan = self.plan(&collective)?;
-        let flight = self.flight(call, collective, lane.streams.clone(), false);
-        self.group.begin(channel, call, flight.done.clone())?;
-        let ready = lane.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
-        lane.push(Job { plan, ready, flight: flight.clone() });
-        Ok(flight)
+        let work = self.work(call, collective, pair.streams.clone(), false);
+        self.group.begin(channel, call, work.done.clone())?;
+        let ready = pair.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
+        pair.push(Job { plan, ready, work: work.clone() });
+        Ok(work)
     }
 
     fn plan(&self, collective: &Collective) -> Result<Plan> {
@@ -172,13 +172,13 @@ impl NcclCommunicator {
         Ok(Plan::new(collective, &Place { rank, world_size, token })?)
     }
 
-    fn flight(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<Flight> {
+    fn work(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<NcclWork> {
         let tensors = plan::tensors(collective);
         let (group, done) = (self.group.clone(), Arc::new(Done::new(lock(&self.clock).clone())));
-        Arc::new(Flight { group, streams, done, call, blocks_host, _tensors: tensors })
+        Arc::new(NcclWork { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
-    fn open_lane(&self, channel: Channel) -> Result<Lane> {
+    fn open_lane(&self, channel: Channel) -> Result<P2p> {
         let own = self.group.rank;
         let (from, to) = match channel {
             Channel::SendTo(peer) => (own, peer),
@@ -187,7 +187,7 @@ impl NcclCommunicator {
         };
         let streams = self.link.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
         let (group, links, store) = (self.group.clone(), self.links.clone(), self.store.clone());
-        Lane::start(Worker { group, links, store, from, to, streams })
+        P2p::start(Worker { group, links, store, from, to, streams })
     }
 
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Option<Box<dyn Communicator>>> {
@@ -197,20 +197,20 @@ impl NcclCommunicator {
             return Err(failure.into());
         }
         let place = ranks.iter().position(|rank| *rank == self.group.rank);
-        let prepared = place.map(|rank| Bulletin::new(store.clone(), rank, ranks.len())).transpose();
-        let bulletin = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
+        let prepared = place.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
+        let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
         let mut patience = patience(&self.group, what, "not all ranks of the group called it");
         let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
         drop(turn);
         let handle = split.map_err(|stop| stop.tell(&self.group))?;
-        let (Some(handle), Some(rank), Some(bulletin)) = (handle, place, bulletin) else { return Ok(None) };
+        let (Some(handle), Some(rank), Some(health_store)) = (handle, place, health_store) else { return Ok(None) };
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.link.streams.another().map_err(driver)?;
         let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
-        let sentinel = base.start_sentinel(bulletin)?;
-        Ok(Some(Box::new(base.assemble(Ok(handle), sentinel)?)))
+        let heartbeat_monitor = base.start_sentinel(health_store)?;
+        Ok(Some(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
     }
 }
 
@@ -255,7 +255,7 @@ struct Base {
 
 impl Base {
     /// Meets the other ranks in NCCL, by the id that rank 0 makes.
-    fn connect(&self) -> std::result::Result<Handle, Stop> {
+    fn connect(&self) -> std::result::Result<Comm, Stop> {
         let group = &*self.group;
         let cannot = |error: Error| Stop::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
@@ -268,13 +268,13 @@ impl Base {
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
         let mut patience = patience(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        Handle::connect(&id, group.rank, group.world_size, &mut patience)
+        Comm::connect(&id, group.rank, group.world_size, &mut patience)
     }
 
-    fn start_sentinel(&self, bulletin: Bulletin) -> Result<JoinHandle<()>> {
+    fn start_sentinel(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
         let (group, lost_after) = (self.group.clone(), self.options.lost_after);
-        spawn(&self.group, "sentinel", move || {
-            Sentinel { group: &group, bulletin: &bulletin, lost_after }.run();
+        spawn(&self.group, "heartbeat_monitor", move || {
+            HeartbeatMonitor { group: &group, health_store: &health_store, lost_after }.run();
         })
     }
 
@@ -282,15 +282,19 @@ impl Base {
         let (group, links, streams) = (self.group.clone(), links.clone(), self.streams.clone());
         spawn(&self.group, "watchdog", move || {
             if let Err(error) = streams.bind() {
-                group.report(Trouble::Broken(super::cuda_error(error)));
+                group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
-            let unasked = |trouble: &Trouble| super::sentinel::without_asking(&group, trouble);
+            let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
             watchdog::run(&group, &*links, &unasked);
         })
     }
 
     /// The communicator, or the end of the group.
-    fn assemble(self, handle: std::result::Result<Handle, Stop>, sentinel: JoinHandle<()>) -> Result<NcclCommunicator> {
+    fn assemble(
+        self,
+        handle: std::result::Result<Comm, Stop>,
+        heartbeat_monitor: JoinHandle<()>,
+    ) -> Result<NcclCommunicator> {
         let rank = self.group.rank;
         let token = self.streams.token();
         let parts = handle.and_then(|handle| {
@@ -306,13 +310,13 @@ impl Base {
                 };
                 let ours = self.group.fail(failure.clone()) == failure;
                 self.group.leave();
-                join(sentinel);
+                join(heartbeat_monitor);
                 // This rank's own error is told as what it is.
                 let other = self.group.failure().filter(|_| !ours);
                 return Err(other.map_or_else(|| stop.into_error(rank), Error::from));
             }
         };
-        let link = Arc::new(Link::new(handle, self.streams.clone()));
+        let link = Arc::new(CommStream::new(handle, self.streams.clone()));
         let links = Arc::new(Links::new(link.clone()));
         let watchdog = self.start_watchdog(&links)?;
         let Self { group, store, device, options, .. } = self;
@@ -320,14 +324,14 @@ impl Base {
             group,
             link,
             links,
-            lanes: Mutex::default(),
+            pairs: Mutex::default(),
             device,
             store,
             options,
             token,
             clock: Mutex::default(),
             watchdog: Some(watchdog),
-            sentinel: Some(sentinel),
+            heartbeat_monitor: Some(heartbeat_monitor),
         })
     }
 }
@@ -377,11 +381,11 @@ impl Communicator for NcclCommunicator {
     fn start(&self, collective: Collective) -> Result<Work> {
         let Group { rank, world_size, .. } = *self.group;
         let (call, channel) = check(rank, world_size, &|tensor| self.place(tensor), &collective)?;
-        let flight = match channel {
+        let work = match channel {
             Channel::Collectives => self.start_collective(call, collective)?,
             message => self.start_message(message, call, collective)?,
         };
-        Ok(Work::new(Shared(flight)))
+        Ok(Work::new(Shared(work)))
     }
 
     fn measure_spans(&self) -> Result<()> {
@@ -394,7 +398,7 @@ impl Communicator for NcclCommunicator {
     }
 
     fn failure(&self) -> Option<Error> {
-        self.group.verdict().map(Error::from)
+        self.group.root_cause().map(Error::from)
     }
 
     fn abort(&self, reason: &str) {
@@ -411,12 +415,12 @@ impl Drop for NcclCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        lock(&self.lanes).drain().for_each(|(_, lane)| lane.end());
+        lock(&self.pairs).drain().for_each(|(_, pair)| pair.end());
         let failed = self.group.drain().is_some();
         self.group.leave();
         self.group.end();
         let deadline = Instant::now() + ENDING;
-        for thread in self.watchdog.take().into_iter().chain(self.sentinel.take()) {
+        for thread in self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()) {
             join_until(thread, deadline);
         }
         // On a thread of its own: NCCL may not come back from an abort.

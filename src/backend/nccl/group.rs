@@ -1,6 +1,6 @@
 //! What all threads of one rank know about their group: which calls are under way, and why it failed.
-use super::bulletin::Farewell;
 use super::lock;
+use super::report::{ProgressReport, ShutdownNotice};
 use crate::Error;
 use crate::backend::call::{Call, Channel};
 use crate::backend::failure::Failure;
@@ -29,7 +29,7 @@ pub(super) struct Group {
 #[derive(Default)]
 struct State {
     /// Something is wrong; what is behind it is being looked into.
-    trouble: Option<Trouble>,
+    suspected: Option<SuspectedFailure>,
     failure: Option<Failure>,
     /// The other ranks know of the failure, or told it.
     published: bool,
@@ -55,30 +55,11 @@ struct Outstanding {
 
 /// What the watchdog sees.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Trouble {
+pub(super) enum SuspectedFailure {
     /// NCCL or the device reported an error.
     Broken(String),
     /// A call has not ended in time.
     Expired { channel: Channel, sequence: u64, call: Call },
-}
-
-/// How far one rank has come, for the others.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Standing {
-    /// The last collective that was started; 0 before the first.
-    pub(super) started: u64,
-    /// The last collective that is over.
-    pub(super) finished: u64,
-    /// The last collectives up to `started`, as far back as they are remembered.
-    pub(super) calls: Vec<Call>,
-}
-
-impl Standing {
-    /// What was called at `sequence`, if it is remembered.
-    pub(super) fn call_at(&self, sequence: u64) -> Option<Call> {
-        let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
-        self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
-    }
 }
 
 impl Group {
@@ -92,7 +73,7 @@ impl Group {
 
     /// Notes that `call` is about to be started, and how it tells its end; its sequence number.
     pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
-        if let Some(failure) = self.verdict() {
+        if let Some(failure) = self.root_cause() {
             return Err(failure);
         }
         let mut state = self.state();
@@ -107,7 +88,7 @@ impl Group {
     }
 
     /// Forgets calls that are over. The first that has not ended in time, or an error of the device.
-    pub(super) fn sweep(&self, now: Instant) -> Option<Trouble> {
+    pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
         let mut state = self.state();
         let State { outstanding, finished, .. } = &mut *state;
         let mut broken = None;
@@ -120,7 +101,7 @@ impl Group {
             }
             Ok(false) => true,
             Err(reason) => {
-                broken = Some(Trouble::Broken(reason));
+                broken = Some(SuspectedFailure::Broken(reason));
                 true
             }
         });
@@ -130,7 +111,7 @@ impl Group {
         let expired = |call: &&Outstanding| call.deadline <= now;
         broken.or_else(|| {
             let Outstanding { channel, sequence, call, .. } = *outstanding.iter().find(expired)?;
-            Some(Trouble::Expired { channel, sequence, call })
+            Some(SuspectedFailure::Expired { channel, sequence, call })
         })
     }
 
@@ -162,21 +143,21 @@ impl Group {
         messages.map(|call| (call.channel, call.sequence, call.call)).collect()
     }
 
-    pub(super) fn standing(&self) -> Standing {
+    pub(super) fn progress_report(&self) -> ProgressReport {
         const REMEMBERED: u64 = 1000;
         let state = self.state();
         let started = state.started.get(&Channel::Collectives).copied().unwrap_or(0);
         let first = started.saturating_sub(REMEMBERED) + 1;
         let calls = (first..=started).filter_map(|sequence| state.collectives.call_at(sequence)).collect();
-        Standing { started, finished: state.finished, calls }
+        ProgressReport { started, finished: state.finished, calls }
     }
 
     /// Something is wrong: from now on nobody believes that a call went well, until the failure is known.
-    pub(super) fn report(&self, trouble: Trouble) {
+    pub(super) fn suspect(&self, suspected: SuspectedFailure) {
         let mut state = self.state();
-        if state.failure.is_none() && state.trouble.is_none() {
-            log::debug!("rank {}: {trouble:?}", self.rank);
-            state.trouble = Some(trouble);
+        if state.failure.is_none() && state.suspected.is_none() {
+            log::debug!("rank {}: {suspected:?}", self.rank);
+            state.suspected = Some(suspected);
             self.changed.notify_all();
         }
     }
@@ -204,18 +185,18 @@ impl Group {
     }
 
     /// What is being looked into.
-    pub(super) fn trouble(&self) -> Option<Trouble> {
-        self.state().trouble.clone()
+    pub(super) fn suspected(&self) -> Option<SuspectedFailure> {
+        self.state().suspected.clone()
     }
 
     pub(super) fn failure(&self) -> Option<Failure> {
         self.state().failure.clone()
     }
 
-    /// The failure, after waiting for it when there is trouble.
-    pub(super) fn verdict(&self) -> Option<Failure> {
+    /// The failure, after waiting for it when there is suspected.
+    pub(super) fn root_cause(&self) -> Option<Failure> {
         let mut state = self.state();
-        while state.trouble.is_some() && state.failure.is_none() {
+        while state.suspected.is_some() && state.failure.is_none() {
             // The watchdog sees to it that this ends.
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -229,10 +210,10 @@ impl Group {
 
     /// An error when the group has failed.
     pub(super) fn check(&self) -> Result<(), Error> {
-        self.verdict().map_or(Ok(()), |failure| Err(failure.into()))
+        self.root_cause().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// For the sentinel: waits until there is something to do, or until `tick` is over.
+    /// For the heartbeat_monitor: waits until there is something to do, or until `tick` is over.
     pub(super) fn news(&self, tick: Duration) -> News {
         self.wait_until(deadline_after(tick), |state| {
             let news = state.news();
@@ -249,7 +230,7 @@ impl Group {
     /// For the watchdog: whether it should end, after `tick` at the latest or when something happens.
     pub(super) fn is_over(&self, tick: Duration) -> bool {
         self.wait_until(deadline_after(tick), |state| {
-            (state.over || state.failure.is_some() || state.trouble.is_some()).then_some(())
+            (state.over || state.failure.is_some() || state.suspected.is_some()).then_some(())
         });
         self.state().over
     }
@@ -260,7 +241,7 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// Tells the sentinel to say goodbye to the other ranks, and to end.
+    /// Tells the heartbeat_monitor to say goodbye to the other ranks, and to end.
     pub(super) fn leave(&self) {
         self.state().leaving = true;
         self.changed.notify_all();
@@ -273,13 +254,13 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// Waits until `found` finds something or the group is in trouble.
+    /// Waits until `found` finds something or the group is in suspected.
     pub(super) fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
         let mut state = self.state();
         loop {
-            if state.trouble.is_some() || state.failure.is_some() {
+            if state.suspected.is_some() || state.failure.is_some() {
                 drop(state);
-                return Err(self.verdict().unwrap_or_else(|| self.unknown()));
+                return Err(self.root_cause().unwrap_or_else(|| self.unknown()));
             }
             if let Some(result) = found() {
                 return Ok(result);
@@ -288,7 +269,7 @@ impl Group {
         }
     }
 
-    /// `verdict` always has an answer after trouble; this is for the compiler.
+    /// `root_cause` always has an answer after suspected; this is for the compiler.
     fn unknown(&self) -> Failure {
         Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
     }
@@ -308,35 +289,35 @@ impl Group {
     }
 }
 
-/// What the sentinel has to do.
+/// What the heartbeat_monitor has to do.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct News {
     /// To find out what is behind it.
-    pub(super) trouble: Option<Trouble>,
+    pub(super) suspected: Option<SuspectedFailure>,
     /// To tell the other ranks.
     pub(super) unpublished: Option<Failure>,
     /// To leave, with these words.
-    pub(super) leaving: Option<Farewell>,
+    pub(super) leaving: Option<ShutdownNotice>,
 }
 
 impl State {
-    fn farewell(&self) -> Farewell {
-        let mut farewell = Farewell::default();
+    fn shutdown_notice(&self) -> ShutdownNotice {
+        let mut shutdown_notice = ShutdownNotice::default();
         for (channel, last) in &self.started {
             match channel {
-                Channel::Collectives => farewell.last = *last,
-                Channel::SendTo(peer) => farewell.messages.entry(*peer).or_default().sent = *last,
-                Channel::RecvFrom(peer) => farewell.messages.entry(*peer).or_default().received = *last,
+                Channel::Collectives => shutdown_notice.last = *last,
+                Channel::SendTo(peer) => shutdown_notice.messages.entry(*peer).or_default().sent = *last,
+                Channel::RecvFrom(peer) => shutdown_notice.messages.entry(*peer).or_default().received = *last,
             }
         }
-        farewell
+        shutdown_notice
     }
 
     fn news(&self) -> News {
         News {
-            trouble: self.trouble.clone().filter(|_| self.failure.is_none()),
+            suspected: self.suspected.clone().filter(|_| self.failure.is_none()),
             unpublished: self.failure.clone().filter(|_| !self.published),
-            leaving: self.leaving.then(|| self.farewell()),
+            leaving: self.leaving.then(|| self.shutdown_notice()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Who the ranks are, told before they connect: what NCCL would only refuse, or hang on, is an error with names here.
+use super::comm::{Stop, UniqueId};
 use super::group::Group;
-use super::handle::{Stop, UniqueId};
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
 use crate::rendezvous::{Store, absent_ranks};

@@ -7,21 +7,22 @@
 #![allow(unsafe_code)]
 
 mod buffer;
-mod bulletin;
 mod calls;
+mod comm;
+mod comm_stream;
 mod communicator;
 mod device;
-mod flight;
 mod group;
-mod handle;
+mod health_store;
+mod heartbeat;
 mod identity;
-mod lane;
-mod link;
+mod p2p;
 mod plan;
-mod sentinel;
+mod report;
 mod status;
 mod stream;
 mod watchdog;
+mod work;
 
 pub use communicator::{NcclCommunicator, NcclOptions};
 pub use device::{choose_device, device_count};

@@ -1,7 +1,7 @@
 //! What a collective is made of: calls of NCCL on the memory of its tensors.
 use super::buffer::{input, output};
 use super::calls::{Memory, Target};
-use super::handle::Handle;
+use super::comm::Comm;
 use super::status::{CallResult, Status};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{Result, Tensor};
@@ -92,7 +92,7 @@ impl Plan {
     /// # Safety
     /// The tensors that the plan was made from, or copies of them that share their storage, must live until the stream
     /// has passed it.
-    pub(super) unsafe fn start(&self, handle: &mut Handle, target: Target) -> CallResult {
+    pub(super) unsafe fn start(&self, handle: &mut Comm, target: Target) -> CallResult {
         if self.is_empty() {
             return Ok(Status::Done);
         }

@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn nccl_tells_its_version() {
         let version = version().unwrap();
-        assert!(version >= crate::backend::nccl::handle::OLDEST_VERSION, "{version}");
+        assert!(version >= crate::backend::nccl::comm::OLDEST_VERSION, "{version}");
     }
 
     #[test]

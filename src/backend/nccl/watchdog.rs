@@ -1,6 +1,6 @@
 //! The thread that watches the calls of a group: errors of NCCL, and deadlines. It never waits for the network.
-use super::group::{Group, Trouble};
-use super::sentinel::PATIENCE;
+use super::group::{Group, SuspectedFailure};
+use super::heartbeat::PATIENCE;
 use crate::backend::failure::Failure;
 use std::time::{Duration, Instant};
 
@@ -15,19 +15,19 @@ pub(super) trait Watched {
 
 /// Until the group ends, well or with a failure.
 ///
-/// `unasked` says what can be said about trouble when the sentinel, who asks the other ranks, does not answer in time.
-pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&Trouble) -> Failure) {
+/// `unasked` says what can be said about suspected when the heartbeat_monitor, who asks the other ranks, does not answer in time.
+pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
     const TICK: Duration = Duration::from_millis(20);
     loop {
         let over = group.is_over(TICK);
         if group.failure().is_none() && !over {
-            let seen = || watched.error().map(Trouble::Broken).or_else(|| group.sweep(Instant::now()));
+            let seen = || watched.error().map(SuspectedFailure::Broken).or_else(|| group.sweep(Instant::now()));
             // Others may have seen it first.
-            let trouble = group.trouble().or_else(seen);
-            let Some(trouble) = trouble else { continue };
-            group.report(trouble.clone());
+            let suspected = group.suspected().or_else(seen);
+            let Some(suspected) = suspected else { continue };
+            group.suspect(suspected.clone());
             if group.await_failure(PATIENCE + Duration::from_secs(4)).is_none() {
-                group.fail(unasked(&trouble));
+                group.fail(unasked(&suspected));
             }
         }
         if group.failure().is_some() {

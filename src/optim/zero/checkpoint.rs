@@ -1,7 +1,7 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
-use super::super::fused::{LearningRates, check_learning_rates, state_dtype_of};
-use super::super::rule::UpdateRule;
 use super::ZeroRedundancyOptimizer;
+use crate::optim::fused::{LearningRates, check_learning_rates, state_dtype_of};
+use crate::optim::rule::UpdateRule;
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
 use crate::state::{self, Loader};
@@ -18,7 +18,7 @@ const SAVING: &str = "saving";
 impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// The whole state on rank `to`, `None` on the others: PyTorch's `consolidate_state_dict(to)`. Every rank calls it.
     ///
-    /// It is the state dict of the [`FusedOptimizer`](super::super::FusedOptimizer) with the same rule, so that states can
+    /// It is the state dict of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so that states can
     /// be carried over in both directions, and to any number of ranks.
     ///
     /// # Errors
@@ -60,7 +60,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     }
 
     /// Takes over a whole state, of this optimizer in a world of any size or of the
-    /// [`FusedOptimizer`](super::super::FusedOptimizer) with the same rule. Every rank gives the same. What does not fit is
+    /// [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule. Every rank gives the same. What does not fit is
     /// refused, and then nothing has changed.
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
     }
 
-    /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](super::super::FusedOptimizer) of the same rule, wrote. Every
+    /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](crate::optim::FusedOptimizer) of the same rule, wrote. Every
     /// rank calls it, and reads the file.
     ///
     /// # Errors

@@ -82,13 +82,13 @@ impl TcpStore {
     }
 
     /// Keeps `server` alive as long as this client.
-    pub(in crate::rendezvous) fn hosting(mut self, server: Arc<TcpStoreServer>) -> Self {
+    pub(crate) fn hosting(mut self, server: Arc<TcpStoreServer>) -> Self {
         self.server = Some(server);
         self
     }
 
     /// The same store for calls that all end at `deadline`. The idle connections go over to it, and close with it.
-    pub(in crate::rendezvous) fn until(&self, deadline: Instant) -> Self {
+    pub(crate) fn until(&self, deadline: Instant) -> Self {
         let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
         let Self { ref host, port, address, local, timeout, ref server, .. } = *self;
         let (host, server) = (host.clone(), server.clone());
@@ -96,7 +96,7 @@ impl TcpStore {
     }
 
     /// Calls the store by another host name in messages.
-    pub(in crate::rendezvous) fn named(mut self, host: &str) -> Self {
+    pub(crate) fn named(mut self, host: &str) -> Self {
         self.host = host.to_string();
         self
     }
@@ -112,7 +112,7 @@ impl TcpStore {
     }
 
     /// `host:port`, for messages.
-    pub(in crate::rendezvous) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         match self.host.contains(':') {
             true => format!("[{}]:{}", self.host, self.port),
             false => format!("{}:{}", self.host, self.port),

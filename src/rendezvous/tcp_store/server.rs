@@ -42,7 +42,7 @@ impl TcpStoreServer {
     }
 
     /// Serves all of `addresses`, which have the same port, and begins with the keys of `pairs`.
-    pub(in crate::rendezvous) fn serve(
+    pub(crate) fn serve(
         addresses: &[SocketAddr],
         options: TcpStoreServerOptions,
         pairs: &[(&str, &str)],
@@ -75,7 +75,7 @@ impl TcpStoreServer {
     }
 
     /// Whether it listens on one of `addresses`.
-    pub(in crate::rendezvous) fn listens_on(&self, addresses: &[SocketAddr]) -> bool {
+    pub(crate) fn listens_on(&self, addresses: &[SocketAddr]) -> bool {
         addresses.iter().any(|address| {
             let same = |own: &SocketAddr| {
                 own.port() == address.port() && (own.ip() == address.ip() || own.ip().is_unspecified())
@@ -85,7 +85,7 @@ impl TcpStoreServer {
     }
 
     /// An address at which this process reaches it: the one that other hosts use, too, where there is one.
-    pub(in crate::rendezvous) fn own_host(&self) -> String {
+    pub(crate) fn own_host(&self) -> String {
         let is_wide = |address: &&SocketAddr| match address {
             SocketAddr::V6(address) if address.scope_id() != 0 => false,
             address => !address.ip().is_loopback(),

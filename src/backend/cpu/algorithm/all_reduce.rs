@@ -1,12 +1,12 @@
-use super::super::failure::Failure;
-use super::super::kernels::{self, Reduction};
-use super::super::piece::Piece;
-use super::super::session::{Recvs, Session};
-use super::super::storage::Region;
 use super::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
+use crate::backend::cpu::kernels::{self, Reduction};
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 
 /// `data` becomes the reduction of all ranks' data.
-pub(in super::super) fn all_reduce(
+pub(crate) fn all_reduce(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,

@@ -1,9 +1,9 @@
-use super::super::call::Element;
-use super::super::failure::Failure;
-use super::super::piece::Piece;
-use super::super::session::{Recvs, Session};
-use super::super::storage::Region;
 use super::{Tuning, chunk, segment, segment_before, whole_elements};
+use crate::backend::call::Element;
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 use std::ops::Range;
 
 /// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment
@@ -34,7 +34,7 @@ impl<'a> Plan<'a> {
 }
 
 /// This rank is the root: its `data` goes to the ranks `owners`.
-pub(in super::super) fn broadcast_from_here(
+pub(crate) fn broadcast_from_here(
     session: &mut Session,
     tuning: Tuning,
     owners: &[usize],
@@ -54,7 +54,7 @@ pub(in super::super) fn broadcast_from_here(
 }
 
 /// `data` becomes that of `root`, which sends it to the ranks `owners`, of which this one is one.
-pub(in super::super) fn broadcast_to_here(
+pub(crate) fn broadcast_to_here(
     session: &mut Session,
     tuning: Tuning,
     (root, owners): (usize, &[usize]),

@@ -1,27 +1,27 @@
 //! Collectives whose data goes straight from the rank that has it to the rank that wants it.
-use super::super::failure::Failure;
-use super::super::kernels::{self, Reduction};
-use super::super::piece::{Piece, PieceMut};
-use super::super::session::{Recvs, Session};
-use super::super::storage::Region;
 use super::{Scratch, Tuning, segment, whole_elements};
+use crate::backend::cpu::kernels::{self, Reduction};
+use crate::backend::cpu::piece::{Piece, PieceMut};
+use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 
 /// Returns once all ranks have come.
-pub(in super::super) fn barrier(session: &mut Session) -> Result<(), Failure> {
+pub(crate) fn barrier(session: &mut Session) -> Result<(), Failure> {
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, Piece::Memory(&[]))).collect();
     session.exchange(&sends, session.peers().map(|peer| (peer, PieceMut::Memory(&mut []))).collect())
 }
 
-pub(in super::super) fn send(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
+pub(crate) fn send(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
     session.exchange(&[(peer, data.into())], vec![])
 }
 
-pub(in super::super) fn receive(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
+pub(crate) fn receive(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
     session.exchange(&[], vec![(peer, data.into())])
 }
 
 /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`send`].
-pub(in super::super) fn reduce_to_here(
+pub(crate) fn reduce_to_here(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,
@@ -40,7 +40,7 @@ pub(in super::super) fn reduce_to_here(
 }
 
 /// `output` becomes this rank's part of the reduction of all ranks' inputs.
-pub(in super::super) fn reduce_scatter(
+pub(crate) fn reduce_scatter(
     session: &mut Session,
     scratch: &mut Scratch,
     tuning: Tuning,
@@ -78,14 +78,14 @@ fn collect<'a>(
 }
 
 /// `output` becomes all ranks' inputs in rank order.
-pub(in super::super) fn all_gather(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(crate) fn all_gather(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, input.into())).collect();
     let recvs = parts_of_peers(session, output, input)?;
     session.exchange(&sends, recvs)
 }
 
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
-pub(in super::super) fn all_to_all(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(crate) fn all_to_all(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
     let each = input.len() / session.world_size();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, part_of(peer).into())).collect();
@@ -94,13 +94,13 @@ pub(in super::super) fn all_to_all(session: &mut Session, output: Region, input:
 }
 
 /// This rank is the root: `output` becomes all ranks' inputs, which the others [`send`], in rank order.
-pub(in super::super) fn gather_to_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(crate) fn gather_to_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
     let recvs = parts_of_peers(session, output, input)?;
     session.exchange(&[], recvs)
 }
 
 /// This rank is the root: every rank's part of `input` goes there, where the others [`receive`] it.
-pub(in super::super) fn scatter_from_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(crate) fn scatter_from_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
     let each = output.len();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
     session.move_bytes(output.copy_from(part_of(session.rank())))?;

@@ -2,49 +2,51 @@
 //!
 //! Every rank has a stream of slots that all others read (`shm/stream.rs`). Where ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
-use super::super::call::Call;
-use super::super::kernels::Reduction;
-use super::super::shm::{Post, Source, pieces, reduce};
-use super::super::storage::{Locking, Region};
-use super::super::transport::Stall;
 use super::{Tuning, chunk, segment};
 use crate::backend::Collective;
+use crate::backend::call::Call;
+use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
+use crate::backend::cpu::storage::{Locking, Region};
+use crate::backend::cpu::transport_error::TransportError;
 use std::ops::Range;
 
 /// Carries out a collective; `Send` and `Recv` are none.
-pub(in super::super) fn execute(
-    post: &mut Post,
+pub(crate) fn execute(
+    streams: &mut Streams,
     locking: Locking,
     tuning: Tuning,
     call: Call,
     collective: &Collective,
-) -> Result<(), Stall> {
-    let Some(element) = call.element else { return barrier(post) };
-    let ranks = post.world_size();
+) -> Result<(), TransportError> {
+    let Some(element) = call.element else { return barrier(streams) };
+    let ranks = streams.world_size();
     let reduction = |op: &_| Reduction { element, op: *op, ranks };
-    let is_root = call.root == Some(post.rank());
+    let is_root = call.root == Some(streams.rank());
     let region = |tensor| Region::of(tensor, locking);
     match collective {
-        Collective::AllReduce { tensor, op } => all_reduce(post, tuning, region(tensor), reduction(op)),
-        Collective::Broadcast { tensor, .. } if is_root => publish(post, region(tensor)),
-        Collective::Broadcast { tensor, root } => copy_from(post, *root, region(tensor)),
-        Collective::Reduce { tensor, op, .. } if is_root => reduce_to_here(post, region(tensor), reduction(op)),
+        Collective::AllReduce { tensor, op } => all_reduce(streams, tuning, region(tensor), reduction(op)),
+        Collective::Broadcast { tensor, .. } if is_root => publish(streams, region(tensor)),
+        Collective::Broadcast { tensor, root } => copy_from(streams, *root, region(tensor)),
+        Collective::Reduce { tensor, op, .. } if is_root => reduce_to_here(streams, region(tensor), reduction(op)),
         Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            publish_to(post, *root, region(input), post.capacity())
+            publish_to(streams, *root, region(input), streams.capacity())
         }
-        Collective::Gather { output: Some(output), input, .. } => gather_to_here(post, region(output), region(input)),
+        Collective::Gather { output: Some(output), input, .. } => {
+            gather_to_here(streams, region(output), region(input))
+        }
         Collective::Scatter { output, input: Some(input), .. } => {
-            scatter_from_here(post, region(output), region(input))
+            scatter_from_here(streams, region(output), region(input))
         }
-        Collective::Scatter { output, input: None, root } => scatter_to_here(post, *root, region(output)),
-        Collective::AllGather { output, input } => all_gather(post, region(output), region(input)),
+        Collective::Scatter { output, input: None, root } => scatter_to_here(streams, *root, region(output)),
+        Collective::AllGather { output, input } => all_gather(streams, region(output), region(input)),
         Collective::ReduceScatter { output, input, op } => {
-            reduce_scatter(post, region(output), region(input), reduction(op))
+            reduce_scatter(streams, region(output), region(input), reduction(op))
         }
-        Collective::AllToAll { output, input } => all_to_all(post, region(output), region(input)),
-        Collective::Barrier => barrier(post),
+        Collective::AllToAll { output, input } => all_to_all(streams, region(output), region(input)),
+        Collective::Barrier => barrier(streams),
         Collective::Send { .. } | Collective::Recv { .. } => {
-            Err(Stall::System("messages do not travel with the collectives".into()))
+            Err(TransportError::System("messages do not travel with the collectives".into()))
         }
     }
 }
@@ -57,8 +59,8 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new(post: &Post) -> Self {
-        Self { own: post.rank(), length: post.part() }
+    pub(super) fn new(streams: &Streams) -> Self {
+        Self { own: streams.rank(), length: streams.part() }
     }
 
     /// In a slot of this rank: the first `length` bytes of the part for `peer`.
@@ -73,67 +75,67 @@ impl Parts {
     }
 }
 
-pub(super) fn barrier(post: &mut Post) -> Result<(), Stall> {
-    post.publish(|_, _| Ok(()))?;
-    post.peers().try_for_each(|peer| post.take(peer, |_| Ok(())))
+pub(super) fn barrier(streams: &mut Streams) -> Result<(), TransportError> {
+    streams.publish(|_, _| Ok(()))?;
+    streams.peers().try_for_each(|peer| streams.take(peer, |_| Ok(())))
 }
 
-fn all_reduce(post: &mut Post, tuning: Tuning, data: Region, reduction: Reduction) -> Result<(), Stall> {
-    if data.len().saturating_mul(post.world_size() - 1) <= tuning.small && data.len() <= post.capacity() {
-        all_reduce_at_once(post, data, reduction)
+fn all_reduce(streams: &mut Streams, tuning: Tuning, data: Region, reduction: Reduction) -> Result<(), TransportError> {
+    if data.len().saturating_mul(streams.world_size() - 1) <= tuning.small && data.len() <= streams.capacity() {
+        all_reduce_at_once(streams, data, reduction)
     } else {
-        all_reduce_in_chunks(post, data, reduction)
+        all_reduce_in_chunks(streams, data, reduction)
     }
 }
 
 /// Everybody publishes everything, and reduces it.
-fn all_reduce_at_once(post: &mut Post, data: Region, reduction: Reduction) -> Result<(), Stall> {
-    post.publish(|slot, _| slot.write_from(data))?;
-    post.receive_all()?;
-    let sources = post.arrived().sources(Source::Output, |_| 0..data.len());
+fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
+    streams.publish(|slot, _| slot.write_from(data))?;
+    streams.receive_all()?;
+    let sources = streams.arrived().sources(Source::Output, |_| 0..data.len());
     data.write(|data| reduce(reduction, &sources, data, None))?;
-    post.release_all();
+    streams.release_all();
     Ok(())
 }
 
 /// Rank `c` reduces chunk `c`, step by step: everybody publishes its parts of all chunks; rank `c` reduces its part
 /// straight from the slots of all, and publishes the result, which the others copy. Parts are published one step ahead
 /// and results copied one step behind, so that nobody waits for what the others are doing right now.
-fn all_reduce_in_chunks(post: &mut Post, data: Region, reduction: Reduction) -> Result<(), Stall> {
-    let (own, world_size, size) = (post.rank(), post.world_size(), reduction.element.size());
-    let parts = Parts::new(post);
+fn all_reduce_in_chunks(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
+    let (own, world_size, size) = (streams.rank(), streams.world_size(), reduction.element.size());
+    let parts = Parts::new(streams);
     let chunks: Vec<_> = (0..world_size).map(|rank| chunk(data.len() / size, size, rank, world_size)).collect();
     // The first chunk is the longest.
     let steps = chunks[0].len().div_ceil(parts.length).max(1);
     let piece = |rank: usize, step: usize| segment(&chunks[rank], parts.length, step);
-    publish_parts(post, parts, |peer| data.part(piece(peer, 0)))?;
+    publish_parts(streams, parts, |peer| data.part(piece(peer, 0)))?;
     for step in 0..steps {
         if step + 1 < steps {
-            publish_parts(post, parts, |peer| data.part(piece(peer, step + 1)))?;
+            publish_parts(streams, parts, |peer| data.part(piece(peer, step + 1)))?;
         }
-        post.receive_all()?;
+        streams.receive_all()?;
         let mine = piece(own, step);
-        post.publish(|slot, arrived| {
+        streams.publish(|slot, arrived| {
             let sources = arrived.sources(Source::Output, |peer| parts.from(peer, mine.len()));
             let result = Some(slot.part(0..mine.len()));
             data.part(mine.clone()).write(|data| reduce(reduction, &sources, data, result))
         })?;
-        post.release_all();
+        streams.release_all();
         if step > 0 {
-            copy_results(post, data, |peer| piece(peer, step - 1))?;
+            copy_results(streams, data, |peer| piece(peer, step - 1))?;
         }
     }
-    copy_results(post, data, |peer| piece(peer, steps - 1))
+    copy_results(streams, data, |peer| piece(peer, steps - 1))
 }
 
 /// Publishes one slot with a part for every peer.
 pub(super) fn publish_parts<'a>(
-    post: &mut Post,
+    streams: &mut Streams,
     parts: Parts,
     part_for: impl Fn(usize) -> Region<'a>,
-) -> Result<(), Stall> {
-    let mut peers = post.peers();
-    post.publish(|slot, _| {
+) -> Result<(), TransportError> {
+    let mut peers = streams.peers();
+    streams.publish(|slot, _| {
         peers.try_for_each(|peer| {
             let part = part_for(peer);
             slot.part(parts.to(peer, part.len())).write_from(part)
@@ -142,106 +144,122 @@ pub(super) fn publish_parts<'a>(
 }
 
 /// Copies from a slot of every peer what belongs to the range of `data` that `place` gives for it.
-fn copy_results(post: &mut Post, data: Region, place: impl Fn(usize) -> Range<usize>) -> Result<(), Stall> {
-    post.peers().try_for_each(|peer| post.take(peer, |slot| slot.read_into(data.part(place(peer)))))
+fn copy_results(
+    streams: &mut Streams,
+    data: Region,
+    place: impl Fn(usize) -> Range<usize>,
+) -> Result<(), TransportError> {
+    streams.peers().try_for_each(|peer| streams.take(peer, |slot| slot.read_into(data.part(place(peer)))))
 }
 
 /// `output` becomes this rank's part of the reduction of all ranks' inputs.
-fn reduce_scatter(post: &mut Post, output: Region, input: Region, reduction: Reduction) -> Result<(), Stall> {
-    let (own, each, parts) = (post.rank(), output.len(), Parts::new(post));
+fn reduce_scatter(
+    streams: &mut Streams,
+    output: Region,
+    input: Region,
+    reduction: Reduction,
+) -> Result<(), TransportError> {
+    let (own, each, parts) = (streams.rank(), output.len(), Parts::new(streams));
     for piece in pieces(each, parts.length) {
         let part_of = |rank: usize| input.part(rank * each + piece.start..rank * each + piece.end);
-        publish_parts(post, parts, part_of)?;
-        post.receive_all()?;
+        publish_parts(streams, parts, part_of)?;
+        streams.receive_all()?;
         output.part(piece.clone()).write_from(part_of(own), |output, input| {
-            let sources = post.arrived().sources(Source::Private(input), |peer| parts.from(peer, piece.len()));
+            let sources = streams.arrived().sources(Source::Private(input), |peer| parts.from(peer, piece.len()));
             reduce(reduction, &sources, output, None);
         })?;
-        post.release_all();
+        streams.release_all();
     }
     Ok(())
 }
 
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
-fn all_to_all(post: &mut Post, output: Region, input: Region) -> Result<(), Stall> {
-    let (each, parts) = (input.len() / post.world_size(), Parts::new(post));
+fn all_to_all(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
+    let (each, parts) = (input.len() / streams.world_size(), Parts::new(streams));
     for piece in pieces(each, parts.length) {
         let place = |rank: usize| rank * each + piece.start..rank * each + piece.end;
-        publish_parts(post, parts, |peer| input.part(place(peer)))?;
-        let own = place(post.rank());
+        publish_parts(streams, parts, |peer| input.part(place(peer)))?;
+        let own = place(streams.rank());
         output.part(own.clone()).copy_from(input.part(own))?;
-        for peer in post.peers() {
-            post.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(output.part(place(peer))))?;
+        for peer in streams.peers() {
+            streams.take(peer, |slot| slot.part(parts.from(peer, piece.len())).read_into(output.part(place(peer))))?;
         }
     }
     Ok(())
 }
 
 /// `output` becomes all ranks' inputs in rank order.
-fn all_gather(post: &mut Post, output: Region, input: Region) -> Result<(), Stall> {
-    let (own, each) = (post.rank(), input.len());
-    for piece in pieces(each, post.capacity()) {
+fn all_gather(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
+    let (own, each) = (streams.rank(), input.len());
+    for piece in pieces(each, streams.capacity()) {
         let now = input.part(piece.clone());
-        post.publish(|slot, _| slot.write_from(now))?;
+        streams.publish(|slot, _| slot.write_from(now))?;
         let place = |rank: usize| rank * each + piece.start..rank * each + piece.end;
         output.part(place(own)).copy_from(now)?;
-        copy_results(post, output, place)?;
+        copy_results(streams, output, place)?;
     }
     Ok(())
 }
 
 /// Publishes `data` for everybody.
-pub(super) fn publish(post: &mut Post, data: Region) -> Result<(), Stall> {
-    pieces(data.len(), post.capacity()).try_for_each(|piece| post.publish(|slot, _| slot.write_from(data.part(piece))))
+pub(super) fn publish(streams: &mut Streams, data: Region) -> Result<(), TransportError> {
+    pieces(data.len(), streams.capacity())
+        .try_for_each(|piece| streams.publish(|slot, _| slot.write_from(data.part(piece))))
 }
 
 /// `data` becomes what rank `root` publishes.
-pub(super) fn copy_from(post: &mut Post, root: usize, data: Region) -> Result<(), Stall> {
-    pieces(data.len(), post.capacity()).try_for_each(|piece| post.take(root, |slot| slot.read_into(data.part(piece))))
+pub(super) fn copy_from(streams: &mut Streams, root: usize, data: Region) -> Result<(), TransportError> {
+    pieces(data.len(), streams.capacity())
+        .try_for_each(|piece| streams.take(root, |slot| slot.read_into(data.part(piece))))
 }
 
 /// Publishes `data` for rank `root`, as all others do, in slots of `length` bytes.
-pub(super) fn publish_to(post: &mut Post, root: usize, data: Region, length: usize) -> Result<(), Stall> {
+pub(super) fn publish_to(
+    streams: &mut Streams,
+    root: usize,
+    data: Region,
+    length: usize,
+) -> Result<(), TransportError> {
     let count = pieces(data.len(), length).count();
-    post.peers().filter(|peer| *peer != root).try_for_each(|peer| post.skip(peer, count))?;
-    pieces(data.len(), length).try_for_each(|piece| post.publish(|slot, _| slot.write_from(data.part(piece))))
+    streams.peers().filter(|peer| *peer != root).try_for_each(|peer| streams.skip(peer, count))?;
+    pieces(data.len(), length).try_for_each(|piece| streams.publish(|slot, _| slot.write_from(data.part(piece))))
 }
 
 /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`publish_to`] it.
-fn reduce_to_here(post: &mut Post, data: Region, reduction: Reduction) -> Result<(), Stall> {
-    for piece in pieces(data.len(), post.capacity()) {
-        post.receive_all()?;
-        let sources = post.arrived().sources(Source::Output, |_| 0..piece.len());
+fn reduce_to_here(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
+    for piece in pieces(data.len(), streams.capacity()) {
+        streams.receive_all()?;
+        let sources = streams.arrived().sources(Source::Output, |_| 0..piece.len());
         data.part(piece).write(|data| reduce(reduction, &sources, data, None))?;
-        post.release_all();
+        streams.release_all();
     }
     Ok(())
 }
 
 /// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others [`publish_to`] it.
-fn gather_to_here(post: &mut Post, output: Region, input: Region) -> Result<(), Stall> {
-    let (own, each) = (post.rank(), input.len());
+fn gather_to_here(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
+    let (own, each) = (streams.rank(), input.len());
     output.part(own * each..(own + 1) * each).copy_from(input)?;
-    for piece in pieces(each, post.capacity()) {
-        copy_results(post, output, |rank| rank * each + piece.start..rank * each + piece.end)?;
+    for piece in pieces(each, streams.capacity()) {
+        copy_results(streams, output, |rank| rank * each + piece.start..rank * each + piece.end)?;
     }
     Ok(())
 }
 
 /// This rank is the root: every rank's part of `input` goes there.
-fn scatter_from_here(post: &mut Post, output: Region, input: Region) -> Result<(), Stall> {
-    let (each, parts) = (output.len(), Parts::new(post));
-    output.copy_from(input.part(post.rank() * each..(post.rank() + 1) * each))?;
+fn scatter_from_here(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
+    let (each, parts) = (output.len(), Parts::new(streams));
+    output.copy_from(input.part(streams.rank() * each..(streams.rank() + 1) * each))?;
     for piece in pieces(each, parts.length) {
-        publish_parts(post, parts, |peer| input.part(peer * each + piece.start..peer * each + piece.end))?;
+        publish_parts(streams, parts, |peer| input.part(peer * each + piece.start..peer * each + piece.end))?;
     }
     Ok(())
 }
 
 /// `output` becomes this rank's part of what rank `root` holds.
-pub(super) fn scatter_to_here(post: &mut Post, root: usize, output: Region) -> Result<(), Stall> {
-    let parts = Parts::new(post);
+pub(super) fn scatter_to_here(streams: &mut Streams, root: usize, output: Region) -> Result<(), TransportError> {
+    let parts = Parts::new(streams);
     pieces(output.len(), parts.length).try_for_each(|piece| {
-        post.take(root, |slot| slot.part(parts.from(root, piece.len())).read_into(output.part(piece)))
+        streams.take(root, |slot| slot.part(parts.from(root, piece.len())).read_into(output.part(piece)))
     })
 }

@@ -1,16 +1,16 @@
 //! Reductions that read the peers' parts straight from shared memory.
 //!
 //! They give the same bits as the engine's other kernels: the ranks' values in rank order.
-use super::block_kernels::{self, Reduction};
-use super::call::Element;
 use super::slot::Slot;
 use crate::backend::ReduceOp;
+use crate::backend::call::Element;
+use crate::backend::cpu::kernels::{self as block_kernels, Reduction};
 use crate::tensor;
 use half::{bf16, f16};
 
 /// The part of one rank.
 #[derive(Clone, Copy)]
-pub(in super::super) enum Source<'a> {
+pub(crate) enum Source<'a> {
     /// What the output holds before the call.
     Output,
     Private(&'a [u8]),
@@ -22,7 +22,7 @@ const BLOCK: usize = 4096;
 
 /// Writes the reduction of `sources`, one for each rank in rank order and all as long as `out`, to `out` and, if there
 /// is one, to `result`.
-pub(in super::super) fn reduce(reduction: Reduction, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
+pub(crate) fn reduce(reduction: Reduction, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
     for source in sources {
         match source {
             Source::Output => {}
@@ -185,8 +185,8 @@ unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Re
 
 #[cfg(test)]
 mod tests {
-    use super::super::segment::Segment;
     use super::*;
+    use crate::backend::cpu::shm::segment::Segment;
 
     /// Values of many magnitudes, so that the order of additions shows in the bits.
     fn bytes(seed: u64, length: usize) -> Vec<u8> {

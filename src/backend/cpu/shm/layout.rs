@@ -4,7 +4,7 @@ use std::ops::Range;
 /// The layout of every rank's segment: equal on all ranks of a group, on all its hosts, and a function of these numbers
 /// alone. Ranks have the numbers that they have on their host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) struct Layout {
+pub(crate) struct Layout {
     /// How many ranks a host has at most.
     pub(super) ranks: usize,
     /// Slots of a rank's outbox for collectives, which all peers read; a power of two.
@@ -31,7 +31,7 @@ const PAGE: usize = 4096;
 
 /// What one thread of a rank works through: the thread that sleeps, and whose progress others read.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) enum Sleeper {
+pub(crate) enum Sleeper {
     Collectives,
     SendTo(usize),
     RecvFrom(usize),
@@ -57,7 +57,7 @@ impl Layout {
     const DIRECT_SLOT: usize = 128 << 10;
 
     /// For slots that hold `part` bytes for each peer, on hosts of at most `ranks`, which are at least two.
-    pub(in super::super) fn new(ranks: usize, part: usize) -> Self {
+    pub(crate) fn new(ranks: usize, part: usize) -> Self {
         let peers = ranks - 1;
         let capacity = part.saturating_mul(peers).min(Self::LARGEST_SLOT.max(part)).max(LINE * peers);
         let direct = part.min(Self::DIRECT_SLOT).min(Self::LARGEST_DIRECT / (Self::DIRECT_SLOTS * peers)).max(LINE);
@@ -71,19 +71,19 @@ impl Layout {
     }
 
     /// Bytes of a slot for each peer, where they hold different ones.
-    pub(in super::super) fn part(&self) -> usize {
+    pub(crate) fn part(&self) -> usize {
         /// Parts begin with cache lines, and hold whole elements.
         const ALIGNMENT: usize = 64;
         self.capacity / (self.ranks - 1) / ALIGNMENT * ALIGNMENT
     }
 
     /// Bytes of a slot.
-    pub(in super::super) fn capacity(&self) -> usize {
+    pub(crate) fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Two words: the bell of one of this rank's threads, and whom it waits for.
-    pub(super) fn bell(&self, sleeper: Sleeper) -> usize {
+    /// Two words: the eventcount of one of this rank's threads, and whom it waits for.
+    pub(super) fn eventcount(&self, sleeper: Sleeper) -> usize {
         LINE * sleeper.index()
     }
 
@@ -159,13 +159,13 @@ mod tests {
                 let layout = Layout::new(world_size, part);
                 let mut pieces: Vec<Range<usize>> = Vec::new();
                 let mut word = |offset: usize| pieces.push(offset..offset + 8);
-                word(layout.bell(Sleeper::Collectives));
+                word(layout.eventcount(Sleeper::Collectives));
                 word(layout.finished(Sleeper::Collectives));
                 for peer in 0..world_size {
                     word(layout.finished(Sleeper::SendTo(peer)));
                     word(layout.finished(Sleeper::RecvFrom(peer)));
-                    word(layout.bell(Sleeper::SendTo(peer)));
-                    word(layout.bell(Sleeper::RecvFrom(peer)));
+                    word(layout.eventcount(Sleeper::SendTo(peer)));
+                    word(layout.eventcount(Sleeper::RecvFrom(peer)));
                     word(layout.passed(peer));
                     word(layout.direct_passed(peer));
                 }

@@ -1,7 +1,7 @@
 //! Payload in shared memory.
 use super::segment::Segment;
-use super::storage::Region;
-use super::transport::Stall;
+use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::transport_error::TransportError;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 /// processes, which this one cannot rely on for its soundness: a peer that does not keep to it makes the values that are
 /// read meaningless, and nothing else, since no decision depends on them.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Slot<'a> {
+pub(crate) struct Slot<'a> {
     start: NonNull<u8>,
     length: usize,
     segment: PhantomData<&'a Segment>,
@@ -23,7 +23,7 @@ impl<'a> Slot<'a> {
         Self { start: segment.bytes(range.start, range.len()), length: range.len(), segment: PhantomData }
     }
 
-    pub(in super::super) fn part(self, range: Range<usize>) -> Self {
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.length, "{range:?} of a slot of {} bytes", self.length);
         // SAFETY: within the slot.
         Self { start: unsafe { self.start.add(range.start) }, length: range.len(), segment: PhantomData }
@@ -38,26 +38,26 @@ impl<'a> Slot<'a> {
     }
 
     /// Copies `bytes` to the start of the slot.
-    pub(in super::super) fn write(self, bytes: &[u8]) {
+    pub(crate) fn write(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.length);
         // SAFETY: as long as both; private memory and a mapping do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
     }
 
     /// Copies the start of the slot to `bytes`.
-    pub(in super::super) fn read(self, bytes: &mut [u8]) {
+    pub(crate) fn read(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.length);
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(self.as_ptr(), bytes.as_mut_ptr(), bytes.len()) }
     }
 
     /// Copies a part of a tensor to the start of the slot.
-    pub(in super::super) fn write_from(self, part: Region) -> Result<(), Stall> {
+    pub(crate) fn write_from(self, part: Region) -> Result<(), TransportError> {
         part.read(|bytes| self.write(bytes))
     }
 
     /// Copies the start of the slot to a part of a tensor.
-    pub(in super::super) fn read_into(self, part: Region) -> Result<(), Stall> {
+    pub(crate) fn read_into(self, part: Region) -> Result<(), TransportError> {
         part.write(|bytes| self.read(bytes))
     }
 }

@@ -4,17 +4,17 @@
 //! written last and with release order; a reader that sees it, with acquire order, sees the header and the payload. A
 //! reader counts in a word of its own segment the slots that it has passed, with release order, and the writer reuses a
 //! slot when all readers have passed it. Numbers wrap; differences do not.
-use super::bell::{Bell, Waiter};
-use super::call::Header;
+use super::eventcount::{Eventcount, Waiter};
 use super::layout::Ring;
 use super::segment::Segment;
 use super::slot::Slot;
-use super::transport::Stall;
+use crate::backend::call::Header;
+use crate::backend::cpu::transport_error::TransportError;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// The writer's end.
-pub(in super::super) struct Outbox {
+pub(crate) struct Outbox {
     pub(super) rank: usize,
     pub(super) ring: Ring,
     pub(super) segment: Arc<Segment>,
@@ -26,7 +26,7 @@ pub(in super::super) struct Outbox {
 /// Who reads, as the writer sees it.
 pub(super) struct Reader {
     pub(super) rank: usize,
-    pub(super) bell: Bell,
+    pub(super) eventcount: Eventcount,
     pub(super) segment: Arc<Segment>,
     /// Where in its segment it counts what it has passed.
     pub(super) passed: usize,
@@ -35,7 +35,7 @@ pub(super) struct Reader {
 }
 
 /// A reader's end.
-pub(in super::super) struct Inbox {
+pub(crate) struct Inbox {
     pub(super) rank: usize,
     pub(super) writer: usize,
     pub(super) ring: Ring,
@@ -43,7 +43,7 @@ pub(in super::super) struct Inbox {
     /// In the reader's own segment.
     pub(super) own: Arc<Segment>,
     pub(super) passed: usize,
-    pub(super) writer_bell: Bell,
+    pub(super) writer_eventcount: Eventcount,
     /// The number of the next slot.
     pub(super) position: u32,
 }
@@ -62,8 +62,8 @@ impl Outbox {
         &mut self,
         waiter: &Waiter,
         header: &[u8; Header::BYTES],
-        fill: impl FnOnce(Slot) -> Result<(), Stall>,
-    ) -> Result<(), Stall> {
+        fill: impl FnOnce(Slot) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
         let (position, slots) = (self.position, self.ring.slots as u32);
         for reader in &mut self.readers {
             // A reader may be ahead: it passes slots that are not for it before they are written.
@@ -82,7 +82,7 @@ impl Outbox {
         self.position = position.wrapping_add(1);
         self.segment.word(line).store(self.position, Ordering::Release);
         for reader in &self.readers {
-            reader.bell.ring_if_awaited(self.rank);
+            reader.eventcount.ring_if_awaited(self.rank);
         }
         Ok(())
     }
@@ -90,7 +90,7 @@ impl Outbox {
 
 impl Inbox {
     /// Waits for the next slot, and checks that it belongs to the same call. It stays until [`release`](Self::release).
-    pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), Stall> {
+    pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
         waiter.wait(self.writer, || self.has_arrived())?;
         self.accept(expected)
     }
@@ -106,14 +106,14 @@ impl Inbox {
     }
 
     /// Takes the next slot, which has arrived.
-    pub(super) fn accept(&mut self, expected: &[u8; Header::BYTES]) -> Result<(), Stall> {
+    pub(super) fn accept(&mut self, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
         let header = self.header();
         if !words(expected).eq(header) {
             let mut received = [0; Header::BYTES];
             for (bytes, word) in received.as_chunks_mut::<4>().0.iter_mut().zip(header) {
                 *bytes = word.to_ne_bytes();
             }
-            return Err(Stall::Header { peer: self.writer, received });
+            return Err(TransportError::Header { peer: self.writer, received });
         }
         self.position = self.position.wrapping_add(1);
         Ok(())
@@ -132,7 +132,7 @@ impl Inbox {
     /// Gives the slots that were received back to the writer.
     pub(super) fn release(&self) {
         self.own.word(self.passed).store(self.position, Ordering::Release);
-        self.writer_bell.ring_if_awaited(self.rank);
+        self.writer_eventcount.ring_if_awaited(self.rank);
     }
 
     /// Passes `count` slots that are not for this rank.

@@ -3,9 +3,9 @@
 use super::*;
 use crate::Error;
 use crate::backend::call::{Call, Channel, Operation};
-use crate::backend::nccl::bulletin::Bulletin;
 use crate::backend::nccl::group::Fence;
-use crate::backend::nccl::sentinel::{Sentinel, without_asking};
+use crate::backend::nccl::health_store::HealthStore;
+use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
 use crate::rendezvous::{HashStore, Store};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -42,35 +42,35 @@ struct Rank {
     group: Arc<Group>,
     stand_in: Arc<StandIn>,
     watchdog: Option<JoinHandle<()>>,
-    sentinel: Option<JoinHandle<()>>,
+    heartbeat_monitor: Option<JoinHandle<()>>,
 }
 
 const LOST_AFTER: Duration = Duration::from_millis(1500);
 
 /// Rank `rank` of a group, at work.
-fn start(bulletin: Bulletin, rank: usize, world_size: usize, timeout: Duration, lost_after: Duration) -> Rank {
+fn start(health_store: HealthStore, rank: usize, world_size: usize, timeout: Duration, lost_after: Duration) -> Rank {
     let group = Arc::new(Group::new(rank, world_size, timeout));
     let stand_in = Arc::new(StandIn::default());
     let (ours, watched) = (group.clone(), stand_in.clone());
     let watchdog = std::thread::spawn(move || {
-        run(&ours, &*watched, &|trouble| without_asking(&ours, trouble));
+        run(&ours, &*watched, &|suspected| without_asking(&ours, suspected));
     });
     let ours = group.clone();
-    let sentinel = std::thread::spawn(move || {
-        Sentinel { group: &ours, bulletin: &bulletin, lost_after }.run();
+    let heartbeat_monitor = std::thread::spawn(move || {
+        HeartbeatMonitor { group: &ours, health_store: &health_store, lost_after }.run();
     });
-    Rank { group, stand_in, watchdog: Some(watchdog), sentinel: Some(sentinel) }
+    Rank { group, stand_in, watchdog: Some(watchdog), heartbeat_monitor: Some(heartbeat_monitor) }
 }
 
 /// The first `N` ranks of a group; the others have come, and do nothing.
 fn ranks_of<const N: usize>(world_size: usize, timeout: Duration, lost_after: Duration) -> [Rank; N] {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
-    let mut bulletins: Vec<Bulletin> =
-        (0..world_size).map(|rank| Bulletin::new(Arc::clone(&store), rank, world_size).unwrap()).collect();
+    let mut bulletins: Vec<HealthStore> =
+        (0..world_size).map(|rank| HealthStore::new(Arc::clone(&store), rank, world_size).unwrap()).collect();
     let mut bulletins = bulletins.drain(..N).enumerate();
     std::array::from_fn(|_| {
-        let (rank, bulletin) = bulletins.next().unwrap();
-        start(bulletin, rank, world_size, timeout, lost_after)
+        let (rank, health_store) = bulletins.next().unwrap();
+        start(health_store, rank, world_size, timeout, lost_after)
     })
 }
 
@@ -105,7 +105,7 @@ impl Drop for Rank {
     fn drop(&mut self) {
         self.group.leave();
         self.group.end();
-        self.watchdog.take().into_iter().chain(self.sentinel.take()).for_each(|thread| thread.join().unwrap());
+        self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()).for_each(|thread| thread.join().unwrap());
     }
 }
 
@@ -133,7 +133,7 @@ fn calls_that_end_in_time_are_forgotten() {
     assert_eq!(rank.group.drain(), None);
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(rank.group.failure(), None);
-    assert_eq!(rank.group.standing().finished, 3);
+    assert_eq!(rank.group.progress_report().finished, 3);
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn an_error_of_nccl_that_nobody_explains_is_told_as_it_is() {
 fn nobody_believes_in_a_call_while_the_cause_of_trouble_is_looked_for() {
     let [noticing, _other] = ranks(Duration::from_secs(60));
     *noticing.stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
-    while noticing.group.trouble().is_none() {
+    while noticing.group.suspected().is_none() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(noticing.group.failure(), None);
@@ -195,7 +195,7 @@ fn a_rank_without_a_sign_of_life_ends_the_group() {
     let ranks: [Rank; 2] = ranks_of(3, Duration::from_secs(60), LOST_AFTER);
     for rank in &ranks {
         let text = rank.end();
-        assert!(text.starts_with("rank 2 ended the group: it has given no sign of life for 1.5s"), "{text}");
+        assert!(text.starts_with("rank 2 ended the group: it has given no sign of heartbeat for 1.5s"), "{text}");
     }
 }
 
@@ -205,7 +205,7 @@ fn an_error_of_nccl_is_laid_to_the_rank_that_gives_no_more_signs_of_life() {
     let ranks: [Rank; 2] = ranks_of(3, Duration::from_secs(60), Duration::from_secs(60));
     *ranks[0].stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
     let text = ranks[0].end();
-    assert!(text.starts_with("rank 2 ended the group: it gives no sign of life any more (rank 0: nccl"), "{text}");
+    assert!(text.starts_with("rank 2 ended the group: it gives no sign of heartbeat any more (rank 0: nccl"), "{text}");
 }
 
 #[test]
@@ -280,7 +280,7 @@ fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
     }
 }
 
-/// A store that does not answer while it is locked. What the sentinel does not ask for is not there.
+/// A store that does not answer while it is locked. What the heartbeat_monitor does not ask for is not there.
 struct Stalling {
     store: HashStore,
     answers: RwLock<()>,
@@ -343,7 +343,7 @@ impl Store for Stalling {
 #[test]
 fn a_store_that_does_not_answer_kills_nobody() {
     let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(20)), answers: RwLock::default() });
-    let [ours, theirs] = [0, 1].map(|rank| Bulletin::new(store.clone(), rank, 2).unwrap());
+    let [ours, theirs] = [0, 1].map(|rank| HealthStore::new(store.clone(), rank, 2).unwrap());
     let rank = start(ours, 0, 2, Duration::from_secs(60), LOST_AFTER);
     // The rank looks at least once meanwhile.
     let a_while = LOST_AFTER * 3 / 10;
@@ -354,7 +354,7 @@ fn a_store_that_does_not_answer_kills_nobody() {
     let stall = store.answers.write().unwrap();
     std::thread::sleep(LOST_AFTER * 2);
     drop(stall);
-    // The rank looks at once, and the peer's sign of life comes later.
+    // The rank looks at once, and the peer's sign of heartbeat comes later.
     std::thread::sleep(a_while);
     theirs.beat(3).unwrap();
     std::thread::sleep(a_while);

@@ -1,13 +1,13 @@
-use super::super::super::failure::Failure;
-use super::super::super::hosts::Hosts;
-use super::super::super::kernels::Reduction;
-use super::super::super::piece::Piece;
-use super::super::super::session::{Recvs, Session};
-use super::super::super::shm::{Source, reduce};
-use super::super::super::storage::Region;
-use super::super::shared::{Parts, publish_parts};
-use super::super::{Scratch, chunk, segment};
 use super::{Bridge, between};
+use crate::backend::cpu::algorithm::shared::{Parts, publish_parts};
+use crate::backend::cpu::algorithm::{Scratch, chunk, segment};
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::shm::{Source, reduce};
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 use std::ops::Range;
 
 impl Bridge<'_, '_> {
@@ -29,18 +29,18 @@ impl Bridge<'_, '_> {
     fn all_reduce_at_once(&mut self, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
         let (hosts, whole) = (self.hosts, 0..data.len());
         let mut slots = scratch.slots(hosts.count(), data.len());
-        self.inside(|post| post.publish(|slot, _| slot.write_from(data)))?;
+        self.inside(|streams| streams.publish(|slot, _| slot.write_from(data)))?;
         self.reduce_inside(reduction, data, |_| whole.clone(), slots[hosts.own()])?;
         let mut sends: Vec<(usize, Piece)> = Vec::new();
         let mut recvs = Recvs::new();
         for (host, slot) in slots.iter_mut().enumerate() {
             let ranks = &hosts.all()[host];
             if host == hosts.own() {
-                let others = hosts.others().flat_map(|(_, ranks)| hosts.served(ranks));
+                let others = hosts.others().flat_map(|(_, ranks)| hosts.clients(ranks));
                 let ours: &[u8] = slot;
                 sends.extend(others.map(|rank| (rank, ours.into())));
             } else {
-                recvs.push((Hosts::counterpart(ranks, hosts.index()), (&mut **slot).into()));
+                recvs.push((Hosts::proxy(ranks, hosts.index()), (&mut **slot).into()));
             }
         }
         self.session.exchange(&sends, recvs)?;
@@ -69,10 +69,10 @@ impl Bridge<'_, '_> {
         let mut rail = chunks.get(own).map(|chunk| Rail::new(self.hosts, scratch, reduction, chunk.clone(), length));
         // By how many steps results come after the reduction inside.
         let delay = Rail::delay(self.hosts);
-        let parts = self.post.as_ref().map(Parts::new);
+        let parts = self.streams.as_ref().map(Parts::new);
         let offer = |bridge: &mut Self, step: usize| {
             let Some(parts) = parts else { return Ok(()) };
-            bridge.inside(|post| publish_parts(post, parts, |peer| data.part(piece(peer, step))))
+            bridge.inside(|streams| publish_parts(streams, parts, |peer| data.part(piece(peer, step))))
         };
         offer(self, 0)?;
         for step in 0..=steps + delay {
@@ -86,9 +86,9 @@ impl Bridge<'_, '_> {
                     let partial = rail.partial(step, mine.len());
                     self.reduce_inside(reduction, data.part(mine.clone()), part, partial)?;
                 }
-                None if step < steps => self.inside(|post| {
-                    post.receive_all()?;
-                    post.release_all();
+                None if step < steps => self.inside(|streams| {
+                    streams.receive_all()?;
+                    streams.release_all();
                     Ok(())
                 })?,
                 _ => {}
@@ -98,13 +98,13 @@ impl Bridge<'_, '_> {
             {
                 rail.exchange(self.session, data, step)?;
                 if let Some(done) = step.checked_sub(delay) {
-                    self.inside(|post| post.publish(|slot, _| slot.write_from(data.part(piece(own, done)))))?;
+                    self.inside(|streams| streams.publish(|slot, _| slot.write_from(data.part(piece(own, done)))))?;
                 }
             }
             if let Some(done) = step.checked_sub(delay + 1) {
-                self.inside(|post| {
-                    let mut peers = post.peers().filter(|peer| *peer < rails);
-                    peers.try_for_each(|peer| post.take(peer, |slot| slot.read_into(data.part(piece(peer, done)))))
+                self.inside(|streams| {
+                    let mut peers = streams.peers().filter(|peer| *peer < rails);
+                    peers.try_for_each(|peer| streams.take(peer, |slot| slot.read_into(data.part(piece(peer, done)))))
                 })?;
             }
         }

@@ -1,12 +1,12 @@
-use super::super::super::call::Element;
-use super::super::super::failure::Failure;
-use super::super::super::hosts::Hosts;
-use super::super::super::piece::Piece;
-use super::super::super::session::Recvs;
-use super::super::super::shm::pieces;
-use super::super::super::storage::Region;
-use super::super::shared::{Parts, publish_parts};
 use super::Bridge;
+use crate::backend::call::Element;
+use crate::backend::cpu::algorithm::shared::{Parts, publish_parts};
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::session::Recvs;
+use crate::backend::cpu::shm::pieces;
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 use std::ops::Range;
 
 impl Bridge<'_, '_> {
@@ -15,10 +15,10 @@ impl Bridge<'_, '_> {
     pub(super) fn all_gather(&mut self, output: Region, input: Region, element: Element) -> Result<(), Failure> {
         let (hosts, each, rank) = (self.hosts, input.len(), self.session.rank());
         let length = self.length(element.size());
-        let charges = self.charges();
-        let ours = &charges[hosts.index()];
-        let rounds = charges.iter().map(Vec::len).max().unwrap_or(0);
-        let receivers: Vec<usize> = hosts.others().map(|(_, ranks)| Hosts::counterpart(ranks, hosts.index())).collect();
+        let proxied = self.proxied();
+        let ours = &proxied[hosts.index()];
+        let rounds = proxied.iter().map(Vec::len).max().unwrap_or(0);
+        let receivers: Vec<usize> = hosts.others().map(|(_, ranks)| Hosts::proxy(ranks, hosts.index())).collect();
         let mut senders = ours[1..].to_vec();
         senders.sort_unstable();
         let place = |rank: usize, piece: &Range<usize>| rank * each + piece.start..rank * each + piece.end;
@@ -33,12 +33,12 @@ impl Bridge<'_, '_> {
             });
             self.session.exchange_ahead((&sends_now, recvs_now), (&sends_ahead, recvs_ahead))?;
             for round in 0..rounds {
-                self.inside(|post| {
+                self.inside(|streams| {
                     if let Some(rank) = ours.get(round) {
-                        post.publish(|slot, _| slot.write_from(output.part(place(*rank, &now))))?;
+                        streams.publish(|slot, _| slot.write_from(output.part(place(*rank, &now))))?;
                     }
-                    post.peers().try_for_each(|peer| match charges[peer].get(round) {
-                        Some(rank) => post.take(peer, |slot| slot.read_into(output.part(place(*rank, &now)))),
+                    streams.peers().try_for_each(|peer| match proxied[peer].get(round) {
+                        Some(rank) => streams.take(peer, |slot| slot.read_into(output.part(place(*rank, &now)))),
                         None => Ok(()),
                     })
                 })?;
@@ -53,14 +53,14 @@ impl Bridge<'_, '_> {
         let members = self.hosts.members();
         let own = self.session.rank() * each..(self.session.rank() + 1) * each;
         self.session.move_bytes(output.part(own.clone()).copy_from(input.part(own)))?;
-        self.inside(|post| {
-            let parts = Parts::new(post);
+        self.inside(|streams| {
+            let parts = Parts::new(streams);
             for piece in pieces(each, parts.length) {
                 let place = |peer: usize| members[peer] * each + piece.start..members[peer] * each + piece.end;
-                publish_parts(post, parts, |peer| input.part(place(peer)))?;
-                for peer in post.peers() {
+                publish_parts(streams, parts, |peer| input.part(place(peer)))?;
+                for peer in streams.peers() {
                     let part = parts.from(peer, piece.len());
-                    post.take(peer, |slot| slot.part(part).read_into(output.part(place(peer))))?;
+                    streams.take(peer, |slot| slot.part(part).read_into(output.part(place(peer))))?;
                 }
             }
             Ok(())

@@ -8,31 +8,31 @@ mod gather;
 mod reduce;
 mod root;
 
-use super::super::call::Call;
-use super::super::failure::Failure;
-use super::super::hosts::Hosts;
-use super::super::kernels::Reduction;
-use super::super::piece::{Piece, PieceMut};
-use super::super::session::{Recvs, Session};
-use super::super::shm::{Post, Source, reduce};
-use super::super::storage::Region;
-use super::super::transport::Stall;
 use super::shared;
 use super::{Scratch, Tuning, whole_elements};
+use crate::backend::call::Call;
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::piece::{Piece, PieceMut};
+use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::shm::{Source, Streams, reduce};
+use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::transport_error::TransportError;
+use crate::backend::failure::Failure;
 use crate::backend::{Collective, ReduceOp};
 use std::ops::Range;
 
 /// One collective of a group that spans hosts.
-pub(in super::super) struct Bridge<'s, 'a> {
+pub(crate) struct Bridge<'s, 'a> {
     session: &'s mut Session<'a>,
     hosts: &'a Hosts,
     /// The streams of this host; `None` on a rank that is alone there.
-    post: Option<Post<'a>>,
+    streams: Option<Streams<'a>>,
     tuning: Tuning,
 }
 
 /// Carries out a collective; `Send` and `Recv` are none.
-pub(in super::super) fn execute(
+pub(crate) fn execute(
     bridge: &mut Bridge,
     scratch: &mut Scratch,
     call: Call,
@@ -65,22 +65,22 @@ pub(in super::super) fn execute(
         Collective::Scatter { output, input: None, root } => bridge.scatter_from(*root, region(output)),
         Collective::Barrier => bridge.barrier(),
         Collective::Send { .. } | Collective::Recv { .. } => {
-            let stall = Stall::System("messages do not travel with the collectives".into());
+            let stall = TransportError::System("messages do not travel with the collectives".into());
             Err(bridge.session.failure(stall))
         }
     }
 }
 
 impl<'s, 'a> Bridge<'s, 'a> {
-    pub(in super::super) fn new(session: &'s mut Session<'a>, post: Option<Post<'a>>, tuning: Tuning) -> Self {
+    pub(crate) fn new(session: &'s mut Session<'a>, streams: Option<Streams<'a>>, tuning: Tuning) -> Self {
         let hosts = session.hosts();
-        Self { session, hosts, post, tuning }
+        Self { session, hosts, streams, tuning }
     }
 
     /// Does `work` in the shared memory of this host; nothing on a rank that is alone there.
-    fn inside(&mut self, work: impl FnOnce(&mut Post) -> Result<(), Stall>) -> Result<(), Failure> {
-        let Some(post) = &mut self.post else { return Ok(()) };
-        work(post).map_err(|stall| self.session.failure_inside(stall))
+    fn inside(&mut self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
+        let Some(streams) = &mut self.streams else { return Ok(()) };
+        work(streams).map_err(|stall| self.session.failure_inside(stall))
     }
 
     /// `out` becomes this host's part of the reduction of `own` and of the parts of the slots that its other ranks have
@@ -92,14 +92,14 @@ impl<'s, 'a> Bridge<'s, 'a> {
         part: impl Fn(usize) -> Range<usize>,
         out: &mut [u8],
     ) -> Result<(), Failure> {
-        if self.post.is_none() {
+        if self.streams.is_none() {
             let reduced = own.read(|own| reduce(reduction, &[Source::Private(own)], out, None));
             return self.session.move_bytes(reduced);
         }
-        self.inside(|post| {
-            post.receive_all()?;
-            own.read(|own| reduce(reduction, &post.arrived().sources(Source::Private(own), part), out, None))?;
-            post.release_all();
+        self.inside(|streams| {
+            streams.receive_all()?;
+            own.read(|own| reduce(reduction, &streams.arrived().sources(Source::Private(own), part), out, None))?;
+            streams.release_all();
             Ok(())
         })
     }
@@ -111,15 +111,15 @@ impl<'s, 'a> Bridge<'s, 'a> {
 
     /// By the numbers of this host's ranks: that rank, and the ranks of other hosts whose data it gets for all here, or
     /// sends for all here.
-    fn charges(&self) -> Vec<Vec<usize>> {
+    fn proxied(&self) -> Vec<Vec<usize>> {
         let members = self.hosts.members();
-        let mut charges: Vec<Vec<usize>> = members.iter().map(|member| vec![*member]).collect();
+        let mut proxied: Vec<Vec<usize>> = members.iter().map(|member| vec![*member]).collect();
         for (_, ranks) in self.hosts.others() {
             for (index, rank) in ranks.iter().enumerate() {
-                charges[index % members.len()].push(*rank);
+                proxied[index % members.len()].push(*rank);
             }
         }
-        charges
+        proxied
     }
 
     /// Returns once all ranks have come: those of this host, and then one of every other host that knows the same of
@@ -128,8 +128,8 @@ impl<'s, 'a> Bridge<'s, 'a> {
         self.inside(shared::barrier)?;
         let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());
         for (_, ranks) in self.hosts.others() {
-            sends.extend(self.hosts.served(ranks).map(|rank| (rank, Piece::Memory(&[]))));
-            recvs.push((Hosts::counterpart(ranks, index), PieceMut::Memory(&mut [])));
+            sends.extend(self.hosts.clients(ranks).map(|rank| (rank, Piece::Memory(&[]))));
+            recvs.push((Hosts::proxy(ranks, index), PieceMut::Memory(&mut [])));
         }
         self.session.exchange(&sends, recvs)
     }

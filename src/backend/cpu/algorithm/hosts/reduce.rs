@@ -1,13 +1,13 @@
-use super::super::super::failure::Failure;
-use super::super::super::hosts::Hosts;
-use super::super::super::kernels::Reduction;
-use super::super::super::piece::Piece;
-use super::super::super::session::Recvs;
-use super::super::super::shm::{Source, pieces, reduce};
-use super::super::super::storage::Region;
-use super::super::Scratch;
-use super::super::shared::{Parts, publish_parts, publish_to};
 use super::{Bridge, between};
+use crate::backend::cpu::algorithm::Scratch;
+use crate::backend::cpu::algorithm::shared::{Parts, publish_parts, publish_to};
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::session::Recvs;
+use crate::backend::cpu::shm::{Source, pieces, reduce};
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 
 impl Bridge<'_, '_> {
     /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others
@@ -24,9 +24,8 @@ impl Bridge<'_, '_> {
             let ours = &mut slots[hosts.own()][..piece.len()];
             self.reduce_inside(reduction, data.part(piece.clone()), |_| 0..piece.len(), ours)?;
             let theirs = slots.iter_mut().zip(hosts.all()).enumerate().filter(|(host, _)| *host != hosts.own());
-            let theirs = theirs.map(|(_, (slot, ranks))| {
-                (Hosts::counterpart(ranks, hosts.index()), (&mut slot[..piece.len()]).into())
-            });
+            let theirs = theirs
+                .map(|(_, (slot, ranks))| (Hosts::proxy(ranks, hosts.index()), (&mut slot[..piece.len()]).into()));
             self.session.exchange(&[], theirs.collect())?;
             let sources: Vec<Source> = slots.iter().map(|slot| Source::Private(&slot[..piece.len()])).collect();
             let reduced = data.part(piece).write(|data| reduce(between(reduction), &sources, data, None));
@@ -46,7 +45,7 @@ impl Bridge<'_, '_> {
         let length = self.length(reduction.element.size());
         let gateway = self.gateway(root);
         if gateway != self.hosts.index() {
-            return self.inside(|post| publish_to(post, gateway, data, length));
+            return self.inside(|streams| publish_to(streams, gateway, data, length));
         }
         let slot = scratch.slots(1, length.min(data.len())).remove(0);
         for piece in pieces(data.len(), length) {
@@ -68,21 +67,22 @@ impl Bridge<'_, '_> {
     ) -> Result<(), Failure> {
         let (hosts, each) = (self.hosts, output.len());
         let length = self.length(reduction.element.size());
-        let charges = self.charges();
-        let ours = &charges[hosts.index()];
-        let rounds = charges.iter().map(Vec::len).max().unwrap_or(0);
-        let parts = self.post.as_ref().map(Parts::new);
+        let proxied = self.proxied();
+        let ours = &proxied[hosts.index()];
+        let rounds = proxied.iter().map(Vec::len).max().unwrap_or(0);
+        let parts = self.streams.as_ref().map(Parts::new);
         let mut slots = scratch.slots(ours.len() + hosts.count(), length.min(each));
         let (reduced, theirs) = slots.split_at_mut(ours.len());
         for piece in pieces(each, length) {
             let part_for = |rank: usize| input.part(rank * each + piece.start..rank * each + piece.end);
             for round in 0..rounds {
-                let charge = |index: usize| charges[index].get(round).map_or(input.part(0..0), |rank| part_for(*rank));
+                let proxied_part =
+                    |index: usize| proxied[index].get(round).map_or(input.part(0..0), |rank| part_for(*rank));
                 if let Some(parts) = parts {
-                    self.inside(|post| publish_parts(post, parts, charge))?;
+                    self.inside(|streams| publish_parts(streams, parts, proxied_part))?;
                 }
-                // A rank without a charge in this round gives back the slots that it does not need.
-                let (own, mut none) = (charge(hosts.index()), [].as_mut_slice());
+                // A rank without a proxied_part in this round gives back the slots that it does not need.
+                let (own, mut none) = (proxied_part(hosts.index()), [].as_mut_slice());
                 let out = reduced.get_mut(round).map_or(&mut none, |slot| slot);
                 let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, own.len()));
                 self.reduce_inside(reduction, own, part, &mut out[..own.len()])?;
@@ -92,7 +92,7 @@ impl Bridge<'_, '_> {
             let mut recvs = Recvs::new();
             for ((host, ranks), slot) in hosts.all().iter().enumerate().zip(theirs.iter_mut()) {
                 if host != hosts.own() {
-                    recvs.push((Hosts::counterpart(ranks, hosts.index()), (&mut slot[..piece.len()]).into()));
+                    recvs.push((Hosts::proxy(ranks, hosts.index()), (&mut slot[..piece.len()]).into()));
                 }
             }
             self.session.exchange(&sends, recvs)?;

@@ -1,13 +1,13 @@
 //! Data of one rank for all, or of all for one.
-use super::super::super::call::Element;
-use super::super::super::failure::Failure;
-use super::super::super::hosts::Hosts;
-use super::super::super::piece::Piece;
-use super::super::super::shm::pieces;
-use super::super::super::storage::Region;
-use super::super::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
-use super::super::{broadcast_from_here, broadcast_to_here};
 use super::Bridge;
+use crate::backend::call::Element;
+use crate::backend::cpu::algorithm::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
+use crate::backend::cpu::algorithm::{broadcast_from_here, broadcast_to_here};
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::shm::pieces;
+use crate::backend::cpu::storage::Region;
+use crate::backend::failure::Failure;
 use std::ops::Range;
 
 impl Bridge<'_, '_> {
@@ -20,7 +20,7 @@ impl Bridge<'_, '_> {
     fn gateways(&self, root: usize) -> Vec<usize> {
         let (home, index) = self.hosts.find(root);
         let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
-        others.map(|(_, ranks)| Hosts::counterpart(ranks, index)).collect()
+        others.map(|(_, ranks)| Hosts::proxy(ranks, index)).collect()
     }
 
     /// Bytes that are sent over the network before they are passed on through shared memory, where that goes on while
@@ -34,7 +34,7 @@ impl Bridge<'_, '_> {
         let gateways = self.gateways(self.session.rank());
         for block in pieces(data.len(), self.block(element)) {
             let data = data.part(block);
-            self.inside(|post| publish(post, data))?;
+            self.inside(|streams| publish(streams, data))?;
             broadcast_from_here(self.session, self.tuning, &gateways, data, element)?;
         }
         Ok(())
@@ -46,11 +46,11 @@ impl Bridge<'_, '_> {
         for block in pieces(data.len(), self.block(element)) {
             let data = data.part(block);
             if gateway != self.hosts.index() {
-                self.inside(|post| copy_from(post, gateway, data))?;
+                self.inside(|streams| copy_from(streams, gateway, data))?;
                 continue;
             }
             broadcast_to_here(self.session, self.tuning, (root, &gateways), data, element)?;
-            self.inside(|post| publish(post, data))?;
+            self.inside(|streams| publish(streams, data))?;
         }
         Ok(())
     }
@@ -60,10 +60,12 @@ impl Bridge<'_, '_> {
     pub(super) fn gather_to_here(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let (rank, each, members) = (self.session.rank(), input.len(), self.hosts.members());
         self.session.move_bytes(output.part(rank * each..(rank + 1) * each).copy_from(input))?;
-        self.inside(|post| {
-            for piece in pieces(each, post.capacity()) {
+        self.inside(|streams| {
+            for piece in pieces(each, streams.capacity()) {
                 let place = |peer: usize| members[peer] * each + piece.start..members[peer] * each + piece.end;
-                post.peers().try_for_each(|peer| post.take(peer, |slot| slot.read_into(output.part(place(peer)))))?;
+                streams
+                    .peers()
+                    .try_for_each(|peer| streams.take(peer, |slot| slot.read_into(output.part(place(peer)))))?;
             }
             Ok(())
         })?;
@@ -75,7 +77,7 @@ impl Bridge<'_, '_> {
     /// `input` goes to `root`, another rank.
     pub(super) fn gather_to(&mut self, root: usize, input: Region) -> Result<(), Failure> {
         match self.hosts.member(root) {
-            Some(root) => self.inside(|post| publish_to(post, root, input, post.capacity())),
+            Some(root) => self.inside(|streams| publish_to(streams, root, input, streams.capacity())),
             None => self.session.exchange(&[(root, input.into())], vec![]),
         }
     }
@@ -85,12 +87,12 @@ impl Bridge<'_, '_> {
         let (each, members) = (output.len(), self.hosts.members());
         let own = self.session.rank() * each;
         self.session.move_bytes(output.copy_from(input.part(own..own + each)))?;
-        self.inside(|post| {
-            let parts = Parts::new(post);
+        self.inside(|streams| {
+            let parts = Parts::new(streams);
             let part =
                 |rank: usize, piece: &Range<usize>| input.part(rank * each + piece.start..rank * each + piece.end);
             pieces(each, parts.length)
-                .try_for_each(|piece| publish_parts(post, parts, |peer| part(members[peer], &piece)))
+                .try_for_each(|piece| publish_parts(streams, parts, |peer| part(members[peer], &piece)))
         })?;
         let strangers = self.strangers();
         let sends = strangers.iter().map(|rank| (*rank, input.part(rank * each..(rank + 1) * each).into()));
@@ -100,7 +102,7 @@ impl Bridge<'_, '_> {
     /// `output` becomes this rank's part of what `root`, another rank, holds.
     pub(super) fn scatter_from(&mut self, root: usize, output: Region) -> Result<(), Failure> {
         match self.hosts.member(root) {
-            Some(root) => self.inside(|post| scatter_to_here(post, root, output)),
+            Some(root) => self.inside(|streams| scatter_to_here(streams, root, output)),
             None => self.session.exchange(&[], vec![(root, output.into())]),
         }
     }

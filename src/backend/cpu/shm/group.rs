@@ -1,21 +1,21 @@
 //! The shared memory of one group, as one of its ranks uses it.
-use super::bell::{Bell, Waiter};
-use super::call::Header;
+use super::eventcount::{Eventcount, Waiter};
 use super::kernels::Source;
 use super::layout::{Layout, Sleeper};
-use super::lock;
 use super::segment::Segment;
 use super::slot::Slot;
-use super::storage::Region;
 use super::stream::{Inbox, Outbox, Reader};
-use super::transport::Stall;
+use crate::backend::call::Header;
+use crate::backend::cpu::lock;
+use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::transport_error::TransportError;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 /// All streams of one rank of a host. Ranks have the numbers that they have there.
-pub(in super::super) struct Room {
+pub(crate) struct ShmGroup {
     rank: usize,
     world_size: usize,
     layout: Layout,
@@ -23,28 +23,28 @@ pub(in super::super) struct Room {
     closed: AtomicBool,
     /// By rank.
     segments: Vec<Arc<Segment>>,
-    collectives: Mutex<Streams>,
+    collectives: Mutex<CollectiveStreams>,
     /// By peer; `None` for this rank itself.
-    sends: Vec<Option<Mutex<(Bell, Outbox)>>>,
-    recvs: Vec<Option<Mutex<(Bell, Inbox)>>>,
+    sends: Vec<Option<Mutex<(Eventcount, Outbox)>>>,
+    recvs: Vec<Option<Mutex<(Eventcount, Inbox)>>>,
 }
 
 /// The streams of the collectives: one from every rank to all others.
-struct Streams {
-    bell: Bell,
+struct CollectiveStreams {
+    eventcount: Eventcount,
     outbox: Outbox,
     /// By rank; `None` for this rank itself.
     inboxes: Vec<Option<Inbox>>,
 }
 
-impl Room {
+impl ShmGroup {
     /// Over the segments of all ranks of the host, in rank order, which are as `layout` says.
     pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
         let (own, world_size) = (segments[rank].clone(), segments.len());
-        let bell = |rank: usize, sleeper: Sleeper| Bell::new(&segments[rank], &layout, sleeper);
+        let eventcount = |rank: usize, sleeper: Sleeper| Eventcount::new(&segments[rank], &layout, sleeper);
         let reader = |peer: usize, passed: usize, sleeper: Sleeper| Reader {
             rank: peer,
-            bell: bell(peer, sleeper),
+            eventcount: eventcount(peer, sleeper),
             segment: segments[peer].clone(),
             passed,
             seen: 0,
@@ -57,11 +57,11 @@ impl Room {
             segment: segments[writer].clone(),
             own: own.clone(),
             passed,
-            writer_bell: bell(writer, sleeper),
+            writer_eventcount: eventcount(writer, sleeper),
             position: 0,
         };
-        let collectives = Streams {
-            bell: bell(rank, Sleeper::Collectives),
+        let collectives = CollectiveStreams {
+            eventcount: eventcount(rank, Sleeper::Collectives),
             outbox: outbox(
                 layout.ring(),
                 (0..world_size)
@@ -76,11 +76,11 @@ impl Room {
         let sends = by_peer(rank, world_size, |peer| {
             let reader = reader(peer, layout.direct_passed(rank), Sleeper::RecvFrom(rank));
             let outbox = outbox(layout.direct_ring(rank, peer), vec![reader]);
-            Mutex::new((bell(rank, Sleeper::SendTo(peer)), outbox))
+            Mutex::new((eventcount(rank, Sleeper::SendTo(peer)), outbox))
         });
         let recvs = by_peer(rank, world_size, |peer| {
             let (ring, passed) = (layout.direct_ring(peer, rank), layout.direct_passed(peer));
-            Mutex::new((bell(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
+            Mutex::new((eventcount(rank, Sleeper::RecvFrom(peer)), inbox(peer, ring, passed, Sleeper::SendTo(rank))))
         });
         let collectives = Mutex::new(collectives);
         let segments = segments.to_vec();
@@ -88,42 +88,42 @@ impl Room {
     }
 
     /// Notes that this rank has finished call number `sequence` of the given kind.
-    pub(in super::super) fn set_finished(&self, kind: Sleeper, sequence: u64) {
+    pub(crate) fn set_finished(&self, kind: Sleeper, sequence: u64) {
         let count = sequence.wrapping_add(1) as u32;
         self.segments[self.rank].word(self.layout.finished(kind)).store(count, Ordering::Release);
     }
 
     /// How many calls of the given kind rank `peer` has finished, the one with the number 0 included. This rank is near
     /// call number `near` itself. The memory of a process that is gone stays readable.
-    pub(in super::super) fn finished_by(&self, peer: usize, kind: Sleeper, near: u64) -> u64 {
+    pub(crate) fn finished_by(&self, peer: usize, kind: Sleeper, near: u64) -> u64 {
         let count = self.segments[peer].word(self.layout.finished(kind)).load(Ordering::Acquire);
         near.saturating_add_signed(i64::from(count.wrapping_sub(near as u32) as i32))
     }
 
     /// Ends every wait of this rank, now and later.
-    pub(in super::super) fn close(&self) {
+    pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         let direct = (0..self.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
         for sleeper in direct.chain([Sleeper::Collectives]) {
-            Bell::new(&self.segments[self.rank], &self.layout, sleeper).ring();
+            Eventcount::new(&self.segments[self.rank], &self.layout, sleeper).ring();
         }
     }
 
     /// The streams of the collectives for one call, whose slots begin with `head`.
-    pub(in super::super) fn post(&self, head: [u8; Header::BYTES], deadline: Instant) -> Post<'_> {
-        Post { room: self, streams: lock(&self.collectives), head, deadline }
+    pub(crate) fn streams(&self, head: [u8; Header::BYTES], deadline: Instant) -> Streams<'_> {
+        Streams { shm: self, streams: lock(&self.collectives), head, deadline }
     }
 
     /// Sends `data` to rank `peer`.
-    pub(in super::super) fn send(
+    pub(crate) fn send(
         &self,
         peer: usize,
         head: &[u8; Header::BYTES],
         data: Region,
         deadline: Instant,
-    ) -> Result<(), Stall> {
-        let (bell, outbox) = &mut *lock(stream(&self.sends, peer)?);
-        let waiter = self.waiter(bell, deadline);
+    ) -> Result<(), TransportError> {
+        let (eventcount, outbox) = &mut *lock(stream(&self.sends, peer)?);
+        let waiter = self.waiter(eventcount, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
             outbox.publish(&waiter, head, |slot| slot.write_from(data.part(piece)))?;
         }
@@ -131,15 +131,15 @@ impl Room {
     }
 
     /// `data` becomes what rank `peer` sends.
-    pub(in super::super) fn receive(
+    pub(crate) fn receive(
         &self,
         peer: usize,
         head: &[u8; Header::BYTES],
         data: Region,
         deadline: Instant,
-    ) -> Result<(), Stall> {
-        let (bell, inbox) = &mut *lock(stream(&self.recvs, peer)?);
-        let waiter = self.waiter(bell, deadline);
+    ) -> Result<(), TransportError> {
+        let (eventcount, inbox) = &mut *lock(stream(&self.recvs, peer)?);
+        let waiter = self.waiter(eventcount, deadline);
         for piece in pieces(data.len(), self.layout.direct_capacity) {
             inbox.receive(&waiter, head)?;
             inbox.slot().read_into(data.part(piece))?;
@@ -148,8 +148,8 @@ impl Room {
         Ok(())
     }
 
-    fn waiter<'a>(&'a self, bell: &'a Bell, deadline: Instant) -> Waiter<'a> {
-        Waiter { bell, closed: &self.closed, deadline }
+    fn waiter<'a>(&'a self, eventcount: &'a Eventcount, deadline: Instant) -> Waiter<'a> {
+        Waiter { eventcount, closed: &self.closed, deadline }
     }
 }
 
@@ -157,62 +157,62 @@ fn by_peer<T>(rank: usize, world_size: usize, make: impl Fn(usize) -> T) -> Vec<
     (0..world_size).map(|peer| (peer != rank).then(|| make(peer))).collect()
 }
 
-fn stream<T>(streams: &[Option<T>], peer: usize) -> Result<&T, Stall> {
+fn stream<T>(streams: &[Option<T>], peer: usize) -> Result<&T, TransportError> {
     let stream = streams.get(peer).and_then(Option::as_ref);
-    stream.ok_or_else(|| Stall::System(format!("there is no shared memory with rank {peer}")))
+    stream.ok_or_else(|| TransportError::System(format!("there is no shared memory with rank {peer}")))
 }
 
 /// What fits into the slots of a message of `bytes`, one after the other. An empty message takes one slot, too.
-pub(in super::super) fn pieces(bytes: usize, capacity: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn pieces(bytes: usize, capacity: usize) -> impl Iterator<Item = Range<usize>> {
     (0..bytes.max(1)).step_by(capacity).map(move |start| start..start.saturating_add(capacity).min(bytes))
 }
 
 /// One call's use of the streams of the collectives. All ranks publish, receive and skip as the call demands, so that
 /// they agree on what every slot of every stream holds.
-pub(in super::super) struct Post<'a> {
-    room: &'a Room,
-    streams: MutexGuard<'a, Streams>,
+pub(crate) struct Streams<'a> {
+    shm: &'a ShmGroup,
+    streams: MutexGuard<'a, CollectiveStreams>,
     head: [u8; Header::BYTES],
     deadline: Instant,
 }
 
-impl Post<'_> {
-    pub(in super::super) fn rank(&self) -> usize {
-        self.room.rank
+impl Streams<'_> {
+    pub(crate) fn rank(&self) -> usize {
+        self.shm.rank
     }
 
-    pub(in super::super) fn world_size(&self) -> usize {
-        self.room.world_size
+    pub(crate) fn world_size(&self) -> usize {
+        self.shm.world_size
     }
 
-    pub(in super::super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+    pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank();
         (0..self.world_size()).filter(move |peer| *peer != rank)
     }
 
     /// Bytes of a slot for each peer, where they hold different ones.
-    pub(in super::super) fn part(&self) -> usize {
-        self.room.layout.part()
+    pub(crate) fn part(&self) -> usize {
+        self.shm.layout.part()
     }
 
     /// Bytes of a slot.
-    pub(in super::super) fn capacity(&self) -> usize {
-        self.room.layout.capacity
+    pub(crate) fn capacity(&self) -> usize {
+        self.shm.layout.capacity
     }
 
     /// Sends a slot to all peers. `fill` writes its payload, and may read the slots that were received last.
-    pub(in super::super) fn publish(
+    pub(crate) fn publish(
         &mut self,
-        fill: impl FnOnce(Slot, Arrived) -> Result<(), Stall>,
-    ) -> Result<(), Stall> {
-        let Streams { bell, outbox, inboxes } = &mut *self.streams;
-        outbox.publish(&self.room.waiter(bell, self.deadline), &self.head, |slot| fill(slot, Arrived(inboxes)))
+        fill: impl FnOnce(Slot, Arrived) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let CollectiveStreams { eventcount, outbox, inboxes } = &mut *self.streams;
+        outbox.publish(&self.shm.waiter(eventcount, self.deadline), &self.head, |slot| fill(slot, Arrived(inboxes)))
     }
 
     /// Waits for the next slot of every peer.
-    pub(in super::super) fn receive_all(&mut self) -> Result<(), Stall> {
-        let Streams { bell, inboxes, .. } = &mut *self.streams;
-        let waiter = self.room.waiter(bell, self.deadline);
+    pub(crate) fn receive_all(&mut self) -> Result<(), TransportError> {
+        let CollectiveStreams { eventcount, inboxes, .. } = &mut *self.streams;
+        let waiter = self.shm.waiter(eventcount, self.deadline);
         for index in 0..inboxes.len() {
             let Some(inbox) = &inboxes[index] else { continue };
             // A peer that is in another call may be the reason why the one in turn does not come.
@@ -230,48 +230,48 @@ impl Post<'_> {
     }
 
     /// The slots that were received last.
-    pub(in super::super) fn arrived(&self) -> Arrived<'_> {
+    pub(crate) fn arrived(&self) -> Arrived<'_> {
         Arrived(&self.streams.inboxes)
     }
 
     /// Gives back what was received from all peers.
-    pub(in super::super) fn release_all(&mut self) {
+    pub(crate) fn release_all(&mut self) {
         self.streams.inboxes.iter().flatten().for_each(Inbox::release);
     }
 
     /// Waits for the next slot of rank `peer`, gives it to `read`, and gives it back.
-    pub(in super::super) fn take(
+    pub(crate) fn take(
         &mut self,
         peer: usize,
-        read: impl FnOnce(Slot) -> Result<(), Stall>,
-    ) -> Result<(), Stall> {
-        let Streams { bell, inboxes, .. } = &mut *self.streams;
+        read: impl FnOnce(Slot) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let CollectiveStreams { eventcount, inboxes, .. } = &mut *self.streams;
         let inbox = inbox_mut(inboxes, peer)?;
-        inbox.receive(&self.room.waiter(bell, self.deadline), &self.head)?;
+        inbox.receive(&self.shm.waiter(eventcount, self.deadline), &self.head)?;
         read(inbox.slot())?;
         inbox.release();
         Ok(())
     }
 
     /// Passes the next `count` slots of rank `peer`, which are for others.
-    pub(in super::super) fn skip(&mut self, peer: usize, count: usize) -> Result<(), Stall> {
+    pub(crate) fn skip(&mut self, peer: usize, count: usize) -> Result<(), TransportError> {
         inbox_mut(&mut self.streams.inboxes, peer)?.skip(count);
         Ok(())
     }
 }
 
-fn inbox_mut(inboxes: &mut [Option<Inbox>], peer: usize) -> Result<&mut Inbox, Stall> {
+fn inbox_mut(inboxes: &mut [Option<Inbox>], peer: usize) -> Result<&mut Inbox, TransportError> {
     let inbox = inboxes.get_mut(peer).and_then(Option::as_mut);
-    inbox.ok_or_else(|| Stall::System(format!("there is no shared memory with rank {peer}")))
+    inbox.ok_or_else(|| TransportError::System(format!("there is no shared memory with rank {peer}")))
 }
 
 /// The slots that were received last, one from each peer.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Arrived<'a>(&'a [Option<Inbox>]);
+pub(crate) struct Arrived<'a>(&'a [Option<Inbox>]);
 
 impl<'a> Arrived<'a> {
     /// What is reduced, in rank order: `own` of this rank, and of every peer the given part of its slot.
-    pub(in super::super) fn sources(self, own: Source<'a>, part: impl Fn(usize) -> Range<usize>) -> Vec<Source<'a>> {
+    pub(crate) fn sources(self, own: Source<'a>, part: impl Fn(usize) -> Range<usize>) -> Vec<Source<'a>> {
         let source = |(rank, inbox): (usize, &'a Option<Inbox>)| match inbox {
             Some(inbox) => Source::Shared(inbox.slot().part(part(rank))),
             None => own,
@@ -290,13 +290,13 @@ mod tests {
     const PART: usize = 256;
 
     /// The rooms of a world of `world_size`, all of whose streams have passed `position` slots already.
-    fn rooms(world_size: usize, position: u32) -> Vec<Room> {
+    fn rooms(world_size: usize, position: u32) -> Vec<ShmGroup> {
         let layout = Layout::new(world_size, PART);
         let segment = |_| Arc::new(Segment::create("candle-ddp-test", layout.size()).unwrap().0);
         let segments: Vec<_> = (0..world_size).map(segment).collect();
-        let rooms: Vec<Room> = (0..world_size).map(|rank| Room::new(rank, layout, &segments)).collect();
-        for room in &rooms {
-            let Streams { outbox, inboxes, .. } = &mut *lock(&room.collectives);
+        let rooms: Vec<ShmGroup> = (0..world_size).map(|rank| ShmGroup::new(rank, layout, &segments)).collect();
+        for shm in &rooms {
+            let CollectiveStreams { outbox, inboxes, .. } = &mut *lock(&shm.collectives);
             outbox.position = position;
             outbox.readers.iter_mut().for_each(|reader| reader.seen = position);
             for inbox in inboxes.iter_mut().flatten() {
@@ -313,29 +313,30 @@ mod tests {
 
     const HEAD: [u8; Header::BYTES] = [7; Header::BYTES];
 
-    fn filled(slot: Slot, value: u8) -> Result<(), Stall> {
+    fn filled(slot: Slot, value: u8) -> Result<(), TransportError> {
         slot.write(&[value; PART]);
         Ok(())
     }
 
     /// Sends 100 slots from rank 0 to the others, which read them one after the other.
-    fn stream(rooms: &[Room]) {
+    fn stream(rooms: &[ShmGroup]) {
         std::thread::scope(|scope| {
-            for room in rooms {
+            for shm in rooms {
                 scope.spawn(move || {
-                    let mut post = room.post(HEAD, soon());
+                    let mut streams = shm.streams(HEAD, soon());
                     for number in 0..100_u8 {
-                        if room.rank == 0 {
-                            post.publish(|slot, _| filled(slot, number)).unwrap();
+                        if shm.rank == 0 {
+                            streams.publish(|slot, _| filled(slot, number)).unwrap();
                         } else if number == 50 {
-                            post.skip(0, 1).unwrap();
+                            streams.skip(0, 1).unwrap();
                         } else {
                             let mut read = [0; PART];
-                            post.take(0, |slot| {
-                                slot.read(&mut read);
-                                Ok(())
-                            })
-                            .unwrap();
+                            streams
+                                .take(0, |slot| {
+                                    slot.read(&mut read);
+                                    Ok(())
+                                })
+                                .unwrap();
                             assert_eq!(read, [number; PART]);
                         }
                     }
@@ -355,7 +356,7 @@ mod tests {
     fn closing_ends_a_sleep() {
         let rooms = rooms(2, 0);
         std::thread::scope(|scope| {
-            let sleeper = scope.spawn(|| rooms[1].post(HEAD, soon()).take(0, |_| Ok(())));
+            let sleeper = scope.spawn(|| rooms[1].streams(HEAD, soon()).take(0, |_| Ok(())));
             let receiver = scope.spawn(|| {
                 let (tensor, waits) = (Tensor::zeros(5, DType::U8, &Device::Cpu).unwrap(), LockWaits::default());
                 let region = Region::of(&tensor, Locking { waits: &waits, deadline: soon() });
@@ -364,7 +365,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(20));
             rooms[1].close();
             for result in [sleeper.join().unwrap(), receiver.join().unwrap()] {
-                assert!(matches!(result, Err(Stall::Closed { peer: 0, .. })), "{result:?}");
+                assert!(matches!(result, Err(TransportError::Closed { peer: 0, .. })), "{result:?}");
             }
         });
     }
@@ -390,17 +391,17 @@ mod tests {
     fn another_call_is_noticed_whoever_is_waited_for() {
         let rooms = rooms(3, 0);
         let other = [8; Header::BYTES];
-        rooms[1].post(other, soon()).publish(|_, _| Ok(())).unwrap();
-        let result = rooms[2].post(HEAD, soon()).receive_all();
-        assert!(matches!(result, Err(Stall::Header { peer: 1, received }) if received == other), "{result:?}");
+        rooms[1].streams(other, soon()).publish(|_, _| Ok(())).unwrap();
+        let result = rooms[2].streams(HEAD, soon()).receive_all();
+        assert!(matches!(result, Err(TransportError::Header { peer: 1, received }) if received == other), "{result:?}");
     }
 
     #[test]
     fn a_deadline_ends_a_wait_for_space_too() {
         let rooms = rooms(2, 0);
-        let mut post = rooms[0].post(HEAD, Instant::now() + Duration::from_millis(30));
-        let error = (0..).find_map(|_| post.publish(|_, _| Ok(())).err());
-        assert!(matches!(error, Some(Stall::TimedOut { peers }) if peers == [1]));
-        assert_eq!(post.streams.outbox.position as usize, rooms[0].layout.slots);
+        let mut streams = rooms[0].streams(HEAD, Instant::now() + Duration::from_millis(30));
+        let error = (0..).find_map(|_| streams.publish(|_, _| Ok(())).err());
+        assert!(matches!(error, Some(TransportError::TimedOut { peers }) if peers == [1]));
+        assert_eq!(streams.streams.outbox.position as usize, rooms[0].layout.slots);
     }
 }

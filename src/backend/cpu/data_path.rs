@@ -1,27 +1,28 @@
 //! The step of a group's construction that decides what its data travels through.
-use super::communicator::CpuTransport;
 use super::connect::{Connections, Connector};
 use super::hosts::Hosts;
-use super::shm::{Guest, Layout, Meeting, Room};
-use super::transport::{Stall, Transport};
+use super::options::CpuTransport;
+use super::shm::{Discovered, Discovery, Layout, ShmGroup};
+use super::transport::Transport;
+use super::transport_error::TransportError;
 use crate::Result;
 
 /// What a rank's data travels through: this rank's share of it.
-pub(super) struct Ways {
+pub(super) struct DataPath {
     /// To the ranks of other hosts; all control connections.
     pub(super) connections: Connections,
     pub(super) hosts: Hosts,
     /// To the ranks of this host, where there are others.
-    pub(super) room: Option<Room>,
+    pub(super) shm: Option<ShmGroup>,
     /// That of all rooms of the group; `None` where there are none.
     pub(super) layout: Option<Layout>,
 }
 
-impl Ways {
+impl DataPath {
     /// Of a world of one.
     pub(super) fn none() -> Self {
         let connections = Connections { data: vec![], direct: vec![], control: vec![] };
-        Self { connections, hosts: Hosts::new(0, 1, |_, _| true), room: None, layout: None }
+        Self { connections, hosts: Hosts::new(0, 1, |_, _| true), shm: None, layout: None }
     }
 }
 
@@ -34,13 +35,13 @@ impl Connector<'_> {
         wanted: CpuTransport,
         part: usize,
         label: Option<&str>,
-    ) -> Result<Ways> {
+    ) -> Result<DataPath> {
         let Connections { data, mut direct, control } = connections;
-        let (rank, world_size, deadline) = (self.rank, self.terms.world_size, self.deadline);
+        let (rank, world_size, deadline) = (self.rank, self.config.world_size, self.deadline);
         let transport = Transport::new(data);
         let shares = wanted != CpuTransport::Tcp;
         let is_cancelled = || self.construction.check().is_err();
-        let guest = Guest {
+        let discovery = Discovery {
             transport: &transport,
             rank,
             world_size,
@@ -50,7 +51,8 @@ impl Connector<'_> {
             deadline,
             is_cancelled: &is_cancelled,
         };
-        let Meeting { hosts, room, layout, apart, complaints } = guest.meet().map_err(|stall| self.stalled(stall))?;
+        let Discovered { hosts, shm, layout, apart, complaints } =
+            discovery.meet().map_err(|stall| self.stalled(stall))?;
         let reason = match complaints.is_empty() {
             true => "they cannot map the memory of all ranks".to_string(),
             false => complaints.join("; "),
@@ -72,19 +74,19 @@ impl Connector<'_> {
             direct[*member] = None;
         }
         let layout = layout.filter(|_| !hosts.are_single());
-        Ok(Ways { connections: Connections { data, direct, control }, hosts, room, layout })
+        Ok(DataPath { connections: Connections { data, direct, control }, hosts, shm, layout })
     }
 
-    fn stalled(&self, stall: Stall) -> crate::Error {
+    fn stalled(&self, stall: TransportError) -> crate::Error {
         if let Err(cause) = self.construction.check() {
             return cause;
         }
         match stall {
-            Stall::TimedOut { peers } => self.failed(&peers, "they do not say what memory they share"),
-            Stall::Closed { peer, .. } => self.gone(peer),
-            Stall::Header { peer, .. } => self.failed(&[peer], "it is in a call already"),
-            Stall::Locked => self.failed(&[], "a tensor's storage is locked"),
-            Stall::System(reason) => self.failed(&[], reason),
+            TransportError::TimedOut { peers } => self.failed(&peers, "they do not say what memory they share"),
+            TransportError::Closed { peer, .. } => self.gone(peer),
+            TransportError::Header { peer, .. } => self.failed(&[peer], "it is in a call already"),
+            TransportError::Locked => self.failed(&[], "a tensor's storage is locked"),
+            TransportError::System(reason) => self.failed(&[], reason),
         }
     }
 }

@@ -3,12 +3,13 @@
 //! Every rank makes a file for its memory and tells the others, over TCP, where it is; every rank tries to map those of
 //! the others, and tells which ones it could. Who maps whom then is known to all, and so are the hosts. Nothing is
 //! configured and no host is named: who can map the memory of that random name shares it.
-use super::card::{Card, Offer, name};
-use super::hosts::Hosts;
+use super::group::ShmGroup;
 use super::layout::Layout;
-use super::room::Room;
+use super::peer_info::{PeerInfo, SegmentInfo, name};
 use super::segment::Segment;
-use super::transport::{Inflow, Outflow, Stall, Transport};
+use crate::backend::cpu::hosts::Hosts;
+use crate::backend::cpu::transport::{Inflow, Outflow, Transport};
+use crate::backend::cpu::transport_error::TransportError;
 use crate::random::random_bytes;
 use rustix::fd::AsRawFd;
 use std::hash::{DefaultHasher, Hasher};
@@ -16,40 +17,40 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What came of it.
-pub(in super::super) struct Meeting {
-    pub(in super::super) hosts: Hosts,
+pub(crate) struct Discovered {
+    pub(crate) hosts: Hosts,
     /// `None` on a rank that is alone on its host.
-    pub(in super::super) room: Option<Room>,
+    pub(crate) shm: Option<ShmGroup>,
     /// Of all rooms of the group; `None` where no two ranks could share memory.
-    pub(in super::super) layout: Option<Layout>,
+    pub(crate) layout: Option<Layout>,
     /// Ranks under the same kernel that are not on the same host all the same.
-    pub(in super::super) apart: Vec<usize>,
+    pub(crate) apart: Vec<usize>,
     /// Why ranks are not on the same host, as far as this one knows.
-    pub(in super::super) complaints: Vec<String>,
+    pub(crate) complaints: Vec<String>,
 }
 
 /// How long to wait for the other ranks before asking whether this was cancelled.
 const SLICE: Duration = Duration::from_millis(500);
 
 /// Who meets, and how.
-pub(in super::super) struct Guest<'a> {
-    pub(in super::super) transport: &'a Transport,
-    pub(in super::super) rank: usize,
-    pub(in super::super) world_size: usize,
+pub(crate) struct Discovery<'a> {
+    pub(crate) transport: &'a Transport,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
     /// Whether this rank shares memory, or wants TCP.
-    pub(in super::super) shares: bool,
+    pub(crate) shares: bool,
     /// What a slot holds for each peer.
-    pub(in super::super) part: usize,
+    pub(crate) part: usize,
     /// What to take for the identity of the running kernel.
-    pub(in super::super) label: Option<&'a str>,
-    pub(in super::super) deadline: Instant,
+    pub(crate) label: Option<&'a str>,
+    pub(crate) deadline: Instant,
     /// Asked while other ranks are waited for.
-    pub(in super::super) is_cancelled: &'a dyn Fn() -> bool,
+    pub(crate) is_cancelled: &'a dyn Fn() -> bool,
 }
 
-impl Guest<'_> {
+impl Discovery<'_> {
     /// Meets the other ranks.
-    pub(in super::super) fn meet(&self) -> Result<Meeting, Stall> {
+    pub(crate) fn meet(&self) -> Result<Discovered, TransportError> {
         let Self { rank, world_size, .. } = *self;
         let mut complaints = Vec::new();
         let announce = || -> Result<_, String> {
@@ -63,20 +64,20 @@ impl Guest<'_> {
                 None
             }
         };
-        let offer = file.as_ref().map(|(fd, token)| Offer {
+        let offer = file.as_ref().map(|(fd, token)| SegmentInfo {
             pid: std::process::id(),
             fd: fd.as_raw_fd() as u32,
             token: *token,
         });
-        let own = Card { kernel: self.label.map_or_else(boot_id, hash), offer };
-        let cards = self.gather(&own.encode())?;
-        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::decode(card)).collect();
+        let own = PeerInfo { kernel: self.label.map_or_else(boot_id, hash), offer };
+        let infos = self.gather(&own.encode())?;
+        let infos: Vec<Option<PeerInfo>> = infos.iter().map(|info| PeerInfo::decode(info)).collect();
 
         // Segments have the same layout on all hosts, so that all ranks cut data up alike.
-        let largest = cards.iter().map(|card| candidates(&cards, card.as_ref())).max().unwrap_or(0);
+        let largest = infos.iter().map(|info| candidates(&infos, info.as_ref())).max().unwrap_or(0);
         let layout = (largest > 1).then(|| Layout::new(largest, self.part));
         let segment = match (layout, file.as_ref()) {
-            (Some(layout), Some((fd, _))) if candidates(&cards, Some(&own)) > 1 => {
+            (Some(layout), Some((fd, _))) if candidates(&infos, Some(&own)) > 1 => {
                 let reserved = Segment::reserve(fd, layout.size());
                 let complain = |error| complaints.push(format!("{} bytes of shared memory: {error}", layout.size()));
                 reserved.map_err(complain).ok().map(Arc::new)
@@ -87,9 +88,9 @@ impl Guest<'_> {
 
         let mut segments: Vec<Option<Arc<Segment>>> = vec![None; world_size];
         if let (Some(layout), Some(segment)) = (layout, segment) {
-            for (peer, card) in cards.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-                let Some(card) = card.as_ref().filter(|card| card.kernel == own.kernel) else { continue };
-                let opened = match &card.offer {
+            for (peer, info) in infos.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+                let Some(info) = info.as_ref().filter(|info| info.kernel == own.kernel) else { continue };
+                let opened = match &info.offer {
                     _ if reserved[peer] != [1] => Err("it has none".to_string()),
                     Some(offer) => open(offer, &layout),
                     None => Err("it offers none".to_string()),
@@ -105,18 +106,18 @@ impl Guest<'_> {
         let maps = self.gather(&maps)?;
 
         let hosts = Hosts::new(rank, world_size, |a, b| maps[a][b] == 1);
-        let same_kernel = |peer: &usize| cards[*peer].as_ref().is_some_and(|card| card.kernel == own.kernel);
+        let same_kernel = |peer: &usize| infos[*peer].as_ref().is_some_and(|info| info.kernel == own.kernel);
         let apart = (0..world_size).filter(|peer| hosts.member(*peer).is_none()).filter(same_kernel).collect();
         let shared: Vec<Arc<Segment>> = hosts.members().iter().filter_map(|peer| segments[*peer].clone()).collect();
-        let room = match layout {
-            Some(layout) if shared.len() > 1 => Some(Room::new(hosts.index(), layout, &shared)),
+        let shm = match layout {
+            Some(layout) if shared.len() > 1 => Some(ShmGroup::new(hosts.index(), layout, &shared)),
             _ => None,
         };
-        Ok(Meeting { hosts, room, layout, apart, complaints })
+        Ok(Discovered { hosts, shm, layout, apart, complaints })
     }
 
     /// Every rank's `own`, which has the same length on all ranks.
-    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Stall> {
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, TransportError> {
         let Self { transport, rank, world_size, deadline, .. } = *self;
         let mut all = vec![own.to_vec(); world_size];
         let peers = || (0..world_size).filter(|peer| *peer != rank);
@@ -131,7 +132,7 @@ impl Guest<'_> {
         loop {
             match transport.exchange(&mut sends, &mut recvs, deadline.min(Instant::now() + SLICE)) {
                 // What has travelled is not sent again.
-                Err(Stall::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
+                Err(TransportError::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
                 result => break result?,
             }
         }
@@ -140,13 +141,13 @@ impl Guest<'_> {
     }
 }
 
-/// How many ranks offer memory under the kernel of `card`, which is one of them: nobody else can share theirs.
-fn candidates(cards: &[Option<Card>], card: Option<&Card>) -> usize {
-    let Some(card) = card.filter(|card| card.offer.is_some()) else { return 0 };
-    cards.iter().flatten().filter(|other| other.kernel == card.kernel && other.offer.is_some()).count()
+/// How many ranks offer memory under the kernel of `info`, which is one of them: nobody else can share theirs.
+fn candidates(infos: &[Option<PeerInfo>], info: Option<&PeerInfo>) -> usize {
+    let Some(info) = info.filter(|info| info.offer.is_some()) else { return 0 };
+    infos.iter().flatten().filter(|other| other.kernel == info.kernel && other.offer.is_some()).count()
 }
 
-fn open(offer: &Offer, layout: &Layout) -> Result<Segment, String> {
+fn open(offer: &SegmentInfo, layout: &Layout) -> Result<Segment, String> {
     let fd = i32::try_from(offer.fd).map_err(|error| error.to_string())?;
     Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
 }

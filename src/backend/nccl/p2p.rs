@@ -4,14 +4,14 @@
 //! receive would wait for each other, and a message behind a collective for all ranks. Messages are promised neither. So
 //! each pair of ranks gets, for each direction in which it has something to say, a communicator of two and a stream of
 //! their own. They are made with the first message; since both ranks have to be there for that, a thread does it.
-use super::flight::Flight;
+use super::comm::{Comm, Stop, UniqueId};
+use super::comm_stream::{CommStream, Links};
 use super::group::Group;
-use super::handle::{Handle, Stop, UniqueId};
 use super::identity::await_id;
-use super::link::{Link, Links};
 use super::plan::Plan;
 use super::status::NcclFailure;
 use super::stream::Streams;
+use super::work::NcclWork;
 use crate::backend::Completion;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -22,7 +22,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 /// The messages from one rank to another, on either of them.
-pub(super) struct Lane {
+pub(super) struct P2p {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
     pub(super) streams: Streams,
@@ -32,10 +32,10 @@ pub(super) struct Lane {
 pub(super) struct Job {
     pub(super) plan: Plan,
     pub(super) ready: CudaEvent,
-    pub(super) flight: Arc<Flight>,
+    pub(super) work: Arc<NcclWork>,
 }
 
-/// What the thread of a lane needs.
+/// What the thread of a pair needs.
 pub(super) struct Worker {
     pub(super) group: Arc<Group>,
     pub(super) links: Arc<Links>,
@@ -45,7 +45,7 @@ pub(super) struct Worker {
     pub(super) streams: Streams,
 }
 
-impl Lane {
+impl P2p {
     pub(super) fn start(worker: Worker) -> Result<Self> {
         let (jobs, queue) = channel();
         let streams = worker.streams.clone();
@@ -82,18 +82,18 @@ impl Lane {
 
 impl Worker {
     fn run(self, queue: &Receiver<Job>) {
-        let mut link: Option<Arc<Link>> = None;
+        let mut link: Option<Arc<CommStream>> = None;
         // Nobody waits for these: they are kept here until the GPU has passed them.
-        let mut abandoned: Vec<Flight> = Vec::new();
-        for Job { plan, ready, flight } in queue {
+        let mut abandoned: Vec<NcclWork> = Vec::new();
+        for Job { plan, ready, work } in queue {
             let opened = match &link {
                 Some(link) => Ok(Arc::clone(link)),
                 None => self.connect(),
             };
             let started = opened.and_then(|opened| {
                 link = Some(Arc::clone(&opened));
-                opened.turn().launch(&self.group, &ready, &flight, |handle, target| {
-                    // SAFETY: the flight has the tensors, and lets go of them behind its fence.
+                opened.turn().launch(&self.group, &ready, &work, |handle, target| {
+                    // SAFETY: the work has the tensors, and lets go of them behind its fence.
                     unsafe { plan.start(handle, target) }
                 })
             });
@@ -102,16 +102,16 @@ impl Worker {
                 stop.tell(&self.group);
                 break;
             }
-            abandoned.retain(|flight| !flight.is_completed());
-            let done = Arc::clone(&flight.done);
-            abandoned.extend(Arc::into_inner(flight));
+            abandoned.retain(|work| !work.is_completed());
+            let done = Arc::clone(&work.done);
+            abandoned.extend(Arc::into_inner(work));
             done.set_started();
             self.group.notify();
         }
     }
 
     /// Meets the peer.
-    fn connect(&self) -> std::result::Result<Arc<Link>, Stop> {
+    fn connect(&self) -> std::result::Result<Arc<CommStream>, Stop> {
         let sends = self.group.rank == self.from;
         let key = format!("message/{}-{}", self.from, self.to);
         let cannot = |error: Error| Stop::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()));
@@ -124,8 +124,8 @@ impl Worker {
             await_id(&*self.store, &key, &self.group, "meeting the peer of a message")?
         };
         let mut patience = || self.group.failure().map_or(Ok(()), Err);
-        let handle = Handle::connect(&id, usize::from(!sends), 2, &mut patience)?;
-        let link = Arc::new(Link::new(handle, self.streams.clone()));
+        let handle = Comm::connect(&id, usize::from(!sends), 2, &mut patience)?;
+        let link = Arc::new(CommStream::new(handle, self.streams.clone()));
         self.links.add(self.from, self.to, Arc::clone(&link));
         Ok(link)
     }

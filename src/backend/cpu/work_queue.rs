@@ -1,15 +1,15 @@
-//! A lane carries out the calls of one channel, one after the other, in the order in which they were started.
+//! A queue_of carries out the calls of one channel, one after the other, in the order in which they were started.
 use super::algorithm::hosts::Bridge;
 use super::algorithm::{self, Scratch, Tuning};
-use super::call::{Call, Header};
-use super::failure::Failure;
 use super::group::{Channel, Group};
 use super::in_flight::{Caller, InFlight};
 use super::kernels::Reduction;
 use super::lock;
 use super::session::Session;
-use super::shm::Room;
+use super::shm::ShmGroup;
 use super::storage::Region;
+use crate::backend::call::{Call, Header};
+use crate::backend::failure::Failure;
 use crate::backend::{Collective, Completion, Work};
 use crate::deadline::deadline_after;
 use crate::{Error, Result};
@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// A queue of calls and, once one was started without waiting for it, a thread that works through them.
-pub(super) struct Lane {
+pub(super) struct WorkQueue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -40,7 +40,7 @@ struct Queue {
     jobs: VecDeque<Job>,
     /// The sequence number of the last call that was started.
     sequence: u64,
-    /// A thread, the lane's or a caller's, is carrying out a call.
+    /// A thread, the queue_of's or a caller's, is carrying out a call.
     busy: bool,
     /// No more calls will come.
     closing: bool,
@@ -53,7 +53,7 @@ struct Job {
     outcome: Arc<Outcome>,
 }
 
-impl Lane {
+impl WorkQueue {
     pub(super) fn new(group: Arc<Group>, channel: Channel, tuning: Tuning) -> Self {
         let shared = Shared {
             group,
@@ -160,7 +160,7 @@ impl Shared {
         Turn(self)
     }
 
-    /// The lane's thread.
+    /// The queue_of's thread.
     fn work(&self) {
         loop {
             let mut queue = lock(&self.queue);
@@ -201,18 +201,16 @@ impl Turn<'_> {
         let result = catch_unwind(AssertUnwindSafe(|| {
             let mut session = Session::new(group, *channel, header, deadline);
             let hosts = &group.hosts;
-            match (&group.room, collective) {
-                (Some(room), Collective::Send { peer, .. } | Collective::Recv { peer, .. })
+            match (&group.shm, collective) {
+                (Some(shm), Collective::Send { peer, .. } | Collective::Recv { peer, .. })
                     if hosts.member(*peer).is_some() =>
                 {
-                    execute_shared(&session, room, *tuning, header.call, collective)
+                    execute_shared(&session, shm, *tuning, header.call, collective)
                 }
-                (Some(room), _) if hosts.count() == 1 => {
-                    execute_shared(&session, room, *tuning, header.call, collective)
-                }
-                (room, _) if *channel == Channel::Collectives && !hosts.are_single() => {
-                    let post = room.as_ref().map(|room| session.post(room));
-                    let mut bridge = Bridge::new(&mut session, post, *tuning);
+                (Some(shm), _) if hosts.count() == 1 => execute_shared(&session, shm, *tuning, header.call, collective),
+                (shm, _) if *channel == Channel::Collectives && !hosts.are_single() => {
+                    let streams = shm.as_ref().map(|shm| session.streams(shm));
+                    let mut bridge = Bridge::new(&mut session, streams, *tuning);
                     algorithm::hosts::execute(&mut bridge, &mut lock(scratch), header.call, collective)
                 }
                 _ => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
@@ -236,17 +234,17 @@ impl Drop for Turn<'_> {
 /// Carries out a call through shared memory.
 fn execute_shared(
     session: &Session,
-    room: &Room,
+    shm: &ShmGroup,
     tuning: Tuning,
     call: Call,
     collective: &Collective,
 ) -> Result<(), Failure> {
     let locking = session.locking();
     match collective {
-        Collective::Send { tensor, peer } => session.send_shared(room, Region::of(tensor, locking), *peer),
-        Collective::Recv { tensor, peer } => session.receive_shared(room, Region::of(tensor, locking), *peer),
+        Collective::Send { tensor, peer } => session.send_shared(shm, Region::of(tensor, locking), *peer),
+        Collective::Recv { tensor, peer } => session.receive_shared(shm, Region::of(tensor, locking), *peer),
         _ => {
-            let result = algorithm::shared::execute(&mut session.post(room), locking, tuning, call, collective);
+            let result = algorithm::shared::execute(&mut session.streams(shm), locking, tuning, call, collective);
             result.map_err(|stall| session.failure_inside(stall))
         }
     }

@@ -1,18 +1,18 @@
-//! How a thread waits for a peer: first awake, then asleep until the peer rings its bell.
+//! How a thread waits for a peer: first awake, then asleep until the peer rings its eventcount.
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
-use super::transport::Stall;
+use crate::backend::cpu::transport_error::TransportError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// The bell of one thread of one rank, in that rank's segment.
+/// The eventcount of one thread of one rank, in that rank's segment.
 ///
 /// The sleeper notes for whom it waits before it looks a last time and sleeps; a peer changes what is waited for before
 /// it looks whether somebody waits for it. Each does so with a sequentially consistent fence in between, so that one of
 /// them sees the other. A number that changes with every ring makes a ring between the last look and the sleep end the
 /// sleep, too.
-pub(super) struct Bell {
+pub(super) struct Eventcount {
     segment: Arc<Segment>,
     rings: usize,
     awaited: usize,
@@ -21,9 +21,9 @@ pub(super) struct Bell {
 /// Nobody sleeps.
 const NOBODY: u32 = 0;
 
-impl Bell {
+impl Eventcount {
     pub(super) fn new(segment: &Arc<Segment>, layout: &Layout, sleeper: Sleeper) -> Self {
-        let offset = layout.bell(sleeper);
+        let offset = layout.eventcount(sleeper);
         Self { segment: segment.clone(), rings: offset, awaited: offset + 4 }
     }
 
@@ -62,7 +62,7 @@ const YIELD: Duration = Duration::from_micros(50);
 
 /// What a thread waits with.
 pub(super) struct Waiter<'a> {
-    pub(super) bell: &'a Bell,
+    pub(super) eventcount: &'a Eventcount,
     /// The group has failed.
     pub(super) closed: &'a AtomicBool,
     pub(super) deadline: Instant,
@@ -70,7 +70,7 @@ pub(super) struct Waiter<'a> {
 
 impl Waiter<'_> {
     /// Returns once `ready` says so, which `peer` makes happen.
-    pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), Stall> {
+    pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
         /// Looks between two looks at the clock.
         const LOOKS: usize = 32;
         if ready() {
@@ -97,16 +97,16 @@ impl Waiter<'_> {
             waited = start.elapsed();
         }
         let result = self.sleep(peer, ready);
-        self.bell.awaited().store(NOBODY, Ordering::Relaxed);
+        self.eventcount.awaited().store(NOBODY, Ordering::Relaxed);
         result
     }
 
-    fn sleep(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), Stall> {
-        /// A peer that was killed between its change and the bell leaves no trace but the change.
+    fn sleep(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
+        /// A peer that was killed between its change and the eventcount leaves no trace but the change.
         const LONGEST: Duration = Duration::from_millis(100);
         loop {
-            let rings = self.bell.rings().load(Ordering::Acquire);
-            self.bell.awaited().store(peer as u32 + 1, Ordering::Relaxed);
+            let rings = self.eventcount.rings().load(Ordering::Acquire);
+            self.eventcount.awaited().store(peer as u32 + 1, Ordering::Relaxed);
             fence(Ordering::SeqCst);
             if ready() {
                 return Ok(());
@@ -114,16 +114,16 @@ impl Waiter<'_> {
             self.check_closed(peer)?;
             let left = self.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Stall::TimedOut { peers: vec![peer] });
+                return Err(TransportError::TimedOut { peers: vec![peer] });
             }
-            sleep(self.bell.rings(), rings, left.min(LONGEST))?;
+            sleep(self.eventcount.rings(), rings, left.min(LONGEST))?;
         }
     }
 
-    fn check_closed(&self, peer: usize) -> Result<(), Stall> {
+    fn check_closed(&self, peer: usize) -> Result<(), TransportError> {
         match self.closed.load(Ordering::Acquire) {
             false => Ok(()),
-            true => Err(Stall::Closed { peer, reason: "the group has ended".into() }),
+            true => Err(TransportError::Closed { peer, reason: "the group has ended".into() }),
         }
     }
 }
@@ -139,19 +139,19 @@ fn wake(word: &AtomicU32) {
 
 /// Sleeps for at most `longest`, under a second, while `word` is `value`.
 #[cfg(target_os = "linux")]
-fn sleep(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), Stall> {
+fn sleep(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), TransportError> {
     use rustix::io::Errno;
     use rustix::thread::futex;
     let timeout = futex::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
     match futex::wait(word, futex::Flags::empty(), value, Some(&timeout)) {
         Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
-        Err(error) => Err(Stall::System(format!("futex: {error}"))),
+        Err(error) => Err(TransportError::System(format!("futex: {error}"))),
     }
 }
 
 /// Not reached: these systems make no segments.
 #[cfg(not(target_os = "linux"))]
-fn sleep(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), Stall> {
+fn sleep(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), TransportError> {
     std::thread::sleep(longest.min(Duration::from_millis(1)));
     Ok(())
 }

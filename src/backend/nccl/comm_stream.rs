@@ -1,12 +1,12 @@
 //! A communicator and the stream that its calls go to: what a collective is started on.
 use super::calls::Target;
-use super::flight::Flight;
+use super::comm::{Comm, Patience, Stop};
 use super::group::{Fence, Group};
-use super::handle::{Handle, Patience, Stop};
 use super::lock;
 use super::status::{CallResult, Status};
 use super::stream::{Done, Streams};
 use super::watchdog::Watched;
+use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::backend::failure::Failure;
 use cudarc::driver::CudaEvent;
@@ -14,16 +14,16 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-pub(super) struct Link {
+pub(super) struct CommStream {
     /// `None` once it was aborted or has left. The lock makes NCCL see one thread at a time.
     open: Mutex<Option<Open>>,
     pub(super) streams: Streams,
 }
 
 struct Open {
-    handle: Handle,
+    handle: Comm,
     /// Calls that have begun and then failed: until the communicator is aborted, NCCL may launch more parts of them.
-    stranded: Vec<Arc<Flight>>,
+    stranded: Vec<Arc<NcclWork>>,
 }
 
 /// A link whose turn it is: calls started on it come in the order in which they got it.
@@ -32,8 +32,8 @@ pub(super) struct Turn<'a> {
     streams: &'a Streams,
 }
 
-impl Link {
-    pub(super) fn new(handle: Handle, streams: Streams) -> Self {
+impl CommStream {
+    pub(super) fn new(handle: Comm, streams: Streams) -> Self {
         Self { open: Mutex::new(Some(Open { handle, stranded: Vec::new() })), streams }
     }
 
@@ -53,7 +53,7 @@ impl Link {
 
     /// Ends all its calls; those to be [released](Self::release) later. Whoever waits in a call of NCCL's sees that the
     /// group has failed, and lets the lock go.
-    fn abort(&self) -> Vec<Arc<Flight>> {
+    fn abort(&self) -> Vec<Arc<NcclWork>> {
         let Some(Open { handle, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
@@ -63,7 +63,7 @@ impl Link {
     }
 
     /// Lets go of the tensors of `stranded` calls, to which nothing is added any more, once the GPU has passed them.
-    fn release(&self, stranded: Vec<Arc<Flight>>) {
+    fn release(&self, stranded: Vec<Arc<NcclWork>>) {
         const PATIENCE: Duration = Duration::from_secs(10);
         const PAUSE: Duration = Duration::from_millis(1);
         if stranded.is_empty() {
@@ -102,17 +102,17 @@ impl Link {
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream: behind `ready`, and with the flight's fence behind them. The host does not wait for
+    /// Puts `calls` on the stream: behind `ready`, and with the work's fence behind them. The host does not wait for
     /// them, only until NCCL has launched them.
     pub(super) fn launch(
         &mut self,
         group: &Group,
         ready: &CudaEvent,
-        flight: &Arc<Flight>,
-        calls: impl FnOnce(&mut Handle, Target) -> CallResult,
+        work: &Arc<NcclWork>,
+        calls: impl FnOnce(&mut Comm, Target) -> CallResult,
     ) -> Result<(), Stop> {
         let Some(Open { handle, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
-        let done = &flight.done;
+        let done = &work.done;
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(ready).map_err(cuda_failure)?;
         self.streams.begin(done).map_err(cuda_failure)?;
@@ -124,20 +124,20 @@ impl Turn<'_> {
             Err(failure) => Err(failure.into()),
         };
         if launched.is_err() {
-            stranded.push(Arc::clone(flight));
+            stranded.push(Arc::clone(work));
         }
         let ended = self.streams.end(done).map_err(|error| cuda_failure(error).into());
         launched.and(ended)
     }
 
-    /// See [`Handle::split`].
+    /// See [`Comm::split`].
     pub(super) fn split(
         &mut self,
         group: &Group,
         member: bool,
         key: usize,
         patience: Patience,
-    ) -> Result<Option<Handle>, Stop> {
+    ) -> Result<Option<Comm>, Stop> {
         let Some(Open { handle, .. }) = self.open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         handle.split(member, key, patience)
@@ -147,26 +147,26 @@ impl Turn<'_> {
 /// The communicator was aborted: the group has failed.
 fn gone(group: &Group) -> Stop {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
-    Stop::Group(group.verdict().unwrap_or_else(closed))
+    Stop::Group(group.root_cause().unwrap_or_else(closed))
 }
 
 /// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
 /// the same order on all ranks, which leave them one after the other.
-pub(super) struct Links(Mutex<BTreeMap<Direction, Arc<Link>>>);
+pub(super) struct Links(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
 
 /// From which rank to which; `None` is the communicator of the collectives.
 type Direction = Option<(usize, usize)>;
 
 impl Links {
-    pub(super) fn new(collectives: Arc<Link>) -> Self {
+    pub(super) fn new(collectives: Arc<CommStream>) -> Self {
         Self(Mutex::new(BTreeMap::from([(None, collectives)])))
     }
 
-    pub(super) fn add(&self, from: usize, to: usize, link: Arc<Link>) {
+    pub(super) fn add(&self, from: usize, to: usize, link: Arc<CommStream>) {
         lock(&self.0).insert(Some((from, to)), link);
     }
 
-    pub(super) fn all(&self) -> Vec<Arc<Link>> {
+    pub(super) fn all(&self) -> Vec<Arc<CommStream>> {
         lock(&self.0).values().cloned().collect()
     }
 }

@@ -1,18 +1,18 @@
 //! What a rank tells the others about itself and the memory that it offers.
-use super::super::wire::{Reader, Writer};
+use crate::backend::wire::{Reader, Writer};
 
-/// One rank's card.
+/// One rank's info.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Card {
+pub(super) struct PeerInfo {
     /// Of the running kernel: ranks that share memory have the same one.
     pub(super) kernel: [u8; 16],
     /// `None` when this rank has no memory to offer, or was told to use TCP.
-    pub(super) offer: Option<Offer>,
+    pub(super) offer: Option<SegmentInfo>,
 }
 
 /// Memory that peers may map.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Offer {
+pub(super) struct SegmentInfo {
     pub(super) pid: u32,
     pub(super) fd: u32,
     /// Random, and part of the memory's name: whoever finds that name under the process and the number looks at this
@@ -20,7 +20,7 @@ pub(super) struct Offer {
     pub(super) token: u128,
 }
 
-impl Offer {
+impl SegmentInfo {
     /// The name of the memory.
     pub(super) fn name(&self) -> String {
         name(self.token)
@@ -31,13 +31,13 @@ pub(super) fn name(token: u128) -> String {
     format!("candle-ddp-{token:032x}")
 }
 
-impl Card {
+impl PeerInfo {
     pub(super) const BYTES: usize = 16 + 1 + 4 + 4 + 16;
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.bytes(&self.kernel);
-        if let Some(Offer { pid, fd, token }) = &self.offer {
+        if let Some(SegmentInfo { pid, fd, token }) = &self.offer {
             writer.u8(1).u32(*pid).u32(*fd).bytes(&token.to_le_bytes());
         }
         writer.0.resize(Self::BYTES, 0);
@@ -49,7 +49,9 @@ impl Card {
         let kernel = reader.array()?;
         let offer = match reader.u8()? {
             0 => None,
-            _ => Some(Offer { pid: reader.u32()?, fd: reader.u32()?, token: u128::from_le_bytes(reader.array()?) }),
+            _ => {
+                Some(SegmentInfo { pid: reader.u32()?, fd: reader.u32()?, token: u128::from_le_bytes(reader.array()?) })
+            }
         };
         Some(Self { kernel, offer })
     }
@@ -61,12 +63,12 @@ mod tests {
 
     #[test]
     fn a_card_survives_its_journey() {
-        let offer = Offer { pid: 7, fd: 8, token: 1 << 100 };
+        let offer = SegmentInfo { pid: 7, fd: 8, token: 1 << 100 };
         for offer in [None, Some(offer)] {
-            let card = Card { kernel: [3; 16], offer };
-            let bytes = card.encode();
-            assert_eq!((bytes.len(), Card::decode(&bytes)), (Card::BYTES, Some(card)));
+            let info = PeerInfo { kernel: [3; 16], offer };
+            let bytes = info.encode();
+            assert_eq!((bytes.len(), PeerInfo::decode(&bytes)), (PeerInfo::BYTES, Some(info)));
         }
-        assert_eq!(Card::decode(&[1; 20]), None);
+        assert_eq!(PeerInfo::decode(&[1; 20]), None);
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Keeps the tensors of a call in the GPU's memory until candle's stream comes after it.
-pub(super) struct Flight {
+pub(super) struct NcclWork {
     pub(super) group: Arc<Group>,
     pub(super) streams: Streams,
     pub(super) done: Arc<Done>,
@@ -21,7 +21,7 @@ pub(super) struct Flight {
     pub(super) _tensors: Vec<Tensor>,
 }
 
-impl Flight {
+impl NcclWork {
     /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread. That
     /// must not be the last to have the tensors: it would free them on a stream that knows nothing of what came after the
     /// wait.
@@ -39,7 +39,7 @@ impl Flight {
     }
 }
 
-impl Completion for Flight {
+impl Completion for NcclWork {
     fn wait(&self) -> Result<()> {
         if self.blocks_host {
             return self.synchronize();
@@ -79,7 +79,7 @@ impl Completion for Flight {
     }
 }
 
-impl Drop for Flight {
+impl Drop for NcclWork {
     /// A tensor is freed in the order of candle's stream, which has to come after the call, also when nobody waited.
     fn drop(&mut self) {
         if let Some(done) = self.done.mark()
@@ -91,8 +91,8 @@ impl Drop for Flight {
     }
 }
 
-/// A flight that is shared with the thread which starts it.
-pub(super) struct Shared(pub(super) Arc<Flight>);
+/// A work that is shared with the thread which starts it.
+pub(super) struct Shared(pub(super) Arc<NcclWork>);
 
 impl Completion for Shared {
     fn wait(&self) -> Result<()> {

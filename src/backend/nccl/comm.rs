@@ -1,5 +1,5 @@
 //! An NCCL communicator, owned: how it is made, waited for, split, and ended.
-use super::group::{Group, Trouble};
+use super::group::{Group, SuspectedFailure};
 use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
 use crate::backend::failure::Failure;
@@ -52,9 +52,9 @@ impl Stop {
         match self {
             Self::Nccl(failure) => {
                 // What is behind it is known to the peer that caused it.
-                group.report(Trouble::Broken(failure.to_string()));
+                group.suspect(SuspectedFailure::Broken(failure.to_string()));
                 let unknown = || Failure::PeerFailed { peer: group.rank, reason: failure.to_string() };
-                group.verdict().unwrap_or_else(unknown)
+                group.root_cause().unwrap_or_else(unknown)
             }
             Self::Group(failure) => group.fail(failure),
         }
@@ -107,12 +107,12 @@ impl Config {
 
 /// A nonblocking communicator. It is used by one thread at a time, which `&mut self` makes sure of, and with the device's
 /// context bound to the thread. Dropping it aborts it.
-pub(super) struct Handle(pub(super) sys::ncclComm_t);
+pub(super) struct Comm(pub(super) sys::ncclComm_t);
 
 // SAFETY: NCCL's communicators belong to no thread; only simultaneous use is forbidden.
-unsafe impl Send for Handle {}
+unsafe impl Send for Comm {}
 
-impl Handle {
+impl Comm {
     /// Connects to the other ranks that were given the same id.
     pub(super) fn connect(
         id: &UniqueId,
@@ -147,7 +147,7 @@ impl Handle {
     }
 
     /// A communicator of those ranks that give a color, numbered in the order of `key`. All ranks call it, none with
-    /// work in flight.
+    /// work in work.
     pub(super) fn split(
         &mut self,
         member: bool,
@@ -222,7 +222,7 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for Comm {
     fn drop(&mut self) {
         if self.0.is_null() {
             return;
