@@ -2,7 +2,7 @@
 use super::call::Call;
 use std::collections::VecDeque;
 
-/// The calls of one lane: those that were started (and may still be in the queue), and the one being carried out.
+/// The calls of one work queue: those that were started (and may still be in the queue), and the one being carried out.
 #[derive(Default)]
 pub(super) struct Progress {
     /// The most recent calls that were started, the newest last.

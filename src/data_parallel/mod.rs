@@ -7,14 +7,14 @@
 //! Its parts are public, as PyTorch's are: [`replicate`], [`scatter`], [`parallel_apply`], [`gather`].
 mod apply;
 mod device;
+mod graph;
 mod replica;
 mod scatter_gather;
-mod seam;
 
 pub use apply::parallel_apply;
+pub use graph::backward;
 pub use replica::{Replica, replicate};
 pub use scatter_gather::{gather, scatter};
-pub use seam::backward;
 
 use crate::ddp::{DdpOptions, NamePredicate};
 use crate::{Error, Result};
@@ -90,7 +90,7 @@ pub struct DataParallel<M> {
     output_device: Device,
     is_buffer: NamePredicate,
     /// A variable that every output depends on, so that candle's backward pass comes to the replicas.
-    anchor: Var,
+    root: Var,
 }
 
 impl<M> DataParallel<M> {
@@ -127,8 +127,8 @@ impl<M> DataParallel<M> {
         Error: From<E>,
     {
         let replicas = replicate(devices, varmap, options.dtype, build)?;
-        let anchor = Var::zeros((), DType::F32, output_device)?;
-        Ok(Self { replicas, output_device: output_device.clone(), is_buffer: options.is_buffer, anchor })
+        let root = Var::zeros((), DType::F32, output_device)?;
+        Ok(Self { replicas, output_device: output_device.clone(), is_buffer: options.is_buffer, root })
     }
 
     /// Backward through everything that `loss` depends on: this model's outputs, those of other `DataParallel` models,
@@ -257,10 +257,10 @@ impl<M: Sync> DataParallel<M> {
         f: impl Fn(&M, &[Tensor]) -> candle_core::Result<Vec<Tensor>> + Sync,
     ) -> Result<Vec<Tensor>> {
         let devices: Vec<Device> = self.replicas.iter().map(|replica| replica.device().clone()).collect();
-        let mut inputs = seam::Inputs::cut(inputs, &devices)?;
+        let mut inputs = graph::Inputs::cut(inputs, &devices)?;
         let outputs = parallel_apply(&self.replicas, inputs.parts(), |module, part| f(module, &part))?;
         let places = self.replicas.iter().take(outputs.len()).map(|replica| replica.place().clone()).collect();
-        seam::join(places, inputs, outputs, &self.anchor)
+        graph::join(places, inputs, outputs, &self.root)
     }
 }
 

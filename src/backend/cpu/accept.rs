@@ -1,4 +1,4 @@
-//! Takes in connections while a group is made. A peer says hello at once; whoever else finds the port cannot keep it out.
+//! Takes in connections while a group is made. A peer says handshake at once; whoever else finds the port cannot keep it out.
 use super::handshake::Handshake;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::{Error, Result};
@@ -8,7 +8,7 @@ use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a caller has to say hello.
+/// How long a caller has to say handshake.
 const HELLO_TIME: Duration = Duration::from_secs(3);
 /// How many callers may be silent at a time. Others wait in the system's queue until these have spoken or had their time.
 const SILENT: usize = 512;
@@ -126,7 +126,7 @@ impl Warnings {
     }
 }
 
-/// A connection on which a hello is awaited.
+/// A connection on which a handshake is awaited.
 pub(super) struct Conversation {
     pub(super) socket: TcpStream,
     pub(super) address: SocketAddr,

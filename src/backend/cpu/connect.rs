@@ -1,7 +1,7 @@
 //! Builds the connections between all ranks.
 //!
 //! Every rank listens and publishes its address and its config in the store; of two ranks, the higher one connects to the lower one.
-//! Both sides say [hello](super::handshake): the one that connected first, the other one in reply. Hellos and replies are
+//! Both sides send a [handshake](super::handshake): first the one that connected, then the other one in reply. Handshakes and replies are
 //! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
 use super::accept::{Acceptor, Conversation, Heard};
 use super::handshake::{Handshake, HandshakeConfig, HandshakeError, Kind};
@@ -52,7 +52,7 @@ impl Connector<'_> {
         listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
         let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
         let drawn = u64::from_le_bytes(random_bytes()?);
-        self.store.set(&key(self.rank), &publish(own, &self.hello(drawn, Kind::Control)))?;
+        self.store.set(&key(self.rank), &publish(own, &self.handshake(drawn, Kind::Control)))?;
 
         let mut nonce = drawn;
         let mut conversations = Vec::new();
@@ -63,13 +63,13 @@ impl Connector<'_> {
             }
             if let Some(difference) = published.config.difference(&self.config) {
                 // It should learn of it, too.
-                let _ = self.call(peer, address, self.hello(nonce, Kind::Control));
+                let _ = self.call(peer, address, self.handshake(nonce, Kind::Control));
                 return Err(self.failed(&[peer], difference));
             }
             for kind in Kind::ALL {
-                let hello = self.hello(nonce, kind);
-                let socket = self.call(peer, address, hello)?;
-                conversations.push(Conversation::new(socket, address, Some(Handshake { rank: peer, ..hello })));
+                let handshake = self.handshake(nonce, kind);
+                let socket = self.call(peer, address, handshake)?;
+                conversations.push(Conversation::new(socket, address, Some(Handshake { rank: peer, ..handshake })));
             }
         }
         let slots = self.converse(&listener, nonce, conversations)?;
@@ -93,7 +93,7 @@ impl Connector<'_> {
         Ok(connections)
     }
 
-    fn hello(&self, nonce: u64, kind: Kind) -> Handshake {
+    fn handshake(&self, nonce: u64, kind: Kind) -> Handshake {
         Handshake { nonce, rank: self.rank, kind, config: self.config }
     }
 
@@ -133,15 +133,15 @@ impl Connector<'_> {
         let value = self.store.get(&key)?;
         let text = String::from_utf8_lossy(&value);
         let no_address = || self.failed(&[peer], format!("the store holds {text:?} as its address"));
-        let (address, hello) = parse(&text).ok_or_else(no_address)?;
-        match Handshake::decode(&hello) {
-            Ok(hello) => Ok((address, hello)),
-            Err(stranger) => Err(self.failed(&[peer], stranger.describe())),
+        let (address, handshake) = parse(&text).ok_or_else(no_address)?;
+        match Handshake::decode(&handshake) {
+            Ok(handshake) => Ok((address, handshake)),
+            Err(error) => Err(self.failed(&[peer], error.describe())),
         }
     }
 
-    /// Connects to `peer` and says hello.
-    fn call(&self, peer: usize, address: SocketAddr, hello: Handshake) -> Result<TcpStream> {
+    /// Connects to `peer` and says handshake.
+    fn call(&self, peer: usize, address: SocketAddr, handshake: Handshake) -> Result<TcpStream> {
         const PAUSE: Duration = Duration::from_millis(100);
         let failed = |error: std::io::Error| {
             let reason = format!("connecting to {address}: {error}. Is that address reachable from this host?");
@@ -165,11 +165,11 @@ impl Connector<'_> {
                 Err(error) => return Err(failed(error)),
             }
         };
-        socket.write_all(&hello.encode()).and_then(|()| socket.set_nonblocking(true)).map_err(failed)?;
+        socket.write_all(&handshake.encode()).and_then(|()| socket.set_nonblocking(true)).map_err(failed)?;
         Ok(socket)
     }
 
-    /// Accepts connections, and reads the hellos and the replies of all, until there is one of each kind with each peer.
+    /// Accepts connections, and reads the handshakes and the replies of all, until there is one of each kind with each peer.
     fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
         let mut slots: Vec<Slots> = (0..self.config.world_size).map(|_| Slots::default()).collect();
         let mut acceptor = Acceptor::new(listener, self.rank);
@@ -203,8 +203,8 @@ impl Connector<'_> {
             for mut conversation in conversations {
                 match (conversation.read(), conversation.called) {
                     (Heard::Nothing, _) => waiting.push(conversation),
-                    (Heard::Handshake(hello), None) => {
-                        self.welcome(conversation, &hello, nonce, &mut slots, &mut acceptor)?;
+                    (Heard::Handshake(handshake), None) => {
+                        self.welcome(conversation, &handshake, nonce, &mut slots, &mut acceptor)?;
                     }
                     (Heard::Handshake(reply), Some(expected)) => {
                         self.check_reply(&reply, expected)?;
@@ -223,67 +223,69 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the hello of a caller and answers it. Strangers are sent away; peers that do not fit are an error here,
+    /// Checks the handshake of a caller and answers it. Strangers are refused; peers that do not fit are an error here,
     /// and by the reply there.
     fn welcome(
         &self,
         caller: Conversation,
-        hello: &[u8; Handshake::BYTES],
+        handshake: &[u8; Handshake::BYTES],
         nonce: u64,
         slots: &mut [Slots],
         acceptor: &mut Acceptor,
     ) -> Result<()> {
         let address = caller.address;
-        let hello = match Handshake::decode(hello) {
-            Ok(hello) if hello.nonce == nonce => hello,
-            Ok(hello) => {
-                acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", hello.rank));
+        let handshake = match Handshake::decode(handshake) {
+            Ok(handshake) if handshake.nonce == nonce => handshake,
+            Ok(handshake) => {
+                acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", handshake.rank));
                 return Ok(());
             }
-            Err(stranger) => {
-                acceptor.refuse(address, stranger.describe());
-                if let HandshakeError::Version(_) = stranger {
+            Err(error) => {
+                acceptor.refuse(address, error.describe());
+                if let HandshakeError::Version(_) = error {
                     // It should learn why; it is not waited for.
-                    let _ = (&caller.socket).write(&self.hello(nonce, Kind::Control).encode());
+                    let _ = (&caller.socket).write(&self.handshake(nonce, Kind::Control).encode());
                 }
                 return Ok(());
             }
         };
         // A socket's empty buffer takes these few bytes at once.
-        let reply = (&caller.socket).write(&self.hello(nonce, hello.kind).encode());
-        if let Some(difference) = hello.config.difference(&self.config) {
-            return Err(self.failed(&[hello.rank], difference));
+        let reply = (&caller.socket).write(&self.handshake(nonce, handshake.kind).encode());
+        if let Some(difference) = handshake.config.difference(&self.config) {
+            return Err(self.failed(&[handshake.rank], difference));
         }
         if !matches!(reply, Ok(Handshake::BYTES)) {
-            return Err(self.gone(hello.rank));
+            return Err(self.gone(handshake.rank));
         }
-        let slot =
-            slots.get_mut(hello.rank).filter(|_| hello.rank > self.rank).map(|slots| &mut slots[hello.kind as usize]);
+        let slot = slots
+            .get_mut(handshake.rank)
+            .filter(|_| handshake.rank > self.rank)
+            .map(|slots| &mut slots[handshake.kind as usize]);
         match slot {
             Some(slot @ None) => {
                 *slot = Some(caller.socket);
                 Ok(())
             }
             Some(Some(_)) => Err(self.failed(
-                &[hello.rank],
+                &[handshake.rank],
                 format!(
                     "two processes say that they are this rank, one of them at {}: give each its own",
                     caller.address
                 ),
             )),
-            None => Err(self.failed(&[hello.rank], "it connected to a rank that is not below it")),
+            None => Err(self.failed(&[handshake.rank], "it connected to a rank that is not below it")),
         }
     }
 
     /// Checks the reply of a lower rank.
     fn check_reply(&self, reply: &[u8; Handshake::BYTES], expected: Handshake) -> Result<()> {
         let reason = match Handshake::decode(reply) {
-            Ok(hello) if hello == expected => return Ok(()),
-            Ok(hello) => hello
+            Ok(handshake) if handshake == expected => return Ok(()),
+            Ok(handshake) => handshake
                 .config
                 .difference(&self.config)
-                .unwrap_or_else(|| format!("rank {} of another group answers at its address", hello.rank)),
-            Err(stranger) => stranger.describe(),
+                .unwrap_or_else(|| format!("rank {} of another group answers at its address", handshake.rank)),
+            Err(error) => error.describe(),
         };
         Err(self.failed(&[expected.rank], reason))
     }
@@ -293,17 +295,17 @@ fn key(rank: usize) -> String {
     format!("addr/{rank}")
 }
 
-/// What a rank puts into the store: its address, and its hello in hexadecimal digits.
-fn publish(address: SocketAddr, hello: &Handshake) -> Vec<u8> {
-    let digits: String = hello.encode().iter().map(|byte| format!("{byte:02x}")).collect();
+/// What a rank puts into the store: its address, and its handshake in hexadecimal digits.
+fn publish(address: SocketAddr, handshake: &Handshake) -> Vec<u8> {
+    let digits: String = handshake.encode().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{address} {digits}").into_bytes()
 }
 
 fn parse(value: &str) -> Option<(SocketAddr, [u8; Handshake::BYTES])> {
     let (address, digits) = value.split_once(' ')?;
-    let mut hello = [0; Handshake::BYTES];
-    for (index, byte) in hello.iter_mut().enumerate() {
+    let mut handshake = [0; Handshake::BYTES];
+    for (index, byte) in handshake.iter_mut().enumerate() {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
-    Some((address.parse().ok()?, hello))
+    Some((address.parse().ok()?, handshake))
 }

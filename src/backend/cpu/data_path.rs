@@ -14,7 +14,7 @@ pub(super) struct DataPath {
     pub(super) hosts: Hosts,
     /// To the ranks of this host, where there are others.
     pub(super) shm: Option<ShmGroup>,
-    /// That of all rooms of the group; `None` where there are none.
+    /// That of all groups of the group; `None` where there are none.
     pub(super) layout: Option<Layout>,
 }
 
@@ -52,7 +52,7 @@ impl Connector<'_> {
             is_cancelled: &is_cancelled,
         };
         let Discovered { hosts, shm, layout, apart, complaints } =
-            discovery.meet().map_err(|stall| self.stalled(stall))?;
+            discovery.meet().map_err(|error| self.transport_failed(error))?;
         let reason = match complaints.is_empty() {
             true => "they cannot map the memory of all ranks".to_string(),
             false => complaints.join("; "),
@@ -77,11 +77,11 @@ impl Connector<'_> {
         Ok(DataPath { connections: Connections { data, direct, control }, hosts, shm, layout })
     }
 
-    fn stalled(&self, stall: TransportError) -> crate::Error {
+    fn transport_failed(&self, error: TransportError) -> crate::Error {
         if let Err(cause) = self.construction.check() {
             return cause;
         }
-        match stall {
+        match error {
             TransportError::TimedOut { peers } => self.failed(&peers, "they do not say what memory they share"),
             TransportError::Closed { peer, .. } => self.gone(peer),
             TransportError::Header { peer, .. } => self.failed(&[peer], "it is in a call already"),

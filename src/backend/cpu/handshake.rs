@@ -114,14 +114,14 @@ mod tests {
     #[test]
     fn a_hello_survives_its_journey() {
         for (number, kind) in Kind::ALL.into_iter().enumerate() {
-            let hello = Handshake {
+            let handshake = Handshake {
                 nonce: 1 << 60,
                 rank: 3,
                 kind,
                 config: HandshakeConfig { world_size: 5, segment: 6, small: 7 },
             };
-            assert_eq!((kind as usize, Handshake::decode(&hello.encode())), (number, Ok(hello)));
-            let mut newer = hello.encode();
+            assert_eq!((kind as usize, Handshake::decode(&handshake.encode())), (number, Ok(handshake)));
+            let mut newer = handshake.encode();
             newer[4] += 1;
             assert_eq!(Handshake::decode(&newer), Err(HandshakeError::Version(4)));
         }
@@ -130,11 +130,11 @@ mod tests {
     proptest! {
         #[test]
         fn strangers_do_not_make_it_panic(bytes in prop::array::uniform32(any::<u8>())) {
-            let mut hello = [0; Handshake::BYTES];
-            hello[..32].copy_from_slice(&bytes);
-            let _ = Handshake::decode(&hello);
-            hello[..8].copy_from_slice(b"cDDP\x03\0\0\0");
-            let _ = Handshake::decode(&hello);
+            let mut handshake = [0; Handshake::BYTES];
+            handshake[..32].copy_from_slice(&bytes);
+            let _ = Handshake::decode(&handshake);
+            handshake[..8].copy_from_slice(b"cDDP\x03\0\0\0");
+            let _ = Handshake::decode(&handshake);
         }
     }
 }

@@ -77,7 +77,7 @@ impl<'a> Session<'a> {
 
     /// What came of moving bytes of a tensor.
     pub(super) fn move_bytes(&self, result: Result<(), TransportError>) -> Result<(), Failure> {
-        result.map_err(|stall| self.failure(stall))
+        result.map_err(|error| self.failure(error))
     }
 
     /// Sends and receives everything in the lists at once.
@@ -114,7 +114,7 @@ impl<'a> Session<'a> {
             if is_needed { inflows[position].push(piece) } else { inflows[position].push_ahead(piece) }
         }
         let exchanged = self.transport().exchange(&mut outflows, &mut inflows, self.deadline);
-        exchanged.map_err(|stall| self.failure(stall))?;
+        exchanged.map_err(|error| self.failure(error))?;
         outflows.iter().for_each(|flow| self.sent_ahead[flow.peer] = flow.ahead());
         inflows.iter().for_each(|flow| self.received_ahead[flow.peer] = flow.ahead());
         Ok(())
@@ -128,13 +128,13 @@ impl<'a> Session<'a> {
     /// Sends to a peer through shared memory.
     pub(super) fn send_shared(&self, shm: &ShmGroup, data: Region, peer: usize) -> Result<(), Failure> {
         let sent = shm.send(self.member(peer)?, &self.outgoing_head, data, self.deadline);
-        sent.map_err(|stall| self.failure_inside(stall))
+        sent.map_err(|error| self.failure_inside(error))
     }
 
     /// Receives from a peer through shared memory.
     pub(super) fn receive_shared(&self, shm: &ShmGroup, data: Region, peer: usize) -> Result<(), Failure> {
         let received = shm.receive(self.member(peer)?, &self.incoming_head, data, self.deadline);
-        received.map_err(|stall| self.failure_inside(stall))
+        received.map_err(|error| self.failure_inside(error))
     }
 
     fn member(&self, peer: usize) -> Result<usize, Failure> {
@@ -149,22 +149,22 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Finds out what is behind a `stall` in shared memory, where ranks have the numbers that they have on this host.
-    pub(super) fn failure_inside(&self, stall: TransportError) -> Failure {
+    /// Finds out what is behind a `error` in shared memory, where ranks have the numbers that they have on this host.
+    pub(super) fn failure_inside(&self, error: TransportError) -> Failure {
         let members = self.hosts().members();
-        self.failure(match stall {
+        self.failure(match error {
             TransportError::TimedOut { peers } => {
                 TransportError::TimedOut { peers: peers.into_iter().map(|peer| members[peer]).collect() }
             }
             TransportError::Closed { peer, reason } => TransportError::Closed { peer: members[peer], reason },
             TransportError::Header { peer, received } => TransportError::Header { peer: members[peer], received },
-            stall @ (TransportError::Locked | TransportError::System(_)) => stall,
+            error @ (TransportError::Locked | TransportError::System(_)) => error,
         })
     }
 
-    /// Finds out what is behind `stall`, and ends the group with it.
-    pub(super) fn failure(&self, stall: TransportError) -> Failure {
-        match stall {
+    /// Finds out what is behind `error`, and ends the group with it.
+    pub(super) fn failure(&self, error: TransportError) -> Failure {
+        match error {
             TransportError::Closed { peer, reason } => self.group.fail_closed(self.channel, peer, &reason),
             TransportError::Locked => self.group.fail(self.timed_out_because(locked("this rank"))),
             TransportError::System(reason) => self.group.fail(Failure::PeerFailed { peer: self.rank(), reason }),

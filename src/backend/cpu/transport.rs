@@ -166,8 +166,8 @@ fn retain_blocked(
         match advance(index) {
             Ok(Progress::Complete) => false,
             Ok(Progress::Blocked) => true,
-            Err(stall) => {
-                result = Err(stall);
+            Err(error) => {
+                result = Err(error);
                 true
             }
         }

@@ -245,7 +245,7 @@ fn execute_shared(
         Collective::Recv { tensor, peer } => session.receive_shared(shm, Region::of(tensor, locking), *peer),
         _ => {
             let result = algorithm::shared::execute(&mut session.streams(shm), locking, tuning, call, collective);
-            result.map_err(|stall| session.failure_inside(stall))
+            result.map_err(|error| session.failure_inside(error))
         }
     }
 }

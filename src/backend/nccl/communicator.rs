@@ -110,7 +110,7 @@ impl NcclCommunicator {
         identity::check(&identities, device::shared_gpus_allowed())?;
         let group = Arc::new(Group::new(rank, world_size, options.timeout));
         let base = Base { group, streams, store, device: device.clone(), options };
-        let heartbeat_monitor = base.start_sentinel(health_store)?;
+        let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let handle = base.connect();
         base.assemble(handle, heartbeat_monitor)
     }
@@ -209,7 +209,7 @@ impl NcclCommunicator {
         let streams = self.link.streams.another().map_err(driver)?;
         let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
-        let heartbeat_monitor = base.start_sentinel(health_store)?;
+        let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         Ok(Some(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
     }
 }
@@ -271,7 +271,7 @@ impl Base {
         Comm::connect(&id, group.rank, group.world_size, &mut patience)
     }
 
-    fn start_sentinel(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
+    fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
         let (group, lost_after) = (self.group.clone(), self.options.lost_after);
         spawn(&self.group, "heartbeat_monitor", move || {
             HeartbeatMonitor { group: &group, health_store: &health_store, lost_after }.run();

@@ -21,7 +21,7 @@ pub(crate) struct Discovered {
     pub(crate) hosts: Hosts,
     /// `None` on a rank that is alone on its host.
     pub(crate) shm: Option<ShmGroup>,
-    /// Of all rooms of the group; `None` where no two ranks could share memory.
+    /// Of all groups of the group; `None` where no two ranks could share memory.
     pub(crate) layout: Option<Layout>,
     /// Ranks under the same kernel that are not on the same host all the same.
     pub(crate) apart: Vec<usize>,

@@ -289,13 +289,13 @@ mod tests {
 
     const PART: usize = 256;
 
-    /// The rooms of a world of `world_size`, all of whose streams have passed `position` slots already.
-    fn rooms(world_size: usize, position: u32) -> Vec<ShmGroup> {
+    /// The groups of all ranks of a world of `world_size`, all of whose streams have passed `position` slots already.
+    fn groups(world_size: usize, position: u32) -> Vec<ShmGroup> {
         let layout = Layout::new(world_size, PART);
         let segment = |_| Arc::new(Segment::create("candle-ddp-test", layout.size()).unwrap().0);
         let segments: Vec<_> = (0..world_size).map(segment).collect();
-        let rooms: Vec<ShmGroup> = (0..world_size).map(|rank| ShmGroup::new(rank, layout, &segments)).collect();
-        for shm in &rooms {
+        let groups: Vec<ShmGroup> = (0..world_size).map(|rank| ShmGroup::new(rank, layout, &segments)).collect();
+        for shm in &groups {
             let CollectiveStreams { outbox, inboxes, .. } = &mut *lock(&shm.collectives);
             outbox.position = position;
             outbox.readers.iter_mut().for_each(|reader| reader.seen = position);
@@ -304,7 +304,7 @@ mod tests {
                 inbox.release();
             }
         }
-        rooms
+        groups
     }
 
     fn soon() -> Instant {
@@ -319,9 +319,9 @@ mod tests {
     }
 
     /// Sends 100 slots from rank 0 to the others, which read them one after the other.
-    fn stream(rooms: &[ShmGroup]) {
+    fn stream(groups: &[ShmGroup]) {
         std::thread::scope(|scope| {
-            for shm in rooms {
+            for shm in groups {
                 scope.spawn(move || {
                     let mut streams = shm.streams(HEAD, soon());
                     for number in 0..100_u8 {
@@ -348,22 +348,22 @@ mod tests {
     #[test]
     fn streams_outlive_their_rings_and_their_numbers() {
         for position in [0, 5, u32::MAX - 30, i32::MAX as u32 - 30] {
-            stream(&rooms(3, position));
+            stream(&groups(3, position));
         }
     }
 
     #[test]
     fn closing_ends_a_sleep() {
-        let rooms = rooms(2, 0);
+        let groups = groups(2, 0);
         std::thread::scope(|scope| {
-            let sleeper = scope.spawn(|| rooms[1].streams(HEAD, soon()).take(0, |_| Ok(())));
+            let sleeper = scope.spawn(|| groups[1].streams(HEAD, soon()).take(0, |_| Ok(())));
             let receiver = scope.spawn(|| {
                 let (tensor, waits) = (Tensor::zeros(5, DType::U8, &Device::Cpu).unwrap(), LockWaits::default());
                 let region = Region::of(&tensor, Locking { waits: &waits, deadline: soon() });
-                rooms[1].receive(0, &HEAD, region, soon())
+                groups[1].receive(0, &HEAD, region, soon())
             });
             std::thread::sleep(Duration::from_millis(20));
-            rooms[1].close();
+            groups[1].close();
             for result in [sleeper.join().unwrap(), receiver.join().unwrap()] {
                 assert!(matches!(result, Err(TransportError::Closed { peer: 0, .. })), "{result:?}");
             }
@@ -372,12 +372,12 @@ mod tests {
 
     #[test]
     fn how_far_a_rank_came_can_be_read_by_its_peers() {
-        let rooms = rooms(3, 0);
-        let finished = |kind, near| rooms[1].finished_by(0, kind, near);
+        let groups = groups(3, 0);
+        let finished = |kind, near| groups[1].finished_by(0, kind, near);
         assert_eq!([Sleeper::Collectives, Sleeper::SendTo(1)].map(|kind| finished(kind, 1)), [0, 0]);
         for sequence in [0, 5, u64::from(u32::MAX), 1 << 32, (7 << 32) + 3] {
-            rooms[0].set_finished(Sleeper::Collectives, sequence);
-            rooms[0].set_finished(Sleeper::SendTo(1), sequence + 2);
+            groups[0].set_finished(Sleeper::Collectives, sequence);
+            groups[0].set_finished(Sleeper::SendTo(1), sequence + 2);
             for near in [sequence.saturating_sub(9), sequence, sequence + 1000] {
                 assert_eq!(finished(Sleeper::Collectives, near), sequence + 1, "{sequence} near {near}");
                 assert_eq!(finished(Sleeper::SendTo(1), near), sequence + 3);
@@ -389,19 +389,19 @@ mod tests {
     /// Rank 1 is in another call, and rank 0, which is waited for first, does not come.
     #[test]
     fn another_call_is_noticed_whoever_is_waited_for() {
-        let rooms = rooms(3, 0);
+        let groups = groups(3, 0);
         let other = [8; Header::BYTES];
-        rooms[1].streams(other, soon()).publish(|_, _| Ok(())).unwrap();
-        let result = rooms[2].streams(HEAD, soon()).receive_all();
+        groups[1].streams(other, soon()).publish(|_, _| Ok(())).unwrap();
+        let result = groups[2].streams(HEAD, soon()).receive_all();
         assert!(matches!(result, Err(TransportError::Header { peer: 1, received }) if received == other), "{result:?}");
     }
 
     #[test]
     fn a_deadline_ends_a_wait_for_space_too() {
-        let rooms = rooms(2, 0);
-        let mut streams = rooms[0].streams(HEAD, Instant::now() + Duration::from_millis(30));
+        let groups = groups(2, 0);
+        let mut streams = groups[0].streams(HEAD, Instant::now() + Duration::from_millis(30));
         let error = (0..).find_map(|_| streams.publish(|_, _| Ok(())).err());
         assert!(matches!(error, Some(TransportError::TimedOut { peers }) if peers == [1]));
-        assert_eq!(streams.streams.outbox.position as usize, rooms[0].layout.slots);
+        assert_eq!(streams.streams.outbox.position as usize, groups[0].layout.slots);
     }
 }

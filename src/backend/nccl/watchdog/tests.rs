@@ -65,11 +65,11 @@ fn start(health_store: HealthStore, rank: usize, world_size: usize, timeout: Dur
 /// The first `N` ranks of a group; the others have come, and do nothing.
 fn ranks_of<const N: usize>(world_size: usize, timeout: Duration, lost_after: Duration) -> [Rank; N] {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
-    let mut bulletins: Vec<HealthStore> =
+    let mut health_stores: Vec<HealthStore> =
         (0..world_size).map(|rank| HealthStore::new(Arc::clone(&store), rank, world_size).unwrap()).collect();
-    let mut bulletins = bulletins.drain(..N).enumerate();
+    let mut health_stores = health_stores.drain(..N).enumerate();
     std::array::from_fn(|_| {
-        let (rank, health_store) = bulletins.next().unwrap();
+        let (rank, health_store) = health_stores.next().unwrap();
         start(health_store, rank, world_size, timeout, lost_after)
     })
 }

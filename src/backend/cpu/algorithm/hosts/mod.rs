@@ -65,8 +65,8 @@ pub(crate) fn execute(
         Collective::Scatter { output, input: None, root } => bridge.scatter_from(*root, region(output)),
         Collective::Barrier => bridge.barrier(),
         Collective::Send { .. } | Collective::Recv { .. } => {
-            let stall = TransportError::System("messages do not travel with the collectives".into());
-            Err(bridge.session.failure(stall))
+            let error = TransportError::System("messages do not travel with the collectives".into());
+            Err(bridge.session.failure(error))
         }
     }
 }
@@ -80,7 +80,7 @@ impl<'s, 'a> Bridge<'s, 'a> {
     /// Does `work` in the shared memory of this host; nothing on a rank that is alone there.
     fn inside(&mut self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
         let Some(streams) = &mut self.streams else { return Ok(()) };
-        work(streams).map_err(|stall| self.session.failure_inside(stall))
+        work(streams).map_err(|error| self.session.failure_inside(error))
     }
 
     /// `out` becomes this host's part of the reduction of `own` and of the parts of the slots that its other ranks have

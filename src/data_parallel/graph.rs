@@ -149,12 +149,12 @@ struct Pass {
     outputs: Vec<Vec<Tensor>>,
 }
 
-/// Gathers the replicas' outputs on the device of `anchor`, into tensors that depend on it and on the inputs.
+/// Gathers the replicas' outputs on the device of `root`, into tensors that depend on it and on the inputs.
 pub(super) fn join(
     places: Vec<Arc<Place>>,
     inputs: Inputs,
     outputs: Vec<Vec<Tensor>>,
-    anchor: &Var,
+    root: &Var,
 ) -> Result<Vec<Tensor>> {
     let count = outputs.first().map_or(0, Vec::len);
     if let Some(index) = outputs.iter().position(|outputs| outputs.len() != count) {
@@ -165,16 +165,16 @@ pub(super) fn join(
     let mut tracked = Vec::with_capacity(count);
     for number in 0..count {
         let of_replicas: Vec<Tensor> = outputs.iter().map(|outputs| outputs[number].detach()).collect();
-        gathered.push(gather(&of_replicas, anchor.device())?);
+        gathered.push(gather(&of_replicas, root.device())?);
         tracked.push(outputs.iter().any(|outputs| wants_gradient(&outputs[number])));
     }
     if !tracked.contains(&true) {
         return Ok(gathered);
     }
     let pass = Arc::new(Pass { places, leaves: inputs.leaves, outputs });
-    let token = pass.token(anchor, &inputs.originals)?;
+    let token = pass.token(root, &inputs.originals)?;
     let attach = |(number, (value, tracked)): (usize, (Tensor, bool))| match tracked {
-        true => Ok(value.apply_op2(&token, Outlet { pass: Arc::clone(&pass), number })?),
+        true => Ok(value.apply_op2(&token, GatheredOutput { pass: Arc::clone(&pass), number })?),
         false => Ok(value),
     };
     gathered.into_iter().zip(tracked).enumerate().map(attach).collect()
@@ -188,21 +188,21 @@ impl Pass {
 
     /// A scalar that stands between the outputs and what they depend on. candle comes to it when it has been through all
     /// outputs, and then goes on to the inputs.
-    fn token(self: &Arc<Self>, anchor: &Var, inputs: &[Tensor]) -> Result<Tensor> {
-        let mut sum = anchor.as_tensor().clone();
+    fn token(self: &Arc<Self>, root: &Var, inputs: &[Tensor]) -> Result<Tensor> {
+        let mut sum = root.as_tensor().clone();
         for (number, input) in inputs.iter().enumerate() {
             if self.leaves[number].is_some() {
                 let pass = Arc::clone(self);
-                let inlet = Token::new(anchor.device(), move |input: &Tensor| {
+                let scattered_input = Token::new(root.device(), move |input: &Tensor| {
                     let parts = with_backward(|backward| backward.inputs.remove(&(pass.id(), number)))?;
                     Ok(Some(gather(&parts.unwrap_or_default(), input.device())?))
                 });
                 // A copy between a GPU and the CPU only: nobody waits for one between GPUs.
-                sum = (sum + input.apply_op1(inlet)?.to_device(anchor.device())?)?;
+                sum = (sum + input.apply_op1(scattered_input)?.to_device(root.device())?)?;
             }
         }
         let pass = Arc::clone(self);
-        let replicas = Token::new(anchor.device(), move |sum: &Tensor| {
+        let replicas = Token::new(root.device(), move |sum: &Tensor| {
             pass.backward()?;
             if sum.is_variable() { Ok(None) } else { Ok(Some(sum.zeros_like()?)) }
         });
@@ -338,12 +338,12 @@ impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
 }
 
 /// A gathered output: the value, as it depends on the pass's token.
-struct Outlet {
+struct GatheredOutput {
     pass: Arc<Pass>,
     number: usize,
 }
 
-impl CustomOp2 for Outlet {
+impl CustomOp2 for GatheredOutput {
     fn name(&self) -> &'static str {
         "data-parallel-output"
     }
