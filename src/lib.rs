@@ -81,7 +81,9 @@ pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use ddp::{DdpOptions, DistributedDataParallel, comm_hook};
 pub use error::{Error, Result};
-pub use process_group::{Backend, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with};
+pub use process_group::{
+    Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with,
+};
 pub use seed::seed_everything;
 
 /// The Rust code in the README and in `docs/` is compiled with the doc tests.

@@ -254,7 +254,7 @@ impl GradScaler {
         }
     }
 
-    /// Goes on from where the scaler was whose `state` it is; call it between training steps.
+    /// Restores a saved state. Call it between training steps.
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
         state.check()?;
         if self.stage != Stage::Scaled {

@@ -31,6 +31,16 @@ pub(crate) fn takes(dtype: candle_core::DType) -> bool {
     call::Element::of(dtype).is_some()
 }
 
+/// What came of [`Communicator::split`].
+pub enum Split {
+    /// The engine does not make groups out of others.
+    Unsupported,
+    /// This rank's engine of the new group.
+    Member(Box<dyn Communicator>),
+    /// This rank is not in the new group.
+    NotMember,
+}
+
 /// An engine that carries out the collectives of one group, in the order in which they are started.
 ///
 /// All ranks of the group start the same collectives in the same order (`Send` and `Recv` pair up between two ranks
@@ -64,11 +74,13 @@ pub trait Communicator: Send + Sync {
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
 
-    /// Makes the engine of a group of `ranks`, rank `i` of which is `ranks[i]`, out of this group's connections, if the
-    /// engine can do that; `store` is the new group's own. Every rank of this group calls it with the same `ranks`; those
-    /// that are not among them get `None` inside. `None` outside, the default: the engine makes new connections instead.
+    /// Makes the engine of a group of `ranks`, rank `i` of which is `ranks[i]`, out of this one; `store` is the new
+    /// group's own. Every rank of this group calls it with the same `ranks`, also those that are not among them.
+    ///
+    /// # Errors
+    /// The group has failed, or the new one cannot be made.
     #[allow(unused_variables)]
-    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Option<Result<Option<Box<dyn Communicator>>>> {
-        None
+    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        Ok(Split::Unsupported)
     }
 }

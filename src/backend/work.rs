@@ -16,7 +16,7 @@ pub trait Completion: Send + Sync {
     /// Whether the collective is over (also when it failed), without waiting.
     fn is_completed(&self) -> bool;
 
-    /// When the engine began and when it ended to carry it out, once it is over, where the engine knows.
+    /// When execution started and finished, if that is known; `None` before the collective is over.
     fn span(&self) -> Option<(Instant, Instant)> {
         None
     }
@@ -64,7 +64,7 @@ impl Work {
         self.0.is_completed()
     }
 
-    /// When the engine began and when it ended to carry it out, once it is over, where the engine knows.
+    /// When execution started and finished, if that is known; `None` before the collective is over.
     pub fn span(&self) -> Option<(Instant, Instant)> {
         self.0.span()
     }

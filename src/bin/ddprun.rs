@@ -1,10 +1,4 @@
 //! `ddprun`: starts the ranks of a distributed program and looks after them.
-use candle_ddp::launch;
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    match launch::parse() {
-        Ok(cli) => launch::run(cli),
-        Err(code) => code,
-    }
+fn main() -> std::process::ExitCode {
+    candle_ddp::launch::main()
 }

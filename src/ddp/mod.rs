@@ -182,8 +182,8 @@ impl<M> DistributedDataParallel<M> {
         Error: From<E>,
     {
         self.phase("refresh", || -> Result<()> {
-            // candle does not tell when a variable was changed, by whatever way: so they are copied every time.
-            // Backwards, since an optimizer has just written the last ones, and the model begins with the first ones.
+            // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
+            // optimizer has just written them, and the model reads the first ones first.
             let backwards = self.parameters.iter().rev();
             copy::copy_all(backwards.filter_map(|Parameter { var, replica, .. }| Some((replica.as_ref()?, &**var))))
         })?;

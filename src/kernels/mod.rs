@@ -2,7 +2,7 @@
 //! tells how they are built, launched and tested.
 //!
 //! What they do on the CPU is in [`optim`](crate::optim), [`amp`](crate::amp) and [`nn`](crate::nn), with the same arithmetic.
-// This room launches kernels. Every block says why it is sound.
+// Kernels are launched here. Every block says why it is sound.
 #![allow(unsafe_code)]
 
 // Without the feature, the same names refuse politely.

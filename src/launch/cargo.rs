@@ -8,17 +8,17 @@ use std::process::{Command, ExitStatus, Stdio};
 
 /// An example or a binary of the cargo package in the current folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CargoTarget {
+pub(crate) struct CargoTarget {
     /// Its name.
-    pub name: String,
+    pub(crate) name: String,
     /// `"example"` or `"bin"`.
-    pub kind: &'static str,
+    pub(crate) kind: &'static str,
     /// The package, where cargo's choice is not meant.
-    pub package: Option<String>,
+    pub(crate) package: Option<String>,
     /// Features to build with.
-    pub features: Vec<String>,
+    pub(crate) features: Vec<String>,
     /// The profile; release where none is given.
-    pub profile: Option<String>,
+    pub(crate) profile: Option<String>,
 }
 
 /// What came of a build.

@@ -15,7 +15,7 @@ const DEFAULT_MASTER_PORT: u16 = 29500;
 
 /// What every worker runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Program {
+pub(crate) enum Program {
     /// A file, or a name to be looked up in PATH.
     Path(OsString),
     /// A cargo target, to be built first.
@@ -24,65 +24,65 @@ pub enum Program {
 
 /// Which ranks there are, and which of them are ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Topology {
+pub(crate) struct Topology {
     /// Machines in the run.
-    pub nodes: usize,
+    pub(crate) nodes: usize,
     /// This machine's number.
-    pub node_rank: usize,
+    pub(crate) node_rank: usize,
     /// Workers on each machine.
-    pub local_world_size: usize,
+    pub(crate) local_world_size: usize,
 }
 
 impl Topology {
     /// Workers in the run.
-    pub fn world_size(&self) -> usize {
+    pub(crate) fn world_size(&self) -> usize {
         self.nodes * self.local_world_size
     }
 
     /// The rank in the run of this machine's worker `local_rank`.
-    pub fn rank(&self, local_rank: usize) -> usize {
+    pub(crate) fn rank(&self, local_rank: usize) -> usize {
         self.node_rank * self.local_world_size + local_rank
     }
 }
 
 /// All that a run needs to know. Made from a [`Cli`] by [`Config::resolve`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
+pub(crate) struct Config {
     /// What every worker runs.
-    pub program: Program,
+    pub(crate) program: Program,
     /// Its arguments.
-    pub args: Vec<OsString>,
+    pub(crate) args: Vec<OsString>,
     /// Which ranks there are.
-    pub topology: Topology,
+    pub(crate) topology: Topology,
     /// Where the store is.
-    pub master_addr: String,
+    pub(crate) master_addr: String,
     /// The store's port; `None` for a free one.
-    pub master_port: Option<u16>,
+    pub(crate) master_port: Option<u16>,
     /// The run's name.
-    pub run_id: String,
+    pub(crate) run_id: String,
     /// The workers' role.
-    pub role: String,
+    pub(crate) role: String,
     /// Threads that each worker should use, where it is not alone.
-    pub threads: Option<usize>,
+    pub(crate) threads: Option<usize>,
     /// Cores that were shared out.
-    pub cores: usize,
+    pub(crate) cores: usize,
     /// Where log files go; `None` for a temporary folder.
-    pub log_dir: Option<PathBuf>,
+    pub(crate) log_dir: Option<PathBuf>,
     /// Streams that go to files only.
-    pub redirects: StreamSelection,
+    pub(crate) redirects: StreamSelection,
     /// Streams that go to files too.
-    pub tee: StreamSelection,
+    pub(crate) tee: StreamSelection,
     /// What to put before each line that is shown.
-    pub prefix: Option<String>,
+    pub(crate) prefix: Option<String>,
     /// Time between being told to end and being killed.
-    pub shutdown_timeout: Duration,
+    pub(crate) shutdown_timeout: Duration,
     /// Signals that end the run.
-    pub signals: Vec<i32>,
+    pub(crate) signals: Vec<i32>,
 }
 
 impl Config {
     /// What `cli` means on `host`. Its errors are [`Error::InvalidArgument`].
-    pub fn resolve(cli: Cli, host: &Host) -> Result<Self> {
+    pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
         refuse_what_is_not_supported(&cli)?;
         let topology = topology(&cli, host)?;
         let (master_addr, master_port) = master(&cli, &topology)?;

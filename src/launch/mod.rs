@@ -36,17 +36,14 @@ mod terminal;
 mod time;
 mod worker;
 
-pub use cargo::CargoTarget;
-pub use cli::Cli;
-pub use config::{Config, Program, Topology};
-pub use processes::{Host, Processes};
-pub use streams::{StreamSelection, Streams};
-
 use crate::{Error, Result};
 use cargo::Built;
 use clap::{CommandFactory, Parser};
+use cli::Cli;
+use config::{Config, Program};
 use console::{Console, message};
 use folder::RunFolder;
+use processes::Host;
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::os::unix::process::ExitStatusExt;
@@ -66,8 +63,16 @@ const NOT_FOUND: u8 = 127;
 /// How long output may stay unread at the end of a run that is to end at once.
 const UNREAD: Duration = Duration::from_secs(5);
 
+/// `ddprun`: reads the command line of this process and does what it says, to the end.
+pub fn main() -> ExitCode {
+    match parse() {
+        Ok(cli) => run(cli),
+        Err(code) => code,
+    }
+}
+
 /// Reads the command line of this process. Shows help, or what is wrong with it; `Err` is then the exit code.
-pub fn parse() -> Result<Cli, ExitCode> {
+fn parse() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
         // Nobody may be there to read it.
         let _ = error.print();
@@ -83,7 +88,7 @@ pub fn parse() -> Result<Cli, ExitCode> {
 ///
 /// It takes over the signals, the child processes and the output of this process, and must be called from a thread that
 /// lives as long as the process, as the main thread does: workers die with it.
-pub fn run(cli: Cli) -> ExitCode {
+fn run(cli: Cli) -> ExitCode {
     let result = match &cli.merge_traces {
         Some(folder) => merge_traces(folder),
         None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),

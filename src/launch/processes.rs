@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 /// A value of `--nproc-per-node`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Processes {
+pub(crate) enum Processes {
     /// This many.
     Count(NonZeroUsize),
     /// One per GPU where there is one, else one per core.
@@ -33,17 +33,17 @@ impl FromStr for Processes {
 
 /// What of a machine decides the number of workers and of their threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Host {
+pub(crate) struct Host {
     /// Cores that this process may run on.
-    pub cores: usize,
+    pub(crate) cores: usize,
     /// GPUs that programs started from here will see.
-    pub gpus: usize,
+    pub(crate) gpus: usize,
 }
 
 impl Host {
     /// This machine: cores by affinity and control group, GPUs by CUDA_VISIBLE_DEVICES or, where it is not set, by
     /// what the NVIDIA driver lists.
-    pub fn detect() -> Self {
+    pub(crate) fn detect() -> Self {
         let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
             Ok(list) => visible_devices(&list),
             Err(_) => std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count()),

@@ -4,11 +4,11 @@ use std::str::FromStr;
 
 /// Some of a worker's two output streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Streams {
+pub(crate) struct Streams {
     /// Standard output.
-    pub stdout: bool,
+    pub(crate) stdout: bool,
     /// Standard error.
-    pub stderr: bool,
+    pub(crate) stderr: bool,
 }
 
 impl Streams {
@@ -35,7 +35,7 @@ impl FromStr for Streams {
 
 /// A value of `--redirects` or `--tee`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StreamSelection {
+pub(crate) enum StreamSelection {
     /// The same for every worker.
     Every(Streams),
     /// By local rank; none for those that are not named.
@@ -44,7 +44,7 @@ pub enum StreamSelection {
 
 impl StreamSelection {
     /// What is selected of the worker `local_rank`.
-    pub fn of(&self, local_rank: usize) -> Streams {
+    pub(crate) fn of(&self, local_rank: usize) -> Streams {
         match self {
             Self::Every(streams) => *streams,
             Self::ByLocalRank(map) => map.get(&local_rank).copied().unwrap_or_default(),

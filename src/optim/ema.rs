@@ -124,7 +124,7 @@ impl Ema {
     /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever it is time for.
     ///
     /// # Errors
-    /// As those of candle.
+    /// Errors of candle.
     pub fn swap(&mut self) -> Result<()> {
         if self.replaced.is_some() { self.restore() } else { self.apply() }
     }
@@ -145,7 +145,7 @@ impl Ema {
     /// [`update`](Self::update).
     ///
     /// # Errors
-    /// Those of candle.
+    /// Errors of candle.
     pub fn averages(&self) -> Result<Vec<(String, Tensor)>> {
         let averages = self.slots.iter().map(|slot| Ok((slot.name.clone(), slot.average.reshape(slot.var.shape())?)));
         averages.collect()

@@ -1,7 +1,7 @@
 //! The engine of a group.
-use crate::Result;
 use crate::backend::{Communicator, Construction, cpu, nccl};
 use crate::rendezvous::{PrefixStore, Store};
+use crate::{Error, Result};
 use candle_core::Device;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ pub enum Backend {
     Cpu,
     /// NVIDIA's NCCL, for tensors on GPUs (feature `nccl`).
     Nccl,
-    /// MPI, for tensors in host memory.
-    Mpi,
+    /// An engine from outside of this crate: see [`ProcessGroup::with_communicator`](super::ProcessGroup::with_communicator).
+    Custom,
 }
 
 /// What the groups of one job have in common.
@@ -35,7 +35,11 @@ pub(super) struct Settings {
 
 /// The part of a group's store that its engine uses.
 pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<dyn Store> {
-    let prefix = if settings.backend == Backend::Nccl { "nccl" } else { "cpu" };
+    let prefix = match settings.backend {
+        Backend::Nccl => "nccl",
+        Backend::Custom => "custom",
+        Backend::Auto | Backend::Cpu => "cpu",
+    };
     Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
 }
 
@@ -48,6 +52,12 @@ pub(super) fn communicator(
     settings: &Settings,
 ) -> Result<Box<dyn Communicator>> {
     let (store, timeout) = (engine_store(&store, settings), settings.timeout);
+    if settings.backend == Backend::Custom {
+        return Err(Error::Unavailable {
+            what: "another group over an engine from outside".to_string(),
+            hint: "the engine makes none: let it implement Communicator::split".to_string(),
+        });
+    }
     if settings.backend == Backend::Nccl {
         let options = nccl::NcclOptions { timeout, ..Default::default() };
         return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));

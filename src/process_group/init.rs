@@ -130,9 +130,9 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
             nccl::version()?;
             Ok(Backend::Nccl)
         }
-        (Backend::Mpi, _) => Err(unavailable(
-            "Backend::Mpi",
-            "this version of candle-ddp has no MPI engine: use Backend::Cpu, which needs no service to be started",
+        (Backend::Custom, _) => Err(Error::invalid(
+            "backend",
+            "an engine from outside is given to ProcessGroup::with_communicator, and not chosen here",
         )),
     }
 }
@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn what_cannot_be_is_refused() {
         assert!(choose(Backend::Nccl, Some(&Device::Cpu), two).unwrap_err().to_string().contains("this is the CPU"));
-        assert!(choose(Backend::Mpi, None, two).unwrap_err().to_string().contains("Backend::Mpi"));
+        assert!(choose(Backend::Custom, None, two).unwrap_err().to_string().contains("with_communicator"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Process groups: the ranks of a job, and the collectives among them.
 mod compare;
+mod custom;
 mod engine;
 mod init;
 mod long_work;
@@ -7,12 +8,13 @@ mod on_error;
 mod parent;
 mod spawn;
 
+pub use custom::CustomOptions;
 pub use engine::Backend;
 pub use init::{InitOptions, init_process_group};
 pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
-use crate::backend::{Collective, Communicator, Construction, ReduceOp, Work};
+use crate::backend::{Collective, Communicator, Construction, ReduceOp, Split, Work};
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -147,14 +149,10 @@ impl ProcessGroup {
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let communicator = match self.0.communicator.split(ranks, engine::engine_store(&store, &settings)) {
-            Some(made) => made?,
-            None => {
-                let failed = || self.failed();
-                let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-                let make = |rank| engine::communicator(construction, Arc::clone(&store), rank, ranks.len(), &settings);
-                place.map(make).transpose()?
-            }
+        let communicator = match self.0.communicator.split(ranks, engine::engine_store(&store, &settings))? {
+            Split::Member(communicator) => Some(communicator),
+            Split::NotMember => None,
+            Split::Unsupported => place.map(|rank| self.connect_again(&store, rank, ranks.len())).transpose()?,
         };
         let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
         Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
@@ -171,10 +169,24 @@ impl ProcessGroup {
         }
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
+        let made = match settings.backend {
+            Backend::Custom => {
+                let all: Vec<usize> = (0..self.world_size()).collect();
+                match self.0.communicator.split(&all, engine::engine_store(&store, &settings))? {
+                    Split::Member(communicator) => communicator,
+                    Split::NotMember | Split::Unsupported => self.connect_again(&store, self.rank(), all.len())?,
+                }
+            }
+            _ => self.connect_again(&store, self.rank(), self.world_size())?,
+        };
+        Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
+    }
+
+    /// The engine of another group of ranks of this one, with connections of its own.
+    fn connect_again(&self, store: &Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Box<dyn Communicator>> {
         let failed = || self.failed();
         let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-        let made = engine::communicator(construction, Arc::clone(&store), self.rank(), self.world_size(), &settings)?;
-        Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
+        engine::communicator(construction, Arc::clone(store), rank, world_size, &self.0.settings)
     }
 
     /// The failure of this group, if there was one: ranks then do not come to make another group of them.
@@ -196,7 +208,7 @@ impl ProcessGroup {
     /// GPUs two events for each.
     ///
     /// # Errors
-    /// Of the GPU.
+    /// An error of the GPU.
     pub fn measure_spans(&self) -> Result<()> {
         self.0.communicator.measure_spans()
     }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights, a
-/// [`GradScaler`](crate::GradScaler).
+/// [`GradScaler`](crate::GradScaler). A program can keep several in a list of `&dyn StateDict`.
 pub trait StateDict {
     /// The state as named tensors; those of parameters share storage with the live state, so that they change with it.
     ///
@@ -27,7 +27,10 @@ pub trait StateDict {
     ///
     /// # Errors
     /// As with [`state_dict`](Self::state_dict), and [`Error::Io`].
-    fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+    fn save(&self, path: impl AsRef<Path>) -> Result<()>
+    where
+        Self: Sized,
+    {
         write_safetensors(path.as_ref(), &self.state_dict()?)
     }
 
@@ -35,7 +38,10 @@ pub trait StateDict {
     ///
     /// # Errors
     /// As with [`load_state_dict`](Self::load_state_dict), and [`Error::Io`].
-    fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+    fn load(&mut self, path: impl AsRef<Path>) -> Result<()>
+    where
+        Self: Sized,
+    {
         self.load_state_dict(&read_safetensors(path.as_ref())?)
     }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::duplicate_mod)] // `failures` are the same tests over each kind of connection
 #[path = "../common/mod.rs"]
 mod common;
+mod custom;
 mod engine;
 mod failures;
 mod matrix;

@@ -50,7 +50,8 @@ impl Comm {
     /// In place.
     ///
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn all_reduce(&mut self, memory: Memory, op: sys::ncclRedOp_t, target: Target) -> CallResult {
         let Memory { count, dtype, .. } = memory;
         // SAFETY: the caller's promise; the communicator is valid.
@@ -62,7 +63,8 @@ impl Comm {
     /// In place.
     ///
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn broadcast(&mut self, memory: Memory, root: usize, target: Target) -> CallResult {
         let Memory { count, dtype, .. } = memory;
         let root = int("ncclBroadcast", root)?;
@@ -75,7 +77,8 @@ impl Comm {
     /// In place on the root; the other ranks' memory is only read.
     ///
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn reduce(
         &mut self,
         memory: Memory,
@@ -94,7 +97,8 @@ impl Comm {
     }
 
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn all_gather(&mut self, output: Memory, input: Memory, target: Target) -> CallResult {
         let Memory { count, dtype, .. } = input;
         // SAFETY: the caller's promise; the communicator is valid.
@@ -104,7 +108,8 @@ impl Comm {
     }
 
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn reduce_scatter(
         &mut self,
         output: Memory,
@@ -120,7 +125,8 @@ impl Comm {
     }
 
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn send(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
         let Memory { count, dtype, .. } = memory;
         let peer = int("ncclSend", peer)?;
@@ -129,7 +135,8 @@ impl Comm {
     }
 
     /// # Safety
-    /// As said above.
+    /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
+    /// has passed the call.
     pub(super) unsafe fn recv(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
         let Memory { count, dtype, .. } = memory;
         let peer = int("ncclRecv", peer)?;

@@ -15,7 +15,7 @@ use super::{cuda_failure, device, lock};
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::check;
 use crate::backend::failure::Failure;
-use crate::backend::{Collective, Communicator, Work};
+use crate::backend::{Collective, Communicator, Split, Work};
 use crate::deadline::deadline_after;
 use crate::rendezvous::{Store, host};
 use crate::{Error, Result};
@@ -405,8 +405,8 @@ impl Communicator for NcclCommunicator {
         self.group.fail(Failure::PeerFailed { peer: self.group.rank, reason: reason.to_string() });
     }
 
-    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Option<Result<Option<Box<dyn Communicator>>>> {
-        Some(self.try_split(ranks, store))
+    fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        Ok(self.try_split(ranks, store)?.map_or(Split::NotMember, Split::Member))
     }
 }
 

@@ -40,7 +40,7 @@ pub(super) enum Heartbeat {
     Left,
 }
 
-/// A rank's query: where is everybody, that this collective does not end?
+/// Asks every rank for its progress because this collective timed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProgressQuery {
     pub(super) rank: usize,

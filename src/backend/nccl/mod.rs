@@ -3,7 +3,7 @@
 //! How it works (streams and events, threads, failures, messages) is told in the `README.md` beside this file. Tensors
 //! must be on the group's [`Device`](candle_core::Device) itself; a device made by another `Device::new_cuda` with the
 //! same ordinal is another one to candle. A tensor that holds NaN makes `ReduceOp::Min` and `Max` do what NCCL does.
-// This room talks to C libraries. Every block says why it is sound.
+// C libraries are called here. Every block says why it is sound.
 #![allow(unsafe_code)]
 
 mod buffer;

@@ -36,7 +36,7 @@
 //!
 //! # A hook of one's own
 //! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and says with the
-//! [`HookWork`] that it returns what comes after them. What is in the bucket at last, is what `backward` returns. This
+//! [`HookWork`] that it returns what comes after them. `backward` returns the bucket's final contents. This
 //! one adds noise to what leaves the rank:
 //!
 //! ```
@@ -98,7 +98,7 @@
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
 //! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype`.
 //! - **An error** ends the group, with the reason, on all ranks.
-//! - **No way back**: a hook that calls a method of the DDP model that it serves waits for itself, for ever.
+//! - **Deadlock**: a hook must not call its own DDP model.
 mod compress;
 mod orthonormal;
 mod power_sgd;
@@ -150,7 +150,7 @@ pub trait CommHook: Sized + Send + 'static {
     }
 
     /// Takes over what [`state_dict`](Self::state_dict) gave. What does not fit is refused, and then nothing has changed.
-    /// Default: refuses everything but nothing.
+    /// The default accepts only an empty state.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         match state.keys().min() {
             Some(key) => Err(Error::parameter(

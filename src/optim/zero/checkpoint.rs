@@ -22,7 +22,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// be carried over in both directions, and to any number of ranks.
     ///
     /// # Errors
-    /// Those of the process group.
+    /// Errors of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
         let is_here = self.process_group.rank() == to;
         let mut dict = state::begin(R::NAME)?;

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// all-reducing it, while the backward pass goes on: each rank gets the mean gradients of its part, and the `GradStore`
 /// that `backward` returns does **not** hold those of DDP's parameters. [`step`](Self::step) updates the part of this
 /// rank and all-gathers the parameters, one bucket while the next one is updated; when it returns, all variables are up to
-/// date on all ranks. (The gathering does not go on into the next forward pass: candle does not tell when a variable is
+/// date on all ranks. (The gathering does not go on into the next forward pass: candle cannot report when a variable is
 /// read, so that a program that saves its model then would save half of it.)
 ///
 /// ```

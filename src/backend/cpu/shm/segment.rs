@@ -38,7 +38,7 @@ impl Segment {
         Self::map(fd, size)
     }
 
-    /// Both.
+    /// Announces a file and reserves its memory.
     #[cfg(test)]
     pub(super) fn create(name: &str, size: usize) -> Result<(Self, OwnedFd)> {
         let fd = Self::announce(name)?;
