@@ -30,8 +30,9 @@ impl Default for SpawnOptions {
 /// Runs `work` on `world_size` ranks that are threads of this process, connected by the CPU engine, and returns their
 /// results in rank order. For tests and first steps; processes under `ddprun` are the real thing.
 ///
-/// Tensors that collectives change must not be shared between the ranks: a collective locks its tensors' storage until
-/// all ranks have taken part, so that two ranks with clones of one tensor would wait for each other.
+/// Tensors that collectives change must not be shared between the ranks, which would change the same bytes at once.
+/// Nobody can end a thread from outside: it returns when `work` has returned on every rank, which collectives make sure of
+/// within their time-out, but an endless loop in `work` does not.
 ///
 /// # Errors
 /// The error of the rank that failed first, rather than those that it caused on the others; a panic is
