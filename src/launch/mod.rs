@@ -11,7 +11,7 @@
 //! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
 //!   (TORCHELASTIC_USE_AGENT_STORE).
 //!
-//! [`Cli`] is the command line as it was typed, [`Config`] what it means; [`run`] does it.
+//! `Cli` is the command line as it was typed, `Config` what it means; `run` does it.
 mod cargo;
 mod child;
 mod cli;
