@@ -130,6 +130,7 @@ unsafe fn sum_avx2<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::
 /// All pointers are valid for `count` elements, to read (`sources`) or to write; `sources` is not empty. Nothing needs to
 /// be aligned, and what lies in shared memory may change meanwhile: the values are only computed with.
 #[inline(always)]
+#[allow(clippy::assign_op_pattern)] // the order of the operands decides which of two NaNs remains
 unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Real>) {
     /// Elements of a step, which stay in registers.
     const STEP: usize = 32;
@@ -149,12 +150,12 @@ unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Re
             for other in others {
                 let other: [T; STEP] = other.add(start).cast::<[T; STEP]>().read_unaligned();
                 for (value, other) in values.iter_mut().zip(other) {
-                    *value += other.widen();
+                    *value = *value + other.widen();
                 }
             }
             if let Some(factor) = factor {
                 for value in &mut values {
-                    *value *= factor;
+                    *value = *value * factor;
                 }
             }
             for (element, value) in block.iter_mut().zip(values) {
@@ -169,10 +170,10 @@ unsafe fn sum_as<T: tensor::Element>(pointers: Pointers<T>, factor: Option<T::Re
         for index in whole..count {
             let mut value = first.add(index).read_unaligned().widen();
             for other in others {
-                value += other.add(index).read_unaligned().widen();
+                value = value + other.add(index).read_unaligned().widen();
             }
             if let Some(factor) = factor {
-                value *= factor;
+                value = value * factor;
             }
             let value = T::narrow(value);
             out.add(index).write_unaligned(value);
