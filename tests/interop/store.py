@@ -1,4 +1,4 @@
-"""PyTorch's side of tests/interop_store.rs.
+"""PyTorch's side of tests/interop/store.rs.
 
 client HOST PORT  a TCPStore client against a server of candle-ddp
 server            a TCPStore server for clients of candle-ddp: prints its port, ends with its standard input
