@@ -43,6 +43,8 @@ fn files_of_torch_save_are_read_or_refused_with_a_reason() {
             let shape: Vec<usize> = serde_json::from_value(expected[1].clone()).unwrap();
             assert_eq!(tensor.dims(), shape, "{file}: {name}");
             let values: Vec<f64> = serde_json::from_value(expected[2].clone()).unwrap();
+            // candle does not come back from converting float8 to f64.
+            let tensor = if dtype == DType::F8E4M3 { &tensor.to_dtype(DType::F32).unwrap() } else { tensor };
             let tensor = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
             // serde_json reads floats to the last bit but one.
             let close = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-15 * b.abs();
