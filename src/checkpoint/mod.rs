@@ -50,7 +50,7 @@ use crate::error::describe;
 use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 use error::unreadable;
 use std::collections::{BTreeMap, HashMap};
@@ -179,7 +179,10 @@ impl Prepared {
                 different.push(format!("{name} ({has} in the file, {needs} in the model)"));
                 continue;
             }
-            let tensor = tensor.to_dtype(var.dtype()).map_err(|error| unreadable(path, format!("{name}: {error}")))?;
+            // By way of f32, which holds every float8: candle may not come back from converting float8 to f64.
+            let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
+                .and_then(|tensor| tensor.to_dtype(var.dtype()))
+                .map_err(|error| unreadable(path, format!("{name}: {error}")))?;
             report.loaded.push(name.clone());
             values.push((name, var, tensor));
         }
