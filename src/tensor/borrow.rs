@@ -1,8 +1,9 @@
 //! The elements of contiguous tensors on the CPU, borrowed in place.
 //!
 //! candle lends the storage of one tensor mutably, by an in-place operation, so for several such operations are nested.
-use super::Element;
-use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType};
+use super::{Element, vectorise};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Storage, Tensor, WithDType};
 use std::cell::RefCell;
 
 /// The elements that `layout` shows of `storage`.
@@ -30,6 +31,36 @@ pub(crate) fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T
         Storage::Cpu(storage) => work(slice(storage, layout)?),
         _ => candle_core::bail!("a tensor on the CPU is needed, got one on {:?}", tensor.device().location()),
     }
+}
+
+/// Gives `work` the elements of `tensor`, of dtype `T`, as what is calculated with: borrowed, or else converted.
+pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::Real]) -> Result<R>) -> Result<R> {
+    if T::DTYPE == T::Real::DTYPE {
+        return with_slice::<T::Real, _>(tensor, work);
+    }
+    with_slice::<T, _>(tensor, |values| {
+        let wide: Vec<T::Real> = vectorise(|| values.iter().map(|value| value.widen()).collect());
+        work(&wide)
+    })
+}
+
+/// The storage of a tensor of dtype `T` that has these elements.
+pub(crate) fn narrow<T: Element>(values: Vec<T::Real>) -> CpuStorage {
+    if T::DTYPE == T::Real::DTYPE {
+        return T::Real::to_cpu_storage_owned(values);
+    }
+    T::to_cpu_storage_owned(vectorise(|| values.iter().map(|value| T::narrow(*value)).collect()))
+}
+
+/// A tensor on the CPU that has these elements, as many as `shape` asks for.
+pub(crate) fn slice_tensor<T: WithDType>(values: Vec<T>, shape: &Shape) -> Tensor {
+    let storage = Storage::Cpu(T::to_cpu_storage_owned(values));
+    Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false)
+}
+
+/// A tensor on the CPU of dtype `T` that has these elements, as many as `shape` asks for.
+pub(crate) fn tensor<T: Element>(values: Vec<T::Real>, shape: &Shape) -> Tensor {
+    Tensor::from_storage(Storage::Cpu(narrow::<T>(values)), shape.clone(), BackpropOp::none(), false)
 }
 
 /// Gives `work` the elements of `tensor`, to be changed.
