@@ -40,7 +40,7 @@ fn on_gpu(x: &Tensor, mask: Mask) -> Result<Tensor> {
 /// A drop-in for `candle_nn::Dropout` with a generator of its own or one that layers share: see [`dropout`].
 ///
 /// For masks that differ from rank to rank, make the generator by [`Generator::for_rank`]. To go on with the same masks after a
-/// restart, save it with the checkpoint (it is a [`StateDict`](crate::checkpoint::StateDict)).
+/// restart, save it with the checkpoint (it is a [`StateDict`](crate::state::StateDict)).
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f32,
