@@ -4,6 +4,7 @@ pub(crate) mod copy;
 pub(crate) mod element;
 mod float16;
 pub(crate) mod function;
+mod math;
 pub(crate) mod pack;
 mod simd;
 pub(crate) mod variables;

@@ -1,0 +1,332 @@
+//! The loops of attention on the CPU.
+use super::Problem;
+use super::product::{Matrix, product};
+use crate::tensor::borrow::with_slice;
+use crate::tensor::{self, Element, Real};
+use candle_core::{Result, WithDType};
+use rayon::prelude::*;
+
+/// How many queries are worked on together, and how many keys.
+const QUERIES: usize = 64;
+const KEYS: usize = 256;
+/// In how many parts the backward pass is cut at least, if there are enough keys, for threads to share.
+const PARTS: usize = 16;
+/// Independent partial results, so that the compiler can use vector instructions.
+const LANES: usize = 16;
+
+/// What is added to scores.
+#[derive(Clone, Copy)]
+pub(super) struct Mask<'a, R> {
+    values: &'a [R],
+    /// By sample, head, query and key; 0 where the same holds for all.
+    strides: [usize; 4],
+}
+
+/// Gives `work` the problem's mask, if it has one.
+pub(super) fn with_mask<R: WithDType, O>(
+    problem: &Problem,
+    work: impl FnOnce(Option<Mask<R>>) -> Result<O>,
+) -> Result<O> {
+    let Some(mask) = &problem.mask else { return work(None) };
+    let mut strides = [0; 4];
+    for (index, stride) in strides.iter_mut().enumerate() {
+        if mask.dims()[index] > 1 {
+            *stride = mask.dims()[index + 1..].iter().product();
+        }
+    }
+    with_slice::<R, _>(mask, |values| work(Some(Mask { values, strides })))
+}
+
+/// A block of queries and a block of keys: the first of each, and how many.
+#[derive(Clone, Copy)]
+struct Block {
+    /// Sample and head of the queries.
+    sample: usize,
+    head: usize,
+    query: usize,
+    queries: usize,
+    key: usize,
+    keys: usize,
+}
+
+impl Block {
+    /// How many of the keys a query of the block sees at most.
+    #[inline(always)]
+    fn visible(&self, problem: &Problem, query: usize) -> usize {
+        if problem.is_causal { (self.query + query + 1).saturating_sub(self.key).min(self.keys) } else { self.keys }
+    }
+
+    /// Completes the scores of a query of the block: the mask, and −∞ for what it does not see.
+    #[inline(always)]
+    fn mask<R: Real>(&self, problem: &Problem, mask: Option<Mask<R>>, query: usize, scores: &mut [R]) {
+        scores[self.visible(problem, query)..].fill(R::from_f64(f64::NEG_INFINITY));
+        if let Some(Mask { values, strides: [by_sample, by_head, by_query, by_key] }) = mask {
+            let start = self.sample * by_sample + self.head * by_head + (self.query + query) * by_query;
+            let values = &values[start + self.key * by_key..];
+            if by_key == 0 {
+                scores.iter_mut().for_each(|score| *score += values[0]);
+            } else {
+                scores.iter_mut().zip(values).for_each(|(score, value)| *score += *value);
+            }
+        }
+    }
+}
+
+/// The elements as numbers to calculate with: themselves, or converted into `buffer`.
+#[inline(always)]
+fn wide<'a, T: Element>(values: &'a [T], buffer: &'a mut Vec<T::Real>) -> &'a [T::Real] {
+    if let Some(values) = T::as_reals(values) {
+        return values;
+    }
+    buffer.clear();
+    buffer.extend(values.iter().map(|value| value.widen()));
+    buffer
+}
+
+/// What a thread needs besides its results.
+struct Workspace<R> {
+    scores: Vec<R>,
+    gradients: Vec<R>,
+    sums: Vec<R>,
+    wide: [Vec<R>; 4],
+}
+
+impl<R: Real> Workspace<R> {
+    fn new(problem: &Problem, is_backward: bool) -> Self {
+        let block = QUERIES * KEYS.min(problem.keys);
+        let zeros = |count| vec![R::from_f64(0.0); count];
+        Self {
+            scores: zeros(block),
+            gradients: zeros(if is_backward { block } else { 0 }),
+            sums: zeros(if is_backward { 0 } else { QUERIES * problem.value_size }),
+            wide: [const { Vec::new() }; 4],
+        }
+    }
+}
+
+/// The results, and the normaliser of each query: the logarithm of the sum of its weights, or ∞ where it sees no key.
+pub(super) fn forward<T: Element>(
+    problem: &Problem,
+    [q, k, v]: [&[T]; 3],
+    mask: Option<Mask<T::Real>>,
+) -> (Vec<T>, Vec<T::Real>) {
+    let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
+    let mut y = vec![T::from_f64(0.0); batch * heads * queries * value_size];
+    let mut normalisers = vec![T::Real::from_f64(0.0); batch * heads * queries];
+    let of_heads = y.chunks_exact_mut(queries * value_size).zip(normalisers.chunks_exact_mut(queries));
+    let blocks = of_heads.enumerate().flat_map(|(head, (y, normalisers))| {
+        let blocks = y.chunks_mut(QUERIES * value_size).zip(normalisers.chunks_mut(QUERIES));
+        blocks.enumerate().map(move |(block, results)| (head, block * QUERIES, results))
+    });
+    let work = |workspace: &mut Workspace<T::Real>,
+                (head, query, (y, normalisers)): (_, usize, (&mut [T], &mut [_]))| {
+        let q = &q[(head * queries + query) * size..][..normalisers.len() * size];
+        let (k, v) = (&k[head / group * keys * size..], &v[head / group * keys * value_size..]);
+        let block = Block { sample: head / heads, head: head % heads, query, queries: normalisers.len(), key: 0, keys };
+        forward_block(problem, block, [q, &k[..keys * size], &v[..keys * value_size]], mask, workspace, y, normalisers);
+    };
+    blocks.collect::<Vec<_>>().into_par_iter().for_each_init(|| Workspace::new(problem, false), work);
+    (y, normalisers)
+}
+
+fn forward_block<T: Element>(
+    problem: &Problem,
+    block: Block,
+    [q, k, v]: [&[T]; 3],
+    mask: Option<Mask<T::Real>>,
+    workspace: &mut Workspace<T::Real>,
+    y: &mut [T],
+    normalisers: &mut [T::Real],
+) {
+    let Problem { size, value_size, .. } = *problem;
+    let Workspace { scores, sums, wide: [wide_q, wide_k, wide_v, _], .. } = workspace;
+    let (zero, one) = (T::Real::from_f64(0.0), T::Real::from_f64(1.0));
+    let infinity = T::Real::from_f64(f64::INFINITY);
+    let q = wide(q, wide_q);
+    let (mut max, mut total) = ([-infinity; QUERIES], [zero; QUERIES]);
+    sums.fill(zero);
+    for key in (0..block.keys).step_by(KEYS) {
+        let block = Block { key, keys: KEYS.min(block.keys - key), ..block };
+        if block.visible(problem, block.queries - 1) == 0 {
+            break;
+        }
+        let k = wide(&k[key * size..][..block.keys * size], wide_k);
+        let v = wide(&v[key * value_size..][..block.keys * value_size], wide_v);
+        let scale = T::Real::from_f64(problem.scale);
+        let extents = [block.queries, block.keys, size];
+        product(scores, Matrix::Plain(q), Matrix::Transposed(k), extents, scale, false);
+        tensor::vectorise(|| {
+            let rows = scores.chunks_exact_mut(block.keys).zip(sums.chunks_exact_mut(value_size)).take(block.queries);
+            for (query, (scores, sums)) in rows.enumerate() {
+                block.mask(problem, mask, query, scores);
+                let new = maximum(scores, max[query]);
+                if new == -infinity {
+                    scores.fill(zero);
+                    continue;
+                }
+                // What was added up before was relative to another maximum.
+                let correction = (max[query] - new).exp();
+                total[query] = total[query] * correction + weights(scores, new);
+                max[query] = new;
+                sums.iter_mut().for_each(|sum| *sum *= correction);
+            }
+        });
+        let extents = [block.queries, value_size, block.keys];
+        product(sums, Matrix::Plain(scores), Matrix::Plain(v), extents, one, true);
+    }
+    let rows = y.chunks_exact_mut(value_size).zip(sums.chunks_exact(value_size)).zip(normalisers);
+    for (((y, sums), normaliser), (max, total)) in rows.zip(max.iter().zip(&total)) {
+        let sees_nothing = *total == zero;
+        *normaliser = if sees_nothing { infinity } else { *max + total.ln() };
+        let scale = if sees_nothing { zero } else { one / *total };
+        tensor::vectorise(|| y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::narrow(*sum * scale)));
+    }
+}
+
+/// The largest of `start` and `values`; NaN if there is one.
+#[inline(always)]
+fn maximum<R: Real>(values: &[R], start: R) -> R {
+    #[expect(clippy::eq_op)] // asks for NaN
+    let larger = |a: R, b: R| if (b > a) | (b != b) { b } else { a };
+    let mut lanes = [start; LANES];
+    for values in values.chunks(LANES) {
+        lanes.iter_mut().zip(values).for_each(|(lane, value)| *lane = larger(*lane, *value));
+    }
+    lanes.into_iter().fold(start, larger)
+}
+
+/// Makes e^(score − max) of scores, and returns the sum.
+#[inline(always)]
+fn weights<R: Real>(scores: &mut [R], max: R) -> R {
+    let zero = R::from_f64(0.0);
+    let mut lanes = [zero; LANES];
+    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+    for chunk in chunks {
+        for (lane, score) in lanes.iter_mut().zip(chunk) {
+            *score = (*score - max).exp();
+            *lane += *score;
+        }
+    }
+    for (lane, score) in lanes.iter_mut().zip(rest) {
+        *score = (*score - max).exp();
+        *lane += *score;
+    }
+    lanes.into_iter().fold(zero, |sum, lane| sum + lane)
+}
+
+/// The gradients of q, k and v.
+pub(super) fn backward<T: Element>(
+    problem: &Problem,
+    qkv: [&[T]; 3],
+    [y, dy]: [&[T]; 2],
+    normalisers: &[T::Real],
+    mask: Option<Mask<T::Real>>,
+) -> [Vec<T::Real>; 3] {
+    let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
+    let zeros = |count| vec![T::Real::from_f64(0.0); count];
+    let pairs = batch * heads / group;
+    let (mut dk, mut dv) = (zeros(pairs * keys * size), zeros(pairs * keys * value_size));
+    if keys == 0 {
+        return [zeros(batch * heads * queries * size), dk, dv];
+    }
+    let mut products = zeros(batch * heads * queries);
+    products.par_iter_mut().zip(y.par_chunks_exact(value_size)).zip(dy.par_chunks_exact(value_size)).for_each(
+        |((product, y), dy)| {
+            *product = y.iter().zip(dy).fold(*product, |sum, (y, dy)| sum + y.widen() * dy.widen());
+        },
+    );
+    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the threads.
+    let blocks = keys.div_ceil(KEYS);
+    let part = blocks.div_ceil(PARTS.div_ceil(pairs)) * KEYS;
+    let parts = keys.div_ceil(part);
+    let dq_len = group * queries * size;
+    let mut dq = zeros(pairs * parts * dq_len);
+    let of_pairs = dk.chunks_exact_mut(keys * size).zip(dv.chunks_exact_mut(keys * value_size));
+    let of_pairs = of_pairs.zip(dq.chunks_exact_mut(parts * dq_len)).enumerate();
+    let tasks = of_pairs.flat_map(|(pair, ((dk, dv), dq))| {
+        let parts = dk.chunks_mut(part * size).zip(dv.chunks_mut(part * value_size)).zip(dq.chunks_exact_mut(dq_len));
+        parts.enumerate().map(move |(index, ((dk, dv), dq))| (pair, index * part, [dq, dk, dv]))
+    });
+    let work = |workspace: &mut Workspace<T::Real>, (pair, key, gradients): (_, _, [&mut [T::Real]; 3])| {
+        let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair };
+        task.run(key, gradients, workspace);
+    };
+    tasks.collect::<Vec<_>>().into_par_iter().for_each_init(|| Workspace::new(problem, true), work);
+    if parts > 1 {
+        let mut total = zeros(pairs * dq_len);
+        total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).for_each(|(total, dq)| {
+            for dq in dq.chunks_exact(dq_len) {
+                tensor::vectorise(|| total.iter_mut().zip(dq).for_each(|(total, dq)| *total += *dq));
+            }
+        });
+        dq = total;
+    }
+    [dq, dk, dv]
+}
+
+/// The backward pass for one head of keys, and the heads of queries that see it.
+struct BackwardTask<'a, T: Element> {
+    problem: &'a Problem,
+    qkv: [&'a [T]; 3],
+    dy: &'a [T],
+    normalisers: &'a [T::Real],
+    /// Σ y dy of each query.
+    products: &'a [T::Real],
+    mask: Option<Mask<'a, T::Real>>,
+    pair: usize,
+}
+
+impl<T: Element> BackwardTask<'_, T> {
+    /// Adds to the gradients of the queries, and of the keys and values from `first` on.
+    fn run(&self, first: usize, [dq, dk, dv]: [&mut [T::Real]; 3], workspace: &mut Workspace<T::Real>) {
+        let Problem { heads, group, queries, keys, size, value_size, .. } = *self.problem;
+        let Workspace { scores, gradients, wide: [wide_q, wide_k, wide_v, wide_dy], .. } = workspace;
+        let (scale, one) = (T::Real::from_f64(self.problem.scale), T::Real::from_f64(1.0));
+        let [q, k, v] = self.qkv;
+        let (k, v) = (&k[self.pair * keys * size..], &v[self.pair * keys * value_size..]);
+        let key_blocks = dk.chunks_mut(KEYS * size).zip(dv.chunks_mut(KEYS * value_size)).enumerate();
+        for (key_block, (dk, dv)) in key_blocks {
+            let (key, count) = (first + key_block * KEYS, dk.len() / size);
+            let k = wide(&k[key * size..][..count * size], wide_k);
+            let v = wide(&v[key * value_size..][..count * value_size], wide_v);
+            for (member, dq) in dq.chunks_exact_mut(queries * size).enumerate() {
+                let head = self.pair * group + member;
+                for (query_block, dq) in dq.chunks_mut(QUERIES * size).enumerate() {
+                    let (query, rows) = (query_block * QUERIES, dq.len() / size);
+                    let (sample, head_of_sample) = (head / heads, head % heads);
+                    let block = Block { sample, head: head_of_sample, query, queries: rows, key, keys: count };
+                    if block.visible(self.problem, rows - 1) == 0 {
+                        continue;
+                    }
+                    let place = head * queries + query;
+                    let q = wide(&q[place * size..][..rows * size], wide_q);
+                    let dy = wide(&self.dy[place * value_size..][..rows * value_size], wide_dy);
+                    product(scores, Matrix::Plain(q), Matrix::Transposed(k), [rows, count, size], scale, false);
+                    let normalisers = &self.normalisers[place..][..rows];
+                    tensor::vectorise(|| {
+                        for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate()
+                        {
+                            block.mask(self.problem, self.mask, query, scores);
+                            scores.iter_mut().for_each(|score| *score = (*score - *normaliser).exp());
+                        }
+                    });
+                    let extents = [count, value_size, rows];
+                    product(dv, Matrix::Transposed(scores), Matrix::Plain(dy), extents, one, true);
+                    let extents = [rows, count, value_size];
+                    product(gradients, Matrix::Plain(dy), Matrix::Transposed(v), extents, one, false);
+                    let sums = &self.products[place..][..rows];
+                    tensor::vectorise(|| {
+                        let rows = scores.chunks_exact_mut(count).zip(gradients.chunks_exact(count)).zip(sums);
+                        for ((weights, gradients), sum) in rows {
+                            for (weight, gradient) in weights.iter_mut().zip(gradients) {
+                                *weight *= (*gradient - *sum) * scale;
+                            }
+                        }
+                    });
+                    product(dq, Matrix::Plain(scores), Matrix::Plain(k), [rows, size, count], one, true);
+                    product(dk, Matrix::Transposed(scores), Matrix::Plain(q), [count, size, rows], one, true);
+                }
+            }
+        }
+    }
+}
