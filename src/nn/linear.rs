@@ -1,10 +1,10 @@
 //! Linear layers.
 use super::gemm::{Strides, gemm, product, threads};
 use crate::Error;
-use crate::tensor::borrow::{narrow, tensor, with_wide};
+use crate::tensor::borrow::{narrow_vec, tensor, with_wide};
 use crate::tensor::function::{Function, apply};
 use crate::tensor::{Real, dispatch, vectorise};
-use candle_core::{D, Module, Result, Shape, Storage, Tensor};
+use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_nn::{Init, VarBuilder};
 
 /// y = x · Wᵀ + b: `torch.nn.Linear`, and a drop-in for [`candle_nn::Linear`] with the same names in the `VarMap`
@@ -142,7 +142,7 @@ impl Product {
                 gemm(extents, &mut y, true, x, weight, threads())?;
                 Ok(y)
             }))?;
-            Ok(narrow::<T>(y))
+            Ok(T::to_cpu_storage_owned(narrow_vec::<T>(y)))
         })?;
         Ok((Storage::Cpu(storage), Shape::from(shape)))
     }

@@ -4,6 +4,7 @@
 use super::{Element, vectorise};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Storage, Tensor, WithDType};
+use std::any::Any;
 use std::cell::RefCell;
 
 /// The elements that `layout` shows of `storage`.
@@ -44,12 +45,16 @@ pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::R
     })
 }
 
-/// The storage of a tensor of dtype `T` that has these elements.
-pub(crate) fn narrow<T: Element>(values: Vec<T::Real>) -> CpuStorage {
-    if T::DTYPE == T::Real::DTYPE {
-        return T::Real::to_cpu_storage_owned(values);
+/// The nearest values of dtype `T`; the same ones if that is what was calculated with.
+pub(crate) fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
+    // The types are the same or they are not, which only `Any` can be asked.
+    match (Box::new(values) as Box<dyn Any>).downcast::<Vec<T>>() {
+        Ok(values) => *values,
+        Err(values) => {
+            let values = values.downcast::<Vec<T::Real>>().unwrap_or_default();
+            vectorise(|| values.iter().map(|value| T::narrow(*value)).collect())
+        }
     }
-    T::to_cpu_storage_owned(vectorise(|| values.iter().map(|value| T::narrow(*value)).collect()))
 }
 
 /// A tensor on the CPU that has these elements, as many as `shape` asks for.
@@ -58,9 +63,9 @@ pub(crate) fn slice_tensor<T: WithDType>(values: Vec<T>, shape: &Shape) -> Tenso
     Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false)
 }
 
-/// A tensor on the CPU of dtype `T` that has these elements, as many as `shape` asks for.
+/// The same for what was calculated with.
 pub(crate) fn tensor<T: Element>(values: Vec<T::Real>, shape: &Shape) -> Tensor {
-    Tensor::from_storage(Storage::Cpu(narrow::<T>(values)), shape.clone(), BackpropOp::none(), false)
+    slice_tensor(narrow_vec::<T>(values), shape)
 }
 
 /// Gives `work` the elements of `tensor`, to be changed.

@@ -1,9 +1,10 @@
-//! Convolutions on the CPU, as products of matrices: the weights' with the columns' (see `columns.rs`), a block of columns
+//! Convolutions on the CPU: by Winograd's algorithm where that is faster (see `winograd.rs`), otherwise as products of matrices: the weights' with the columns' (see `columns.rs`), a block of columns
 //! at a time. f16 and bf16 are calculated with in f32.
 use super::columns::{col2im, im2col};
-use super::depthwise;
 use super::geometry::Geometry;
+use super::{depthwise, winograd};
 use crate::nn::gemm::{Strides, gemm, threads};
+use crate::tensor::borrow::narrow_vec;
 use crate::tensor::{Element, Real, vectorise};
 use candle_core::{Result, WithDType};
 use rayon::prelude::*;
@@ -16,6 +17,49 @@ const MIN_COLUMNS: usize = 512;
 
 /// y of shape (n, co, output), from x of shape (n, ci, input) and weights of shape (co, ci / groups, kernel).
 pub(super) fn forward<T: Element>(
+    geometry: &Geometry,
+    x: &[T],
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+) -> Result<Vec<T>> {
+    match winograd::kind(geometry) {
+        Some(kind) => winograd::forward(kind, geometry, x, weight, bias),
+        None => columns_forward(geometry, x, weight, bias),
+    }
+}
+
+/// The gradient of x, of shape (n, ci, input), from that of y.
+///
+/// For transposed convolutions, whose forward pass this is, a bias is added.
+pub(super) fn backward_data<T: Element>(
+    geometry: &Geometry,
+    dy: &[T],
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+) -> Result<Vec<T>> {
+    if let Some(kind) = winograd::kind(geometry) {
+        return winograd::backward_data(kind, geometry, dy, weight, bias);
+    }
+    let mut dx = columns_backward_data(geometry, dy, weight)?;
+    if let Some(bias) = bias {
+        let planes = dx.chunks_exact_mut(geometry.input_pixels().max(1));
+        for (plane, bias) in planes.zip(bias.iter().cycle()) {
+            plane.iter_mut().for_each(|value| *value += *bias);
+        }
+    }
+    Ok(narrow_vec::<T>(dx))
+}
+
+/// The gradient of the weights from x and the gradient of y.
+pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
+    match winograd::kind(geometry) {
+        Some(kind) => winograd::backward_filter(kind, geometry, x, dy),
+        None => columns_backward_filter(geometry, x, dy),
+    }
+}
+
+/// [`forward`] by columns.
+pub(super) fn columns_forward<T: Element>(
     geometry: &Geometry,
     x: &[T],
     weight: &[T::Real],
@@ -50,8 +94,12 @@ pub(super) fn forward<T: Element>(
     Ok(y)
 }
 
-/// The gradient of x, of shape (n, ci, input), from that of y.
-pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real]) -> Result<Vec<T::Real>> {
+/// [`backward_data`] by columns.
+pub(super) fn columns_backward_data<T: Element>(
+    geometry: &Geometry,
+    dy: &[T],
+    weight: &[T::Real],
+) -> Result<Vec<T::Real>> {
     let mut dx = vec![T::Real::from_f64(0.0); geometry.n * geometry.ci * geometry.input_pixels()];
     let images = geometry.co * geometry.output_pixels();
     each_part(geometry, geometry.ci * geometry.input_pixels(), &mut dx, |part, dx, threads| {
@@ -81,8 +129,8 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
     Ok(dx)
 }
 
-/// The gradient of the weights from x and the gradient of y.
-pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
+/// [`backward_filter`] by columns.
+pub(super) fn columns_backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
     let zero = T::Real::from_f64(0.0);
     let size = geometry.co * geometry.taps();
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
@@ -148,7 +196,7 @@ fn blocks(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// The images of each thread, and how many threads the products of one of these may use.
-fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
+pub(super) fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
     let threads = threads();
     let size = geometry.n.div_ceil(threads).max(1);
     let parts: Vec<_> = (0..geometry.n).step_by(size).map(|start| start..(start + size).min(geometry.n)).collect();
@@ -157,7 +205,7 @@ fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
 }
 
 /// Lets threads `work` on images of their own, whose results have `size` elements each.
-fn each_part<E: Send>(
+pub(super) fn each_part<E: Send>(
     geometry: &Geometry,
     size: usize,
     results: &mut [E],

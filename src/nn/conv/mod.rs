@@ -5,6 +5,8 @@ mod cpu;
 mod depthwise;
 mod geometry;
 mod operation;
+mod tile;
+mod winograd;
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, Init, VarBuilder};

@@ -3,7 +3,7 @@ use super::geometry::{Geometry, positions};
 use super::{composite, cpu};
 use crate::Error;
 use crate::nn::channels;
-use crate::tensor::borrow::{narrow, slice_tensor, tensor, with_slice, with_wide};
+use crate::tensor::borrow::{slice_tensor, tensor, with_slice, with_wide};
 use crate::tensor::dispatch;
 use crate::tensor::function::{Function, apply};
 use candle_core::{Result, Shape, Storage, Tensor, WithDType};
@@ -157,17 +157,11 @@ impl Convolution {
         let storage = dispatch!(x.dtype(), self.name, T => {
             let bias = bias.map(|bias| with_wide::<T, _>(bias, |bias| Ok(bias.to_vec()))).transpose()?;
             with_slice::<T, _>(x, |x| with_wide::<T, _>(weight, |weight| {
-                if !self.transposed {
-                    return Ok(T::to_cpu_storage_owned(cpu::forward::<T>(geometry, x, weight, bias.as_deref())?));
-                }
-                let mut y = cpu::backward_data::<T>(geometry, x, weight)?;
-                if let Some(bias) = bias {
-                    let planes = y.chunks_exact_mut(geometry.input_pixels().max(1));
-                    for (plane, bias) in planes.zip(bias.iter().cycle()) {
-                        plane.iter_mut().for_each(|value| *value += *bias);
-                    }
-                }
-                Ok(narrow::<T>(y))
+                let y = match self.transposed {
+                    false => cpu::forward::<T>(geometry, x, weight, bias.as_deref())?,
+                    true => cpu::backward_data::<T>(geometry, x, weight, bias.as_deref())?,
+                };
+                Ok(T::to_cpu_storage_owned(y))
             }))
         })?;
         Ok((Storage::Cpu(storage), Shape::from(shape)))
@@ -184,10 +178,13 @@ impl Function for Convolution {
         let mut gradients = vec![None; needed.len()];
         dispatch!(dy.dtype(), self.name, T => with_slice::<T, _>(dy, |dy| {
             if needed[0] {
-                gradients[0] = Some(with_wide::<T, _>(weight, |weight| Ok(match transposed {
-                    true => slice_tensor(cpu::forward::<T>(geometry, dy, weight, None)?, x.shape()),
-                    false => tensor::<T>(cpu::backward_data::<T>(geometry, dy, weight)?, x.shape()),
-                }))?);
+                gradients[0] = Some(with_wide::<T, _>(weight, |weight| {
+                    let dx = match transposed {
+                        true => cpu::forward::<T>(geometry, dy, weight, None)?,
+                        false => cpu::backward_data::<T>(geometry, dy, weight, None)?,
+                    };
+                    Ok(slice_tensor(dx, x.shape()))
+                })?);
             }
             if needed[1] {
                 gradients[1] = Some(with_slice::<T, _>(x, |x| {
