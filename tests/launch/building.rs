@@ -1,4 +1,4 @@
-//! Building a cargo target and running it.
+//! Building and running cargo targets.
 use crate::{Place, Ran};
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Command lines that make no sense, and programs that are not there.
+//! Invalid command lines, and programs that do not exist.
 use crate::{Place, Ran};
 
 fn run(place: &Place, args: &[&str]) -> Ran {
@@ -6,11 +6,11 @@ fn run(place: &Place, args: &[&str]) -> Ran {
 }
 
 #[test]
-fn nonsense_is_refused_with_code_2() {
+fn invalid_command_lines_exit_with_code_2() {
     let place = Place::new();
     let cases: &[(&[&str], &str)] = &[
-        (&[], "say what to run"),
-        (&["--nproc-per-node", "0", "x"], "from 1 up"),
+        (&[], "give a program to run"),
+        (&["--nproc-per-node", "0", "x"], "expected a positive number"),
         (&["--no-such-option", "x"], "--no-such-option"),
         (&["--example", "a", "--bin", "b"], "cannot be used with"),
         (&["--nnodes", "2", "--node-rank", "0", "x"], "--master-addr"),
@@ -18,8 +18,8 @@ fn nonsense_is_refused_with_code_2() {
         (&["--max-restarts", "3", "x"], "not supported yet"),
         (&["--rdzv-backend", "c10d", "x"], "--master-addr and --master-port"),
         (&["--rdzv_endpoint=a:1", "x"], "--master-addr and --master-port"),
-        (&["--rdzv-conf", "timeout=9", "x"], "leave it out"),
-        (&["--local-addr", "a", "x"], "leave it out"),
+        (&["--rdzv-conf", "timeout=9", "x"], "omit this option"),
+        (&["--local-addr", "a", "x"], "omit this option"),
         (&["--local_ranks_filter", "0", "x"], "--redirects"),
         (&["--numa-binding", "node", "x"], "numactl"),
         (&["--virtual_local_rank", "x"], "CUDA_VISIBLE_DEVICES=$LOCAL_RANK"),
@@ -34,11 +34,11 @@ fn nonsense_is_refused_with_code_2() {
 }
 
 #[test]
-fn variables_that_make_no_sense_are_named() {
+fn invalid_variables_are_named() {
     let place = Place::new();
     for (name, value, hint) in [
-        ("PET_NNODES", "none", "\"none\" is not a number of machines"),
-        ("PET_NPROC_PER_NODE", "many", "expected a number from 1 up"),
+        ("PET_NNODES", "none", "\"none\" is not a positive number of machines"),
+        ("PET_NPROC_PER_NODE", "many", "expected a positive number"),
         ("PET_RDZV_BACKEND", "c10d", "--master-addr and --master-port"),
         ("PET_RDZV_ENDPOINT", "a:1", "--master-addr and --master-port"),
         ("PET_MAX_RESTARTS", "3", "not supported yet"),
@@ -51,7 +51,7 @@ fn variables_that_make_no_sense_are_named() {
     }
 }
 
-/// As root by another user's limit, since root has none.
+/// Root has no such limit, so as root the test uses that of another user.
 #[test]
 fn a_system_without_threads_says_which_limit_to_raise() {
     let place = Place::new();
@@ -78,7 +78,7 @@ fn a_system_without_threads_says_which_limit_to_raise() {
         command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp"));
         let ran = Ran::new(&mut command);
         if ["env:", "setpriv:", "prlimit:"].iter().any(|program| ran.stderr.starts_with(program)) {
-            println!("SKIPPED, since such a limit cannot be set here: {ran:?}");
+            println!("SKIPPED, because such a limit cannot be set here: {ran:?}");
             return;
         }
         if ran.code != Some(0) {
@@ -155,7 +155,7 @@ fn what_changes_nothing_is_accepted() {
 #[test]
 fn too_many_workers_for_the_limits_say_which_to_raise() {
     let place = Place::new();
-    // Pipes, the threads' descriptors, or the start of a process: the limit is hit by one or another.
+    // Depending on the limit, pipes, the threads' descriptors or the start of a process hit it.
     for limit in 30..36 {
         let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
         let mut command = std::process::Command::new("sh");
