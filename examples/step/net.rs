@@ -1,4 +1,4 @@
-//! The models, as any candle program would build them.
+//! The models, built as in any candle program.
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_nn::{BatchNorm, Conv2d, Conv2dConfig, FuncT, VarBuilder, batch_norm, conv2d_no_bias, func_t, linear};
 use clap::ValueEnum;
@@ -65,7 +65,7 @@ fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
     }))
 }
 
-/// A convolution without bias, and batch normalisation.
+/// A convolution without bias, followed by batch normalisation.
 struct Convolution(Conv2d, BatchNorm);
 
 impl Convolution {
@@ -84,7 +84,7 @@ impl ModuleT for Convolution {
     }
 }
 
-/// Two convolutions and a way around them.
+/// Two convolutions with a residual connection.
 struct Block {
     first: Convolution,
     second: Convolution,

@@ -96,14 +96,14 @@ fn results_of_several_runs_make_one_picture() {
 
     std::fs::write(path("a"), "{}\n").unwrap();
     let stderr = String::from_utf8(draw(&curves).stderr).unwrap();
-    assert!(stderr.contains("line 1: no JSON object with bytes and busbw_gbps"), "{stderr}");
+    assert!(stderr.contains("line 1: not a JSON object with bytes and busbw_gbps"), "{stderr}");
 }
 
 #[test]
 fn options_that_make_no_sense_say_so() {
     for (arguments, message) in [
         (&["--min-bytes", "1M", "--max-bytes", "1K"][..], "is more than the 1024 of --max-bytes"),
-        (&["--max-bytes", "5X"], "none of K, M and G"),
+        (&["--max-bytes", "5X"], "not one of K, M and G"),
         (&["--max-bytes", "99999999999G"], "more than this machine can address"),
         (&["--sizes", "4,0"], "at least one byte"),
         (&["--op", "mean"], "sum, avg, min, max or prod"),
