@@ -1,11 +1,11 @@
-"""All-reduce of the CPU engine as it is and with other settings, which are environment variables, in alternating runs.
+"""Compares the all-reduce of the CPU engine with default and other settings (environment variables) in alternating runs.
 
     python3 scripts/compare_settings.py --hosts 2 --set CANDLE_DDP_CPU_TRANSPORT=tcp
     python3 scripts/compare_settings.py --set CANDLE_DDP_CPU_SEGMENT_BYTES=131072 --set CANDLE_DDP_CPU_SEGMENT_BYTES=524288
 
-The first compares the hierarchical engine with TCP between all ranks, on two hosts that are network namespaces joined by
-a veth pair, which needs root. The second is how the sizes in src/backend/cpu/algorithm/mod.rs are tuned. The table goes to
-the standard output.
+The first command compares the hierarchical engine with TCP between all ranks, on two hosts, which are network namespaces
+joined by a veth pair; this needs root. The second command is how the sizes in src/backend/cpu/algorithm/mod.rs are tuned.
+The table is written to standard output.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main():
                 harness.run_ranks(command, options.hosts * options.ranks, hosts, environment)
                 rows = harness.json_lines(results.read_text())
                 if sum(row["errors"] for row in rows) or [row["bytes"] for row in rows] != options.sizes:
-                    sys.exit(f"{name}: wrong values, or sizes left out, in {rows}")
+                    sys.exit(f"{name}: wrong values, or missing sizes, in {rows}")
                 for row in rows:
                     times.setdefault((name, row["bytes"]), []).append(row["time_us"])
     print(document(options, list(settings), times))
@@ -49,9 +49,9 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1, help="this machine, or two namespaces [1]")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [2]")
-    parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE[,…]", help="measure this, too")
+    parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE[,…]", help="additional settings to measure")
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of everything [5]")
-    parser.add_argument("--seconds", type=float, default=0.1, help="length of each of a size's five batches, about [0.1]")
+    parser.add_argument("--seconds", type=float, default=0.1, help="approximate length of each of a size's five batches [0.1]")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64 * KIB, MIB, 16 * MIB, 64 * MIB], help="in bytes")
     return parser.parse_args()
 
@@ -60,7 +60,7 @@ def document(options, names, times):
     median = {curve: statistics.median(found) for curve, found in times.items()}
     lines = [
         f"f32, sum, in place, {options.hosts} × {options.ranks} ranks; microseconds, medians over {options.rounds} "
-        "alternating rounds (lowest to highest round in brackets). Ratios are to the engine as it is.",
+        "alternating rounds (lowest to highest round in brackets). Ratios are relative to the default settings.",
         "",
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {harness.machine()}",
