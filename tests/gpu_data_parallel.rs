@@ -59,8 +59,8 @@ fn lists(test: &str) -> Vec<Vec<Device>> {
 }
 
 #[test]
-fn steps_are_those_of_one_cpu() {
-    for devices in lists("steps_are_those_of_one_cpu") {
+fn steps_match_one_cpu() {
+    for devices in lists("steps_match_one_cpu") {
         for output_device in [&devices[0], &devices[devices.len() - 1]] {
             let (ours, plain) = (VarMap::new(), VarMap::new());
             let dp = DataParallel::new(&devices, output_device, &ours, build).unwrap();
@@ -93,8 +93,8 @@ fn steps_are_those_of_one_cpu() {
 }
 
 #[test]
-fn what_is_on_another_device_is_refused_with_advice() {
-    for devices in lists("what_is_on_another_device_is_refused_with_advice") {
+fn tensors_on_another_device_are_refused_with_advice() {
+    for devices in lists("tensors_on_another_device_are_refused_with_advice") {
         if devices[0].is_cpu() {
             continue;
         }

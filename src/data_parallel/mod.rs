@@ -285,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_elsewhere_is_told_where_to_go() {
+    fn a_target_on_another_device_is_refused_with_advice() {
         let error = wrong_target(DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 }).to_string();
         assert!(error.contains("on device cpu") && error.contains("outputs on device cuda:1"), "{error}");
         assert!(error.contains("to_device(dp.output_device())"), "{error}");

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_split_or_joined_is_refused() {
+    fn invalid_tensors_are_refused() {
         let scalar = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap();
         assert!(scatter(&scalar, &[Device::Cpu]).unwrap_err().to_string().contains("dimension 0"));
         assert!(scatter(&scalar.unsqueeze(0).unwrap(), &[]).is_err());

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn multiplications_and_additions_stay_apart() {
+    fn multiplications_and_additions_are_not_fused() {
         for source in SOURCES {
             let ptx = ptx(source, 90).unwrap();
             assert!(!ptx.contains("fma."), "{}", source.name());
@@ -111,13 +111,13 @@ mod tests {
     }
 
     #[test]
-    fn the_compilers_messages_come_with_the_error() {
+    fn errors_contain_the_compilers_messages() {
         let error = compile("broken.cu", "extern \"C\" __global__ void broken() { nothing; }", 90).unwrap_err();
         assert!(error.contains("broken.cu") && error.contains("nothing"), "{error}");
     }
 
     #[test]
-    fn a_gpu_newer_than_the_compiler_gets_what_it_can_translate() {
+    fn a_gpu_newer_than_the_compiler_gets_ptx_that_its_driver_translates() {
         assert_eq!(target(90, &[75, 80, 90, 100]), Some(90));
         assert_eq!(target(89, &[75, 80, 90, 100]), Some(80));
         assert_eq!(target(130, &[75, 80, 90, 100]), Some(100));

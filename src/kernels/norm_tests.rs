@@ -76,8 +76,8 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
 }
 
 #[test]
-fn norms_are_those_of_the_cpu() {
-    let Some(host) = Host::new("norms_are_those_of_the_cpu") else { return };
+fn norms_match_the_cpu() {
+    let Some(host) = Host::new("norms_match_the_cpu") else { return };
     norms_alike::<f32, f32>(&host, 2e-6);
     norms_alike::<f64, f64>(&host, 1e-12);
     norms_alike::<f16, f32>(&host, 1e-3);

@@ -163,8 +163,8 @@ fn trains_alike_in_all_dtypes<R: UpdateRule>(host: &Host, groups: [R; 2], tolera
 const EXACT: [f64; 4] = [0.; 4];
 
 #[test]
-fn adam_and_adamw_train_as_on_the_cpu() {
-    let Some(host) = Host::new("adam_and_adamw_train_as_on_the_cpu") else { return };
+fn adam_and_adamw_match_the_cpu() {
+    let Some(host) = Host::new("adam_and_adamw_match_the_cpu") else { return };
     let options = ParamsAdamW { lr: 0.05, ..Default::default() };
     let other = ParamsAdamW { weight_decay: 0.3, beta1: 0.7, eps: 1e-3, ..options.clone() };
     trains_alike_in_all_dtypes(&host, [options, other], EXACT);
@@ -174,8 +174,8 @@ fn adam_and_adamw_train_as_on_the_cpu() {
 }
 
 #[test]
-fn sgd_trains_as_on_the_cpu() {
-    let Some(host) = Host::new("sgd_trains_as_on_the_cpu") else { return };
+fn sgd_matches_the_cpu() {
+    let Some(host) = Host::new("sgd_matches_the_cpu") else { return };
     let plain = ParamsSgd { lr: 0.1, weight_decay: 0.1, ..Default::default() };
     let momentum = ParamsSgd { momentum: 0.9, ..plain.clone() };
     let dampened = ParamsSgd { dampening: 0.4, ..momentum.clone() };
@@ -185,8 +185,8 @@ fn sgd_trains_as_on_the_cpu() {
 }
 
 #[test]
-fn lamb_trains_as_on_the_cpu() {
-    let Some(host) = Host::new("lamb_trains_as_on_the_cpu") else { return };
+fn lamb_matches_the_cpu() {
+    let Some(host) = Host::new("lamb_matches_the_cpu") else { return };
     // The sums have a different order, so 16-bit parameters may be rounded differently.
     let tolerances = [1e-6, 1e-12, 2e-3, 1.6e-2];
     let options = ParamsLamb { lr: 0.05, ..Default::default() };
@@ -199,8 +199,8 @@ fn lamb_trains_as_on_the_cpu() {
 
 /// As under ZeRO, where the other part's sums come from another rank.
 #[test]
-fn lamb_in_two_parts_is_lamb_in_one() {
-    let Some(host) = Host::new("lamb_in_two_parts_is_lamb_in_one") else { return };
+fn lamb_in_two_parts_matches_lamb_in_one() {
+    let Some(host) = Host::new("lamb_in_two_parts_matches_lamb_in_one") else { return };
     let (size, cut) = (2 * CHUNK + 100, CHUNK + 31);
     let scalars = scalars_of(&ParamsLamb::default(), Moment { step: 3, gradient_scale: 0.5 });
     let update = |whole: bool| {
@@ -316,14 +316,14 @@ fn copies<E: WithDType, F: WithDType>(host: &Host) {
 }
 
 #[test]
-fn copies_convert_as_on_the_cpu() {
+fn copies_convert_like_the_cpu() {
     fn from_all<E: WithDType>(host: &Host) {
         copies::<E, f32>(host);
         copies::<E, f64>(host);
         copies::<E, f16>(host);
         copies::<E, bf16>(host);
     }
-    let Some(host) = Host::new("copies_convert_as_on_the_cpu") else { return };
+    let Some(host) = Host::new("copies_convert_like_the_cpu") else { return };
     from_all::<f32>(&host);
     from_all::<f64>(&host);
     from_all::<f16>(&host);

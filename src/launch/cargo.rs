@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_targets_own_message_counts() {
+    fn only_the_targets_own_message_is_used() {
         let target = CargoTarget { name: "a".into(), kind: "example", package: None, features: vec![], profile: None };
         let message = |reason: &str, name: &str, kind: &str, path: &str| {
             format!(r#"{{"reason":"{reason}","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#)

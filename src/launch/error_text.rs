@@ -16,7 +16,7 @@ mod tests {
     use crate::Error;
 
     #[test]
-    fn errors_that_name_another_rank_are_known() {
+    fn errors_that_name_another_rank_are_recognised() {
         let call = || "all_reduce(f32[3])".to_string();
         let errors = [
             Error::PeerGone { rank: 0, peer: 12, call: call() },

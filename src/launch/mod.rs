@@ -76,7 +76,7 @@ fn parse() -> Result<Cli, ExitCode> {
         // The text is lost if the stream has no reader.
         let _ = error.print();
         if error.use_stderr() {
-            say_variables();
+            list_variables();
             Console::get().finish(UNREAD, || false);
         }
         ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
@@ -95,7 +95,7 @@ fn run(cli: Cli) -> ExitCode {
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
         if matches!(error, Error::InvalidArgument { .. }) {
-            say_variables();
+            list_variables();
         }
         End::now(match &error {
             Error::InvalidArgument { .. } => USAGE,
@@ -125,14 +125,14 @@ impl End {
 /// Returns the error's text, with a hint if a resource of the system has run out.
 fn describe(error: &Error) -> String {
     let hint = match error {
-        Error::Io { source, .. } => worker::lack(source),
+        Error::Io { source, .. } => worker::resource_hint(source),
         _ => None,
     };
     hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Hint: {hint}"))
 }
 
 /// Lists the environment variables that may have set options, because the command line does not show them.
-fn say_variables() {
+fn list_variables() {
     let command = Cli::command();
     let variables = command.get_arguments().filter_map(|argument| argument.get_env()?.to_str());
     let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))).collect();

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn visible_devices_end_at_the_first_that_cannot_be() {
+    fn visible_devices_end_at_the_first_invalid_one() {
         assert_eq!(
             ["", "0", "0,2, 3", "0,-1,1", "-1", "GPU-8932f937,MIG-4a", "NoDevFiles"].map(visible_devices),
             [0, 1, 3, 1, 0, 2, 0]

@@ -40,7 +40,7 @@ pub(super) fn cause(workers: &[Worker], first: usize, remains: &Remains, topolog
 
 /// Returns whether the worker failed by itself, and not because ddprun ended it.
 pub(super) fn failed(worker: &Worker) -> bool {
-    worker.ended.is_some_and(|ended| !ended.told && ended.how != Exit::Code(0))
+    worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how != Exit::Code(0))
 }
 
 /// Returns whether the worker was killed from outside, or by a fault of its own. SIGABRT does not count, because

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_both_ways() {
+    fn names_and_numbers() {
         assert_eq!(parse_list("SIGTERM, SIGINT,").unwrap(), [15, 2]);
         assert_eq!(name(9), "SIGKILL");
         assert_eq!(name(40), "signal 40");

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_forms_are_refused() {
+    fn invalid_forms_are_refused() {
         for wrong in ["4", "", "x", "0:1,2", "0:4", ":1", "a:1", "0:1,0:2"] {
             assert!(wrong.parse::<StreamSelection>().is_err(), "{wrong:?}");
         }

@@ -32,7 +32,9 @@ pub(super) fn of_failure(
     let first = if workers.len() > 1 && cause.elsewhere.is_none() { " first" } else { "" };
     let _ = match ended {
         Some(ended) if failed(worker) => write!(text, "rank {rank} failed{first}: it {}", ended.how),
-        Some(Ended { how, told: false, .. }) => write!(text, "rank {rank} made the other ranks fail: it {how}"),
+        Some(Ended { how, asked_to_exit: false, .. }) => {
+            write!(text, "rank {rank} made the other ranks fail: it {how}")
+        }
         Some(Ended { how, .. }) => {
             write!(text, "rank {rank} made the other ranks fail: it {how} after ddprun asked it to exit")
         }
@@ -57,7 +59,7 @@ pub(super) fn of_failure(
         let _ = match other.ended {
             None => write!(text, "\n  rank {rank} could not be killed (pid {})", other.pid),
             Some(Ended { how: Exit::Code(0), after, .. }) if ended.is_none_or(|ended| after >= ended.after) => continue,
-            Some(Ended { how, told: false, .. }) => write!(text, "\n  rank {rank} {how} by itself"),
+            Some(Ended { how, asked_to_exit: false, .. }) => write!(text, "\n  rank {rank} {how} by itself"),
             Some(Ended { how, .. }) => write!(text, "\n  rank {rank} {how} after ddprun asked it to exit"),
         };
         if let Some(error) = folder.error(index) {

@@ -22,11 +22,11 @@ const SETTLE: Duration = Duration::from_secs(1);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// Processes that take longer than this to exit are named, so that the user knows what ddprun waits for.
-const PATIENCE: Duration = Duration::from_secs(1);
+const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 
 /// A signal that follows the first one within this time is the same request: `timeout` signals both the process and its
 /// group.
-const AGAIN: Duration = Duration::from_millis(500);
+const SAME_REQUEST: Duration = Duration::from_millis(500);
 
 /// An event that the supervisor handles.
 #[derive(Debug)]
@@ -223,7 +223,7 @@ impl Supervisor {
             }
             (_, Phase::Killed(_)) => {}
             (_, Phase::Ending(_)) => match self.signalled {
-                Some(first) if first.elapsed() < AGAIN => {}
+                Some(first) if first.elapsed() < SAME_REQUEST => {}
                 Some(_) => self.kill(),
                 None => {
                     self.signalled = Some(Instant::now());
@@ -248,7 +248,7 @@ impl Supervisor {
     /// Asks all processes to exit.
     fn end(&mut self, signal: Signal) {
         let now = Instant::now();
-        self.announce = Some(now + PATIENCE);
+        self.announce = Some(now + ANNOUNCE_AFTER);
         if self.outcome == Outcome::Success {
             // Only after a success does the user not expect that processes are ended.
             self.announce = None;
@@ -309,13 +309,13 @@ impl Supervisor {
             let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
             let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { continue };
             let how = Exit::new(status);
-            let told = match self.phase {
+            let asked_to_exit = match self.phase {
                 Phase::Running | Phase::Settling(_) => false,
                 // A worker killed by SIGKILL was not killed by this process.
                 Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
                 Phase::Killed(_) => true,
             };
-            worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), told });
+            worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), asked_to_exit });
             if how != Exit::Code(0) && self.phase == Phase::Running {
                 self.outcome = Outcome::Failure(index);
                 self.phase = Phase::Settling(Instant::now() + SETTLE);

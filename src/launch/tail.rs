@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_carriage_return_overwrote_is_gone() {
+    fn text_overwritten_after_a_carriage_return_is_dropped() {
         assert_eq!(lines(&["10%\r20%", "\r30%\n", "end\r", "\n"]), ["30%", "end"]);
     }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn control_sequences_are_left_out() {
+    fn control_sequences_are_removed() {
         assert_eq!(lines(&["\r\x1b[2K\x1b[1;31merror\x1b[0m:\tbad\u{7}\n"]), ["error:\tbad"]);
         assert_eq!(lines(&["cut \x1b[12"]), ["cut "]);
     }

@@ -40,7 +40,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn known_moments() {
+    fn known_times() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         assert_eq!(readable(at(0)), "1970-01-01 00:00:00 UTC");
         assert_eq!(readable(at(951_827_696)), "2000-02-29 12:34:56 UTC");

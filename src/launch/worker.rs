@@ -60,7 +60,7 @@ pub(super) struct Ended {
     pub(super) after: Duration,
     pub(super) at: SystemTime,
     /// Whether ddprun had asked it to exit.
-    pub(super) told: bool,
+    pub(super) asked_to_exit: bool,
 }
 
 /// A worker that was started. It leads its own process group.
@@ -108,7 +108,7 @@ impl Starter<'_> {
         }
         command.process_group(0);
         child::bind_to_launcher(&mut command);
-        let process = command.spawn().map_err(|source| match lack(&source) {
+        let process = command.spawn().map_err(|source| match resource_hint(&source) {
             Some(_) => cannot("starting a process", rank, source),
             None => cannot_start(self.program, source),
         })?;
@@ -153,7 +153,7 @@ impl Starter<'_> {
 }
 
 /// Returns a remedy if the system has run out of a resource.
-pub(super) fn lack(error: &std::io::Error) -> Option<&'static str> {
+pub(super) fn resource_hint(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
         Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),

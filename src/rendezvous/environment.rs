@@ -279,7 +279,7 @@ mod tests {
     ];
 
     #[test]
-    fn torchrun_wins() {
+    fn torchrun_takes_precedence() {
         let expected = Environment {
             rank: Some(5),
             world_size: Some(8),

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn names_what_is_wrong() {
+    fn errors_name_the_invalid_part() {
         for (text, expected) in [
             ("", "use env://"),
             ("localhost:29500", "use env://"),

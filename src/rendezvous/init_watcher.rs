@@ -83,7 +83,7 @@ impl InitWatcher {
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
             let _end = end;
-            Look { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+            Poller { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
         };
         let handle = std::thread::Builder::new()
             .name(format!("ddp-{rank}-init"))
@@ -109,9 +109,9 @@ impl InitWatcher {
         match &result {
             Ok(_) => self.store.lift_limits(),
             Err(Error::PeerGone { rank, peer, .. }) => {
-                self.tell(*peer, &format!("it is gone: its connection to rank {rank} closed"));
+                self.report(*peer, &format!("it is gone: its connection to rank {rank} closed"));
             }
-            Err(error) => self.tell(self.rank, &format!("{error} (on host {})", host_name())),
+            Err(error) => self.report(self.rank, &format!("{error} (on host {})", host_name())),
         }
         result
     }
@@ -127,8 +127,8 @@ impl InitWatcher {
     }
 
     /// Reports to the other ranks that `culprit` failed, unless another failure was reported first.
-    fn tell(&self, culprit: usize, reason: &str) {
-        let tell = || -> Result<()> {
+    fn report(&self, culprit: usize, reason: &str) {
+        let report = || -> Result<()> {
             let end = self.store.deadline.min(Instant::now()) + REPORTING;
             let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
             keys.compare_set(ABORT, b"", format!("{culprit} {reason}").as_bytes())?;
@@ -139,7 +139,7 @@ impl InitWatcher {
             }
             Ok(())
         };
-        if let Err(error) = tell() {
+        if let Err(error) = report() {
             log::debug!("rank {}: cannot report the failure to the other ranks: {error}", self.rank);
         }
     }
@@ -150,7 +150,7 @@ impl Drop for InitWatcher {
         if self.thread.is_some() {
             self.end_thread();
             if std::thread::panicking() {
-                self.tell(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
+                self.report(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
             }
         }
     }
@@ -173,7 +173,7 @@ fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
 }
 
 /// The data of the thread.
-struct Look<'a> {
+struct Poller<'a> {
     keys: PrefixStore,
     cancellation: &'a Cancellation,
     heard: &'a AtomicBool,
@@ -190,7 +190,7 @@ enum Next {
     Done,
 }
 
-impl Look<'_> {
+impl Poller<'_> {
     fn run(&self, pace: Pace, stopped: &Receiver<()>) {
         let (mut heartbeats, mut failures, mut next) = (0, 0, Next::Absent);
         for tick in 1.. {
@@ -199,7 +199,7 @@ impl Look<'_> {
                 _ => break,
             }
             let look = || -> Result<bool> {
-                if self.hear()? {
+                if self.check_abort()? {
                     return Ok(true);
                 }
                 if tick % pace.ticks_per_heartbeat == 0 {
@@ -229,7 +229,7 @@ impl Look<'_> {
     }
 
     /// Returns whether a rank has failed.
-    fn hear(&self) -> Result<bool> {
+    fn check_abort(&self) -> Result<bool> {
         if !self.keys.check(&[ABORT])? {
             return Ok(false);
         }
@@ -284,8 +284,8 @@ impl Look<'_> {
     /// Returns ` on host NAME`, if the rank has reported its host.
     fn host_of(&self, peer: usize) -> String {
         let key = in_join(&host_key(peer));
-        let told = self.keys.check(&[&key]).ok().filter(|told| *told).and_then(|_| self.keys.get(&key).ok());
-        let host = String::from_utf8_lossy(&told.unwrap_or_default()).into_owned();
+        let found = self.keys.check(&[&key]).ok().filter(|found| *found).and_then(|_| self.keys.get(&key).ok());
+        let host = String::from_utf8_lossy(&found.unwrap_or_default()).into_owned();
         host.split(' ')
             .next()
             .filter(|name| !name.is_empty())
@@ -309,7 +309,7 @@ mod tests {
         watcher
     }
 
-    fn hear(watcher: &InitWatcher) -> (usize, String) {
+    fn wait_for_failure(watcher: &InitWatcher) -> (usize, String) {
         let start = Instant::now();
         loop {
             assert!(start.elapsed() < TIMEOUT, "the failure was not reported");
@@ -322,14 +322,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_is_heard_and_waits_end() {
+    fn the_first_failure_is_reported_and_ends_waits() {
         let folder = tempfile::tempdir().unwrap();
         let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
         let store = Arc::clone(&a.store);
         let waiting = std::thread::spawn(move || store.get("never set"));
         let error = b.conclude::<()>(Err(Error::invalid("device", "no GPU"))).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error must not change: {error}");
-        let (peer, reason) = hear(&a);
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
         assert!(matches!(waiting.join().unwrap(), Err(Error::PeerFailed { peer: 1, .. })));
         assert!(a.conclude::<()>(a_failure()).is_err());
@@ -349,13 +349,13 @@ mod tests {
         a.check().unwrap(); // rank 1 has not arrived yet
         keys.set("run/join/host/1", b"node7 0123").unwrap();
         keys.set("run/init/heartbeat/1", FIRST).unwrap();
-        let (peer, reason) = hear(&a);
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
         assert!(keys.check(&["run/init/abort"]).unwrap());
     }
 
     #[test]
-    fn ranks_that_live_or_are_connected_are_not_lost() {
+    fn live_or_connected_ranks_are_not_lost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
         let slow = Pace { lost_after: 60, ..FAST };
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_told() {
+    fn a_panic_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
         let panicked = std::thread::spawn(move || {
@@ -376,7 +376,7 @@ mod tests {
             panic!("out of luck");
         });
         panicked.join().unwrap_err();
-        let (peer, reason) = hear(&a);
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
     }
 }

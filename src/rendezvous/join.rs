@@ -86,8 +86,8 @@ impl Join<'_> {
         if !local.is_loopback() || !self.store.check(&[STORE_ADDRESS])? {
             return Ok(Some(local));
         }
-        let told = self.store.get(STORE_ADDRESS)?;
-        Ok(Some(String::from_utf8_lossy(&told).parse().unwrap_or(local)))
+        let reported = self.store.get(STORE_ADDRESS)?;
+        Ok(Some(String::from_utf8_lossy(&reported).parse().unwrap_or(local)))
     }
 
     /// Returns this rank's index among the ranks of its host, and their number.
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn places_on_hosts() {
+    fn local_ranks() {
         let places = |hosts: &[&'static str]| {
             let ranks: Vec<_> = hosts.iter().map(|host| (*host, None)).collect();
             meet(&ranks).into_iter().map(|met| met.0).collect::<Vec<_>>()
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_good_on_other_hosts() {
+    fn addresses_work_on_other_hosts() {
         let inside = Some(("127.0.0.1", "127.0.1.1"));
         let addresses = |ranks: &[(&str, Option<(&str, &str)>)]| {
             meet(ranks).into_iter().map(|met| met.1.unwrap_or_default()).collect::<Vec<_>>()

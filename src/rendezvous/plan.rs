@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn options_win_over_the_query_and_that_over_the_environment() {
+    fn options_take_precedence_over_the_query_and_the_environment() {
         let explicit = plan(options("tcp://h:1?rank=2&world_size=8", Some(5), None), LAUNCHED).unwrap();
         assert_eq!((explicit.rank, explicit.world_size, explicit.local), (5, 8, None));
         let explicit = plan(options("env://", Some(0), Some(2)), LAUNCHED).unwrap();
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_launcher_that_places_all_ranks_names_the_run() {
+    fn only_a_launcher_that_numbers_all_ranks_sets_the_run_id() {
         let run_id = |options, variables: &[(&str, &str)]| plan(options, variables).unwrap().run_id;
         // Ranks that come from options may belong to different launchers.
         assert_eq!(run_id(options("tcp://h:1", Some(0), Some(2)), LAUNCHED), None);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_missing() {
+    fn errors_name_what_is_missing() {
         for (init_method, rank, world_size, variables, expected) in [
             ("env://", None, None, &[][..], "ddprun --nproc-per-node"),
             ("tcp://h:1", Some(0), None, &[], "WORLD_SIZE is not set: start the program"),

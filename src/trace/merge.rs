@@ -49,7 +49,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn traces_are_json_and_merge_also_when_torn() {
+    fn traces_are_json_and_merge_even_if_torn() {
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..3 {
             let trace = Trace::create(folder.path(), rank).unwrap();

@@ -172,8 +172,8 @@ fn dropped_works_are_carried_out() {
 }
 
 #[test]
-fn auto_takes_nccl_where_there_is_a_gpu() {
-    finish("auto_takes_nccl_where_there_is_a_gpu", 2, "auto");
+fn auto_selects_nccl_if_there_is_a_gpu() {
+    finish("auto_selects_nccl_if_there_is_a_gpu", 2, "auto");
 }
 
 #[test]
@@ -186,8 +186,8 @@ fn ranks_on_one_gpu_are_refused_by_name() {
 }
 
 #[test]
-fn ranks_that_were_shown_the_same_gpu_are_refused_by_its_name() {
-    if gpus("ranks_that_were_shown_the_same_gpu_are_refused_by_its_name").is_none() {
+fn ranks_with_the_same_visible_gpu_are_refused_by_name() {
+    if gpus("ranks_with_the_same_visible_gpu_are_refused_by_name").is_none() {
         return;
     }
     for report in Ranks::start_without_sharing(2, "auto", Some(("CUDA_VISIBLE_DEVICES", "0"))).outputs() {
@@ -236,18 +236,18 @@ fn subgroups(pg: &ProcessGroup) -> Result<()> {
 }
 
 #[test]
-fn a_call_comes_after_what_candle_was_told_before() {
-    finish("a_call_comes_after_what_candle_was_told_before", 2, "first fence");
+fn a_call_runs_after_candles_previous_work() {
+    finish("a_call_runs_after_candles_previous_work", 2, "first fence");
 }
 
 #[test]
-fn what_candle_is_told_after_a_wait_comes_after_the_call() {
-    finish("what_candle_is_told_after_a_wait_comes_after_the_call", 2, "second fence");
+fn candles_work_after_a_wait_runs_after_the_call() {
+    finish("candles_work_after_a_wait_runs_after_the_call", 2, "second fence");
 }
 
 #[test]
-fn gradients_come_after_their_all_reduce() {
-    finish("gradients_come_after_their_all_reduce", 2, "fences of a backward pass");
+fn gradients_are_read_after_their_all_reduce() {
+    finish("gradients_are_read_after_their_all_reduce", 2, "fences of a backward pass");
 }
 
 #[test]
@@ -261,8 +261,8 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 }
 
 #[test]
-fn mixed_precision_trains_as_on_the_cpu() {
-    if gpus("mixed_precision_trains_as_on_the_cpu").is_none() {
+fn mixed_precision_matches_the_cpu() {
+    if gpus("mixed_precision_matches_the_cpu").is_none() {
         return;
     }
     for (dtype, job) in [(DType::F16, "train in f16"), (DType::BF16, "train in bf16")] {
@@ -271,8 +271,8 @@ fn mixed_precision_trains_as_on_the_cpu() {
 }
 
 #[test]
-fn hooks_and_averages_work_as_on_the_cpu() {
-    if gpus("hooks_and_averages_work_as_on_the_cpu").is_none() {
+fn hooks_and_averages_match_the_cpu() {
+    if gpus("hooks_and_averages_match_the_cpu").is_none() {
         return;
     }
     for (tool, tolerance) in toolbox::TOOLS {
@@ -282,8 +282,8 @@ fn hooks_and_averages_work_as_on_the_cpu() {
 }
 
 #[test]
-fn variables_elsewhere_are_refused_by_name() {
-    finish("variables_elsewhere_are_refused_by_name", 2, "elsewhere");
+fn variables_on_other_devices_are_refused_by_name() {
+    finish("variables_on_other_devices_are_refused_by_name", 2, "elsewhere");
 }
 
 #[test]
@@ -297,36 +297,36 @@ fn unused_parameters_hang_no_rank() {
 }
 
 #[test]
-fn fused_optimizers_train_as_on_the_cpu() {
-    if gpus("fused_optimizers_train_as_on_the_cpu").is_some() {
+fn fused_optimizers_match_the_cpu() {
+    if gpus("fused_optimizers_match_the_cpu").is_some() {
         optim::all_train_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn an_optimizer_takes_variables_of_several_devices() {
-    if gpus("an_optimizer_takes_variables_of_several_devices").is_some() {
+fn an_optimizer_accepts_variables_on_several_devices() {
+    if gpus("an_optimizer_accepts_variables_on_several_devices").is_some() {
         optim::devices_mix(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn gradients_are_clipped_as_on_the_cpu() {
-    if gpus("gradients_are_clipped_as_on_the_cpu").is_some() {
+fn clipping_matches_the_cpu() {
+    if gpus("clipping_matches_the_cpu").is_some() {
         optim::clips_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn norms_are_those_of_the_cpu() {
-    if gpus("norms_are_those_of_the_cpu").is_some() {
+fn norms_match_the_cpu() {
+    if gpus("norms_match_the_cpu").is_some() {
         norms::norms_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn batches_of_ranks_are_normalised_as_one_on_the_cpu() {
-    finish("batches_of_ranks_are_normalised_as_one_on_the_cpu", 2, "sync batch norm");
+fn sync_batch_norm_matches_one_batch_on_the_cpu() {
+    finish("sync_batch_norm_matches_one_batch_on_the_cpu", 2, "sync batch norm");
 }
 
 #[test]
@@ -339,8 +339,8 @@ fn gradients_are_unscaled_and_overflows_found_on_all_ranks() {
 }
 
 #[test]
-fn optimizers_in_shards_train_as_whole_ones() {
-    if gpus("optimizers_in_shards_train_as_whole_ones").is_some() {
+fn sharded_optimizers_match_unsharded_ones() {
+    if gpus("sharded_optimizers_match_unsharded_ones").is_some() {
         for world_size in [1, 2] {
             Ranks::start(world_size, "zero").finish();
         }

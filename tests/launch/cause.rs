@@ -6,7 +6,7 @@ const NOISE: &str = "i=0; while [ $i -lt 30 ]; do echo \"  $i: cleaning up\" >&2
 
 /// The error that names the cause is followed by more lines than are kept.
 #[test]
-fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
+fn an_error_that_names_another_rank_counts_however_much_follows() {
     let script = format!(
         r#"
         case $RANK in

@@ -86,7 +86,7 @@ fn is_ignored(signal: Signal) -> bool {
 }
 
 #[test]
-fn signals_are_passed_on_and_ddprun_ends_after_the_workers() {
+fn signals_are_forwarded_and_ddprun_exits_after_the_workers() {
     for (signal, name, code) in [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)] {
         if is_ignored(signal) {
             // The tests run under nohup or the like; ddprun and the workers then ignore the signal too.
@@ -174,7 +174,7 @@ fn a_signal_after_a_failure_leaves_the_grace_period() {
 }
 
 #[test]
-fn a_signal_that_ddprun_was_told_to_ignore_stays_ignored() {
+fn a_signal_that_was_ignored_at_start_stays_ignored() {
     let place = Place::new();
     let script = "trap 'exit 0' TERM; trap 'echo >hung_up' HUP; echo >armed; while :; do sleep 0.01; done";
     let ddprun = place.ddprun(&["sh", "-c", script]);
@@ -201,7 +201,7 @@ fn workers_die_when_ddprun_is_killed() {
 }
 
 #[test]
-fn what_workers_have_started_ends_with_the_run() {
+fn processes_started_by_workers_end_with_the_run() {
     for end in ["exit 0", "exit 5", "kill -KILL $$"] {
         let place = Place::new();
         let ran = place.run(&[], &format!("sleep 1000 & echo $! >pid; {end}"));
@@ -212,7 +212,7 @@ fn what_workers_have_started_ends_with_the_run() {
 
 /// A wrapper script that does not use `exec` dies at once from SIGTERM; the program it started keeps its grace period.
 #[test]
-fn the_grace_period_also_holds_for_what_workers_have_started() {
+fn the_grace_period_also_applies_to_processes_started_by_workers() {
     let place = Place::new();
     let inner = "trap \"sleep 0.5; echo >saved; exit 0\" TERM; echo >armed; while :; do sleep 0.01; done";
     let mut child = place.start(&[], &format!("sh -c '{inner}'; true"));
@@ -223,7 +223,7 @@ fn the_grace_period_also_holds_for_what_workers_have_started() {
 }
 
 #[test]
-fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
+fn a_stopped_run_stops_its_workers_and_continues_with_them() {
     let place = Place::new();
     // No `sleep`: a shell whose child is stopped between vfork and exec waits for the child and is not stopped itself.
     let mut child = place.start(&[], "echo $$ >pid; while [ ! -e go ]; do :; done; echo end");
@@ -243,7 +243,7 @@ fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
 
 /// When ddprun looks, both are zombies: one is reported as the first, the other is listed.
 #[test]
-fn workers_that_fail_in_the_same_moment_are_all_named() {
+fn workers_that_fail_at_the_same_time_are_all_named() {
     let place = Place::new();
     let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done; exit 7";
     let mut child = place.start(&["--nproc-per-node", "2"], script);

@@ -105,7 +105,7 @@ fn options_come_from_the_variables_of_torchrun() {
 }
 
 #[test]
-fn the_store_is_there_from_the_first_moment_to_the_last() {
+fn the_store_exists_during_the_whole_run() {
     let place = Place::new();
     let child = place.start(
         &["--standalone"],
@@ -159,7 +159,7 @@ fn standard_input_is_empty() {
 }
 
 #[test]
-fn the_store_is_only_where_its_workers_reach_it() {
+fn the_store_listens_only_where_its_workers_reach_it() {
     let is_served = |ip: &str, port: u16| TcpStream::connect((ip, port)).is_ok();
     for args in [&[][..], &["--standalone"], &["--master-addr=localhost"], &["--master-addr=127.0.0.1"]] {
         let place = Place::new();
@@ -201,7 +201,7 @@ fn an_unresolvable_master_is_reported_at_once() {
 }
 
 #[test]
-fn brackets_around_an_address_are_left_out() {
+fn brackets_around_an_address_are_removed() {
     let ran = Place::new().run(&["--master-addr=[::1]"], "echo $MASTER_ADDR");
     assert_eq!(ran.stdout, "::1\n", "{ran:?}");
 }

@@ -64,7 +64,7 @@ fn detached_processes_end_with_a_run_that_fails() {
 }
 
 #[test]
-fn what_is_left_after_a_success_is_named_and_ended() {
+fn processes_left_after_a_success_are_named_and_ended() {
     let place = Place::new();
     let started = Started(&place, FILES);
     let ran = place.run(&[], &format!("{DETACHED}; echo end"));
@@ -145,7 +145,7 @@ fn the_folder_of_a_killed_run_is_removed_by_the_next() {
 }
 
 #[test]
-fn no_folder_is_left_when_descriptors_are_short() {
+fn no_folder_is_left_when_descriptors_run_out() {
     let place = Place::new();
     for limit in 5..14 {
         let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");

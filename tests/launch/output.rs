@@ -23,13 +23,13 @@ fn lines_of_different_ranks_never_tear() {
 }
 
 #[test]
-fn streams_stay_apart_and_unfinished_lines_come_through() {
+fn streams_stay_separate_and_unfinished_lines_are_shown() {
     let ran = Place::new().run(&[], "printf out; printf err >&2");
     assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("out", "err"));
 }
 
 #[test]
-fn a_line_without_end_comes_through_whole() {
+fn an_endless_line_is_shown_completely() {
     let ran = Place::new().run(&[], "head -c 5000000 /dev/zero | tr '\\0' x");
     assert_eq!(ran.stdout.len(), 5_000_000);
     assert!(ran.stdout.bytes().all(|byte| byte == b'x'));
@@ -78,7 +78,7 @@ fn tee_goes_to_files_and_is_shown_with_a_prefix() {
 }
 
 #[test]
-fn a_template_prefixes_all_that_is_shown() {
+fn a_template_prefixes_all_shown_lines() {
     let args = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--nproc-per-node=1"];
     let template = ["--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
     let ran = Place::new().run(&[&args[..], &template[..]].concat(), "echo out; echo err >&2");
@@ -97,7 +97,7 @@ fn earlier_logs_are_not_overwritten() {
 }
 
 #[test]
-fn log_files_without_a_folder_of_the_users_are_kept_and_named() {
+fn log_files_in_the_default_folder_are_kept_and_named() {
     let place = Place::new();
     let ran = place.run(&["-r3"], "echo text");
     let (_, folder) = ran.stderr.trim().split_once("log files are in ").unwrap();

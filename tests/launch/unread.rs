@@ -7,7 +7,7 @@ use std::process::Stdio;
 const FLOOD: &str = "head -c 150000 /dev/zero; echo >armed; head -c 4000000 /dev/zero";
 
 #[test]
-fn a_signal_ends_a_run_whose_output_nobody_reads() {
+fn a_signal_ends_a_run_with_unread_output() {
     let place = Place::new();
     let mut child = place.start(&["--shutdown-timeout=0.5"], FLOOD);
     let _unread = child.child().stdout.take();
@@ -20,7 +20,7 @@ fn a_signal_ends_a_run_whose_output_nobody_reads() {
 }
 
 #[test]
-fn a_failure_ends_a_run_whose_output_nobody_reads() {
+fn a_failure_ends_a_run_with_unread_output() {
     let place = Place::new();
     let script = format!(
         "[ $RANK = 0 ] && {{ {FLOOD}; }}; while [ ! -s armed ]; do sleep 0.01; done; sleep 0.3; \
@@ -36,7 +36,7 @@ fn a_failure_ends_a_run_whose_output_nobody_reads() {
 
 /// Output that the workers could still write is counted as lost.
 #[test]
-fn a_success_ends_a_run_whose_output_nobody_reads() {
+fn a_success_ends_a_run_with_unread_output() {
     let place = Place::new();
     let mut child = place.start(&["--shutdown-timeout=0.5"], "head -c 300000 /dev/zero; echo last >&2");
     let _unread = child.child().stdout.take();
@@ -69,7 +69,7 @@ fn a_slow_reader_is_waited_for() {
 
 /// Not even ddprun's own messages are read.
 #[test]
-fn nobody_reads_anything() {
+fn unread_messages_do_not_block_ddprun() {
     let place = Place::new();
     let (unread, writer) = std::io::pipe().unwrap();
     let mut command = place.ddprun(&["--shutdown-timeout=0.5", "sh", "-c", FLOOD]);

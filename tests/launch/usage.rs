@@ -53,7 +53,7 @@ fn invalid_variables_are_named() {
 
 /// Root has no such limit, so as root the test uses that of another user.
 #[test]
-fn a_system_without_threads_says_which_limit_to_raise() {
+fn a_lack_of_threads_names_the_limit_to_raise() {
     let place = Place::new();
     let root = rustix::process::geteuid().is_root();
     let user = 59_713;
@@ -64,7 +64,7 @@ fn a_system_without_threads_says_which_limit_to_raise() {
         // The binary may be in a folder that only root can read.
         std::fs::copy(env!("CARGO_BIN_EXE_ddprun"), place.path("ddprun")).unwrap();
     }
-    let mut told = 0;
+    let mut reported = 0;
     for limit in if root { 1..8 } else { 1..2 } {
         let limit = format!("--nproc={limit}");
         let user = format!("--reuid={user}");
@@ -83,10 +83,10 @@ fn a_system_without_threads_says_which_limit_to_raise() {
         }
         if ran.code != Some(0) {
             ran.says("ulimit -u");
-            told += 1;
+            reported += 1;
         }
     }
-    assert!(told > 0);
+    assert!(reported > 0);
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn help_and_version_go_to_stdout() {
 }
 
 #[test]
-fn a_program_that_is_not_there_says_how_to_get_one() {
+fn a_missing_program_gives_advice() {
     let place = Place::new();
     for (program, hint) in [("./nothing", "Build it first"), ("no-such-program", "--example NAME")] {
         let ran = run(&place, &["--nproc-per-node", "2", program]);
@@ -124,7 +124,7 @@ fn a_program_that_is_not_there_says_how_to_get_one() {
 }
 
 #[test]
-fn a_program_that_cannot_be_run_says_why() {
+fn a_program_that_cannot_be_run_gives_the_reason() {
     let place = Place::new();
     std::fs::write(place.path("script"), "#!/bin/sh\n").unwrap();
     std::fs::write(place.path("train.py"), "").unwrap();
@@ -146,14 +146,14 @@ fn a_port_that_is_taken_is_named() {
 }
 
 #[test]
-fn what_changes_nothing_is_accepted() {
+fn options_without_effect_are_accepted() {
     let place = Place::new();
     let ran = run(&place, &["--monitor-interval", "0.1", "--start_method=fork", "--no-python", "sh", "-c", "echo x"]);
     assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "x\n", ""));
 }
 
 #[test]
-fn too_many_workers_for_the_limits_say_which_to_raise() {
+fn too_many_workers_name_the_limit_to_raise() {
     let place = Place::new();
     // Depending on the limit, pipes, the threads' descriptors or the start of a process hit it.
     for limit in 30..36 {

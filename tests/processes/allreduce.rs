@@ -39,7 +39,7 @@ fn sweep(ranks: usize, arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn bandwidths_are_those_of_nccl_tests() {
+fn bandwidths_match_nccl_tests() {
     // By collective: elements of the larger buffer per count, and bus bandwidth per algorithm bandwidth, on 3 ranks.
     let expected =
         [("all_reduce", 1, 4. / 3.), ("broadcast", 1, 1.), ("all_gather", 3, 2. / 3.), ("reduce_scatter", 3, 2. / 3.)];
@@ -64,7 +64,7 @@ fn bandwidths_are_those_of_nccl_tests() {
 }
 
 #[test]
-fn every_dtype_and_operation_comes_out_right() {
+fn every_dtype_and_operation_is_correct() {
     for dtype in ["f64", "f16", "bf16", "i64", "u32", "u8"] {
         for op in ["sum", "min", "max", "prod"] {
             // More than one period of the values, and not a multiple of it.
@@ -76,7 +76,7 @@ fn every_dtype_and_operation_comes_out_right() {
 }
 
 #[test]
-fn results_of_several_runs_make_one_picture() {
+fn results_of_several_runs_make_one_chart() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
     for (file, svg) in [("a", "a.svg"), ("b", "b.svg")] {

@@ -57,7 +57,7 @@ fn two_ranks_learn_to_read() {
 }
 
 #[test]
-fn spread_optimizer_states_train_the_same() {
+fn sharded_optimizer_state_trains_the_same() {
     for ranks in [2, 3] {
         let hashes = |arguments: &[&str]| -> Vec<Value> {
             let epochs = metrics(ranks, &[&["--epochs", "2"], arguments].concat());
@@ -90,7 +90,7 @@ fn every_test_image_counts_once() {
 }
 
 #[test]
-fn a_seed_names_one_training() {
+fn a_seed_determines_the_training() {
     let hashes = |seed: &str| -> Vec<String> {
         let epochs = metrics(3, &["--epochs", "2", "--seed", seed]);
         epochs.iter().map(|epoch| epoch["parameter_hash"].as_str().unwrap().to_string()).collect()

@@ -135,7 +135,7 @@ fn user_process() {
 }
 
 #[test]
-fn what_a_killed_run_left_is_cleared() {
+fn leftovers_of_a_killed_run_are_cleared() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let mut command = Command::new(std::env::current_exe().unwrap());

@@ -54,7 +54,7 @@ fn over_tcp() {
 }
 
 #[test]
-fn again_and_again_at_the_same_place() {
+fn repeatedly_at_the_same_address() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let first = all_meet(&init_method, 2);
     exchange(&first, "first");
@@ -77,7 +77,7 @@ fn outer_address() -> Option<IpAddr> {
 }
 
 #[test]
-fn the_store_is_only_where_its_ranks_reach_it() {
+fn the_store_listens_only_where_its_ranks_reach_it() {
     let is_served = |ip: IpAddr, port: u16| TcpStream::connect((ip, port)).is_ok();
     let [loopback, other] = ["127.0.0.1", "127.0.0.2"].map(|ip| ip.parse().unwrap());
     for host in ["127.0.0.1", "localhost"] {
@@ -112,7 +112,7 @@ fn over_a_file() {
 }
 
 #[test]
-fn another_world_size_is_an_error_on_all() {
+fn a_different_world_size_is_an_error_on_all() {
     let folder = tempfile::tempdir().unwrap();
     let init_method = format!("file://{}", folder.path().join("meeting").display());
     let start = Instant::now();
@@ -169,7 +169,7 @@ fn the_first_time_out_ends_all_ranks() {
 }
 
 #[test]
-fn nobody_hosts() {
+fn a_missing_store_is_an_error() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let alone = RendezvousOptions { timeout: Duration::from_millis(300), ..options(&init_method, 1, 2) };
     let error = rendezvous(&alone).unwrap_err().to_string();
@@ -230,15 +230,15 @@ fn start(variables: &[(&str, String)]) -> Child {
 }
 
 #[test]
-fn two_jobs_at_one_port_do_not_disturb_each_other() {
+fn two_jobs_on_one_port_do_not_disturb_each_other() {
     let port = free_port();
     let run =
         |run: &str, rank| start(&[launched(rank, 2, port), vec![("TORCHELASTIC_RUN_ID", run.to_string())]].concat());
     let rank_0 = run("first", 0);
     // This rank waits for the first job's store and reaches it before that job is complete.
-    let stranger = run("second", 1).wait_with_output().unwrap();
-    let text = String::from_utf8_lossy(&stranger.stderr);
-    assert!(!stranger.status.success() && text.contains("the store belongs to the run \"first\""), "{text}");
+    let foreign = run("second", 1).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&foreign.stderr);
+    assert!(!foreign.status.success() && text.contains("the store belongs to the run \"first\""), "{text}");
     assert!(text.contains("belongs to the run \"second\"") && text.contains("MASTER_PORT"), "{text}");
     // A rank that does not know its run uses the store's run id.
     all_succeed(vec![start(&launched(1, 2, port)), rank_0]);
@@ -295,7 +295,7 @@ fn processes_on_a_launchers_store_that_survives_restarts() {
 }
 
 #[test]
-fn slurms_processes() {
+fn processes_under_slurm() {
     let server_port = free_port();
     let ranks: Vec<Child> = (0..2)
         .map(|rank: usize| {
@@ -313,7 +313,7 @@ fn slurms_processes() {
 }
 
 #[test]
-fn a_rank_given_twice_is_an_error_on_all() {
+fn a_duplicate_rank_is_an_error_on_all() {
     let server = TcpStoreServer::bind(0).unwrap();
     let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string())];
     let start_time = Instant::now();

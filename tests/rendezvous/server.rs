@@ -53,7 +53,7 @@ fn pings(stream: &mut TcpStream) -> bool {
 }
 
 #[test]
-fn a_malformed_client_is_closed_and_only_it() -> Result<()> {
+fn only_a_malformed_client_is_closed() -> Result<()> {
     let (server, store) = server();
     let mut good = greeted(&server);
     let long = |command: u8, length: u64| [&VALIDATE[..], &[command], &length.to_le_bytes()].concat();
@@ -122,7 +122,7 @@ fn a_client_that_leaves_while_it_waits_is_forgotten() {
 }
 
 #[test]
-fn a_slow_reader_stalls_nobody() {
+fn a_slow_reader_blocks_no_other_client() {
     let (server, store) = server();
     let large = vec![1; 8 << 20];
     store.set("large", &large).unwrap();
@@ -255,7 +255,7 @@ fn ranks_that_connect_all_at_once_are_all_accepted() {
 }
 
 #[test]
-fn a_greeting_has_a_deadline_and_an_idle_client_has_none() {
+fn only_the_handshake_has_a_deadline() {
     let greeting_timeout = Duration::from_millis(300);
     let server = bounded(TcpStoreServerOptions { greeting_timeout, ..Default::default() });
     let start = Instant::now();
@@ -396,7 +396,7 @@ fn list_keys_and_queues() {
 }
 
 #[test]
-fn dropping_the_server_ends_it_at_once_and_clients_say_so() {
+fn dropping_the_server_is_reported_by_its_clients_at_once() {
     let (server, store) = server();
     let port = server.port();
     std::thread::scope(|scope| {

@@ -49,7 +49,7 @@ fn over(transport: CpuTransport) -> CpuOptions {
 
 /// A single test, because the log and the mappings belong to the process.
 #[test]
-fn ranks_use_tcp_where_they_cannot_share_memory() {
+fn ranks_that_cannot_share_memory_use_tcp() {
     let _turn = logger::collect();
 
     // The normal case.

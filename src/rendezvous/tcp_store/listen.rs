@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn only_where_ranks_reach_the_store() {
+    fn listens_only_where_ranks_reach_the_store() {
         for (host, is_one_host, resolved, expected) in [
             ("127.0.0.1", false, &["127.0.0.1"][..], &["127.0.0.1"][..]),
             ("::1", false, &["::1"], &["::1"]),
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_another_host_is_served_on_all_interfaces_with_a_warning() {
+    fn an_address_of_another_host_means_all_interfaces_with_a_warning() {
         assert_eq!(choose("203.0.113.5", false, &["203.0.113.5"]), (vec!["::".to_string()], true));
         assert_eq!(choose("job-master-0", true, &["10.96.0.7"]), (vec!["::".to_string()], true));
         let unknown = Listening::choose("nowhere", 7, false, Err("the name has no address".to_string()), |_| true);

@@ -159,7 +159,7 @@ fn many_elements() {
 }
 
 #[test]
-fn nothing_to_do_is_no_call() {
+fn empty_collectives_do_nothing() {
     ranks(1, false, |rank| {
         assert_eq!(rank.all_reduce(&[], &mut []), 0);
         assert_eq!(rank.settle(), 0);

@@ -44,7 +44,7 @@ fn a_call_hangs_after_an_error_until_it_is_aborted() {
 }
 
 #[test]
-fn a_rank_that_goes_before_all_are_there_is_an_error() {
+fn a_rank_that_leaves_before_all_have_joined_is_an_error() {
     let (id, gone) = (id(), Barrier::new(3));
     threads(3, |rank| {
         if rank == 2 {
@@ -106,7 +106,7 @@ fn sum_of_three(rank: &Rank, (send, receive): Buffers) -> c_int {
 }
 
 #[test]
-fn calls_that_do_not_match_hang_until_they_are_aborted() {
+fn mismatched_calls_hang_until_they_are_aborted() {
     const I32: c_int = 2;
     const MAX: c_int = 2;
     for (count, dtype, op) in [(4, F32, SUM), (3, I32, SUM), (3, F32, MAX)] {
@@ -142,7 +142,7 @@ fn different_roots_do_not_match() {
 }
 
 #[test]
-fn what_has_not_begun_ends_with_an_abort() {
+fn pending_calls_end_with_an_abort() {
     let called = Barrier::new(2);
     ranks(2, true, |rank| {
         let mut sums = [5.0; 3];

@@ -12,7 +12,7 @@ fn ids_differ() {
 }
 
 #[test]
-fn a_communicator_is_in_progress_until_all_ranks_are_there() {
+fn a_communicator_is_in_progress_until_all_ranks_have_joined() {
     let id = id();
     threads(2, |rank| {
         if rank == 1 {
@@ -70,7 +70,7 @@ fn a_call_is_seen_in_progress_before_it_is_launched() {
 }
 
 #[test]
-fn a_call_is_launched_when_nobody_looks() {
+fn a_call_is_launched_without_polling() {
     ranks(2, false, |rank| {
         let mut sums = [0.0];
         assert_eq!(rank.all_reduce(&[1.0], &mut sums), Code::InProgress as c_int);
@@ -136,7 +136,7 @@ fn equal_keys_keep_the_old_order() {
 }
 
 #[test]
-fn a_communicator_with_work_under_way_is_not_split() {
+fn a_communicator_with_running_calls_is_not_split() {
     ranks(1, true, |rank| {
         rank.stream().push(|| std::thread::sleep(Duration::from_millis(50)));
         let (mut comm, mut sums) = (std::ptr::null_mut(), [0.0]);
@@ -185,7 +185,7 @@ fn the_same_rank_twice_is_refused() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_arguments_are_refused() {
     settle_down("host", 0, false);
     let invalid = Code::InvalidArgument as c_int;
     assert_eq!([begin(id(), 2, 2, true).0, begin(id(), 0, 0, true).0], [invalid; 2]);

@@ -47,7 +47,7 @@ fn id_of(name: &str) -> UniqueId {
 }
 
 /// Waits for a line of the process that contains `word` and returns the rest of the line.
-fn hear(child: &mut Child, word: &str) -> String {
+fn wait_for_line(child: &mut Child, word: &str) -> String {
     let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
     // The test harness may have written the beginning of the line.
     lines.find_map(|line| Some(line.unwrap().split_once(word)?.1.trim().to_string())).unwrap()
@@ -79,7 +79,7 @@ fn the_death_of_a_rank_is_an_error_for_the_other() {
     let mut child = process("member").env(ID, name(&id)).spawn().unwrap();
     let rank = Rank::connect(id, 0, 2, false);
     assert_eq!(rank.sum(&[1.0]), [2.0]);
-    hear(&mut child, "connected:");
+    wait_for_line(&mut child, "connected:");
     let mut sums = [0.0];
     rank.done(rank.all_reduce(&[1.0], &mut sums));
     child.kill().unwrap();
@@ -93,7 +93,7 @@ fn the_death_of_a_rank_is_an_error_for_the_other() {
 fn the_death_of_the_process_with_the_hub_is_an_error_for_the_other() {
     settle_down("host", 1, false);
     let mut child = process("maker").spawn().unwrap();
-    let id = id_of(&hear(&mut child, "id:"));
+    let id = id_of(&wait_for_line(&mut child, "id:"));
     let rank = Rank::connect(id, 1, 2, false);
     assert_eq!(rank.sum(&[1.0]), [2.0]);
     child.kill().unwrap();
@@ -125,7 +125,7 @@ fn the_process_with_the_hub_leaves_before_another_host_does() {
     for round in 0..3 {
         settle_down("b", 0, false);
         let mut child = process("leaver").spawn().unwrap();
-        let id = id_of(&hear(&mut child, "id:"));
+        let id = id_of(&wait_for_line(&mut child, "id:"));
         let rank = Rank::connect(id, 1, 2, round == 1);
         assert_eq!(rank.sum(&[1.0]), [2.0]);
         // Data in flight is not lost.
@@ -147,7 +147,7 @@ fn assert_aborts(job: &str, expected: &str) {
 }
 
 #[test]
-fn the_use_by_two_threads_at_a_time_ends_the_process() {
+fn simultaneous_use_by_two_threads_ends_the_process() {
     assert_aborts("two threads", "emulated NCCL: ncclAllReduce on a communicator that another thread is using");
 }
 

@@ -215,7 +215,7 @@ fn calls_arrays_switches_and_bits() {
 }
 
 #[test]
-fn what_is_not_supported_is_named() {
+fn unsupported_features_are_named() {
     let refused = |from: &str, to: &str, name: &str| {
         let ptx = KERNELS.replace(from, to);
         assert_ne!(ptx, KERNELS);
@@ -254,9 +254,9 @@ fn ends_with(test: &str, kernel: &str, expected: &str, arguments: &[&dyn Argumen
 }
 
 #[test]
-fn threads_that_wait_for_one_another_are_reported() {
+fn deadlocks_are_reported() {
     let expected = "0 have ended, 31 wait at a barrier of the block, 1 for others of their warp";
-    ends_with("threads_that_wait_for_one_another_are_reported", "apart", expected, &[]);
+    ends_with("deadlocks_are_reported", "apart", expected, &[]);
 }
 
 #[test]
