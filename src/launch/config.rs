@@ -64,7 +64,7 @@ pub(crate) struct Config {
     pub(crate) role: String,
     /// Threads per worker; `None` for a single worker.
     pub(crate) threads: Option<usize>,
-    /// The cores that the workers share.
+    /// The number of cores that the workers share.
     pub(crate) cores: usize,
     /// The folder for log files; `None` for a temporary folder.
     pub(crate) log_dir: Option<PathBuf>,

@@ -1,6 +1,6 @@
 //! Cutting a stream into pieces that can be shown without splitting lines.
 
-/// Longer lines are shown in pieces, to bound memory.
+/// The maximum length of a line in bytes. Longer lines are shown in pieces, to bound memory.
 const LONGEST: usize = 1 << 20;
 
 /// Holds back the last, unfinished line of a stream and prefixes every line.

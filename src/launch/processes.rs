@@ -34,9 +34,9 @@ impl FromStr for Processes {
 /// The resources of a machine, which determine the number of workers and of their threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Cores that this process may run on.
+    /// The number of cores that this process may run on.
     pub(crate) cores: usize,
-    /// The GPUs that programs started from here see.
+    /// The number of GPUs that programs started from here see.
     pub(crate) gpus: usize,
 }
 

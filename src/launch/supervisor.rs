@@ -250,7 +250,7 @@ impl Supervisor {
         let now = Instant::now();
         self.announce = Some(now + ANNOUNCE_AFTER);
         if self.outcome == Outcome::Success {
-            // Only after a success does the user not expect that processes are ended.
+            // Only after a success does this surprise the user, so the processes are named at once and not again.
             self.announce = None;
             let (names, grace) = (self.names(), self.grace.as_secs_f64());
             message(format_args!(
@@ -311,7 +311,7 @@ impl Supervisor {
             let how = Exit::new(status);
             let asked_to_exit = match self.phase {
                 Phase::Running | Phase::Settling(_) => false,
-                // A worker killed by SIGKILL was not killed by this process.
+                // In this phase, this process has not sent SIGKILL.
                 Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
                 Phase::Killed(_) => true,
             };

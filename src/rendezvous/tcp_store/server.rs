@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
-/// The server for clients that are a [`TcpStore`](super::TcpStore) or PyTorch's `TCPStore`.
+/// A server for clients of the types [`TcpStore`](super::TcpStore) and PyTorch's `TCPStore`.
 ///
 /// A single thread serves all clients and sleeps while there is nothing to do. It never blocks on a client: it does not
 /// read from a client that does not read its replies. A client that sends malformed data or exceeds a limit is closed,
