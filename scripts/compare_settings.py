@@ -20,12 +20,12 @@ from compare import harness
 from compare.harness import say
 
 KIB, MIB = 1 << 10, 1 << 20
-AS_IT_IS = "as it is"
+DEFAULT = "default"
 
 
 def main():
     options = parse()
-    settings = {AS_IT_IS: {}} | {text: dict(pair.split("=", 1) for pair in text.split(",")) for text in options.set}
+    settings = {DEFAULT: {}} | {text: dict(pair.split("=", 1) for pair in text.split(",")) for text in options.set}
     folder = harness.build("--example", "allreduce")
     hosts = harness.TwoHosts(options.ranks) if options.hosts == 2 else harness.OneHost()
     times = {}
@@ -73,7 +73,7 @@ def document(options, names, times):
     for size in options.sizes:
         found = [times[name, size] for name in names]
         cells = [f"{number(statistics.median(runs))} ({number(min(runs))}–{number(max(runs))})" for runs in found]
-        ratios = [f"{median[name, size] / median[AS_IT_IS, size]:.2f}" for name in names[1:]]
+        ratios = [f"{median[name, size] / median[DEFAULT, size]:.2f}" for name in names[1:]]
         lines.append(row(f"{size // MIB} MiB" if size >= MIB else f"{size / KIB:g} KiB", *cells, *ratios))
     return "\n".join(lines)
 
