@@ -1,4 +1,4 @@
-//! The models, as any candle program would build them.
+//! The models, built as in any candle program.
 use candle_core::{Module, ModuleT, Result, Tensor};
 use candle_ddp::nn::{BatchNorm, Conv2d, batch_norm, conv2d_no_bias, linear};
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, func_t};
@@ -66,7 +66,7 @@ fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
     }))
 }
 
-/// A convolution without bias, and batch normalisation.
+/// A convolution without bias, followed by batch normalisation.
 struct Convolution(Conv2d, BatchNorm);
 
 impl Convolution {
@@ -91,7 +91,7 @@ impl ModuleT for Convolution {
     }
 }
 
-/// Two convolutions and a way around them.
+/// Two convolutions with a residual connection.
 struct Block {
     first: Convolution,
     second: Convolution,
