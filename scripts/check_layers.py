@@ -22,6 +22,7 @@ LAYERS = [
     ["rendezvous"],
     ["backend"],
     ["process_group"],
+    ["conformance"],
     ["trace"],
     ["ddp"],
     ["nn", "data", "seed"],

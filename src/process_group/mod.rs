@@ -6,7 +6,7 @@ mod init;
 mod long_work;
 mod on_error;
 mod parent;
-mod spawn;
+pub(crate) mod spawn;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;

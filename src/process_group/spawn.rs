@@ -69,6 +69,20 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             .inspect_err(|error| cancel(rank, error))?;
         pg.abort_on_error(|| work(pg.clone()))
     };
+    on_ranks(world_size, run, cancel)
+}
+
+/// Runs `run` for every rank, on a thread of its own, and returns the results in rank order; `cancel` is told the error
+/// of a rank whose thread could not be started.
+///
+/// # Errors
+/// The error of the rank that failed first, rather than those that it caused on the others; a panic is
+/// [`Error::RankFailed`].
+pub(crate) fn on_ranks<T: Send>(
+    world_size: usize,
+    run: impl Fn(usize) -> Result<T> + Sync,
+    cancel: impl Fn(usize, &Error),
+) -> Result<Vec<T>> {
     let run = &run;
     let outcomes: Vec<(Instant, Result<T>)> = thread::scope(|scope| {
         let ranks: Vec<_> = (0..world_size)
@@ -114,7 +128,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
 }
 
 /// Whether `error`, of rank `own`, says only that another rank failed.
-fn is_echo(own: usize, error: &Error) -> bool {
+pub(crate) fn is_echo(own: usize, error: &Error) -> bool {
     match error {
         Error::Group(failure) => {
             matches!(failure, Failure::PeerGone { .. } | Failure::PeerLeft { .. } | Failure::PeerFailed { .. })

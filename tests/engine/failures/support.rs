@@ -52,6 +52,15 @@ pub(crate) fn broadcast(count: usize, root: usize) -> Collective {
     Collective::Broadcast { tensor: zeros(count), root }
 }
 
+/// Calls nothing until the group has failed.
+pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
+    let start = Instant::now();
+    while communicator.failure().is_none() {
+        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} heard of no failure", communicator.rank());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// Makes the given call, and barriers after it until the group has failed: ranks that are through with a call when it
 /// fails hear of it at their next one.
 pub(crate) fn until_failure(communicator: &CpuCommunicator, first: Collective) -> Error {
