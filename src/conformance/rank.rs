@@ -1,5 +1,5 @@
 //! One rank under test: its tensors, its calls, and how results are compared.
-use super::ConformanceOptions;
+use super::options::ConformanceOptions;
 use crate::backend::{Collective, Communicator, ReduceOp, Work};
 use crate::error::describe;
 use candle_core::{DType, Device, Tensor};
