@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 /// Who started this process, judged by the variables that were left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Launcher {
     /// RANK and its like: `ddprun`, `torchrun`, Kubernetes' PyTorchJob, or a script.
     Torchrun,
@@ -23,6 +24,7 @@ pub enum Launcher {
 /// Values are checked on their own and against each other; what no variable says is `None`. Where the variables of
 /// several launchers are present, torchrun's win, then an MPI's, then Slurm's: a job script starts the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Environment {
     /// This process's place among all.
     pub rank: Option<usize>,

@@ -10,6 +10,7 @@ use std::str::FromStr;
 ///
 /// Each may end with `?rank=R&world_size=W`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct InitMethod {
     /// The place.
     pub location: Location,
@@ -21,6 +22,7 @@ pub struct InitMethod {
 
 /// The place that an [`InitMethod`] names.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Location {
     /// Wherever the environment says.
     Environment,

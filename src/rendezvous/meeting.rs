@@ -17,6 +17,7 @@ const PREFIX: &str = "candle_ddp";
 
 /// What a rank knows when all have found each other.
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct Rendezvous {
     /// A store that belongs to this run alone. On rank 0 it keeps the server alive, unless the launcher hosts it: rank
     /// 0 must hold it until the others need it no more.

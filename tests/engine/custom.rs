@@ -131,6 +131,7 @@ impl Communicator for StoreCommunicator {
             Collective::Barrier => {
                 self.exchange(&Tensor::zeros(1, DType::U8, &candle_core::Device::Cpu)?)?;
             }
+            other => return Err(Error::Unavailable { what: other.name().into(), hint: "it is not known here".into() }),
         }
         Ok(Work::done())
     }
