@@ -23,6 +23,7 @@ LAYERS = [
     ["rendezvous"],
     ["backend"],
     ["process_group"],
+    ["conformance"],
     ["trace"],
     ["ddp"],
     ["nn", "data"],

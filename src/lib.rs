@@ -50,12 +50,14 @@
 //! - [`seed`]: random numbers that can be repeated and saved, and that differ from rank to rank.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
-//! - [`backend`]: what an engine has to do.
+//! - [`backend`]: what an engine has to do; the module `conformance` (a feature) tests whether it does.
 //!
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
 pub mod checkpoint;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod data;
 pub mod data_parallel;
 pub mod ddp;

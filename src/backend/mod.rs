@@ -32,6 +32,7 @@ pub(crate) fn takes(dtype: candle_core::DType) -> bool {
 }
 
 /// What came of [`Communicator::split`].
+#[non_exhaustive]
 pub enum Split {
     /// The engine does not make groups out of others.
     Unsupported,

@@ -89,6 +89,7 @@ impl fmt::Debug for LoadOptions {
 
 /// What [`load_with`] found. All names are sorted, and without the prefixes of PyTorch's wrappers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LoadReport {
     /// The variables that have got their values from the file.
     pub loaded: Vec<String>,

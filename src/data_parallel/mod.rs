@@ -98,7 +98,7 @@ impl<M> DataParallel<M> {
     /// created. Outputs are gathered on `output_device`; PyTorch's default is the first device.
     ///
     /// # Errors
-    /// Returns [`Error::ParameterDevice`] if a variable is not on the first device, an error if `devices` is empty,
+    /// Returns [`Error::Parameter`] if a variable is not on the first device, an error if `devices` is empty,
     /// contains a GPU twice, or contains several GPUs not made by `Device::new_cuda_with_stream`, and any error of
     /// `build`.
     pub fn new<E>(
@@ -145,7 +145,7 @@ impl<M> DataParallel<M> {
     /// report that two devices differ.
     ///
     /// # Errors
-    /// Returns [`Error::TargetDevice`] if the target is on another device; it says where the target is and how to move
+    /// Returns [`Error::InvalidArgument`] if the target is on another device; it says where the target is and how to move
     /// it.
     pub fn loss(
         &self,
@@ -277,7 +277,12 @@ impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
 
 fn wrong_target(found: DeviceLocation, output_device: DeviceLocation) -> Error {
     use device::device_name;
-    Error::TargetDevice { found: device_name(found), output_device: device_name(output_device) }
+    let (found, output_device) = (device_name(found), device_name(output_device));
+    let reason = format!(
+        "it is on device {found}, but DataParallel gathers its outputs on device {output_device}: move it with \
+         target.to_device(dp.output_device())?, or construct DataParallel with {found} as its output_device"
+    );
+    Error::invalid("target", reason)
 }
 
 #[cfg(test)]

@@ -68,7 +68,7 @@ impl<M> Replica<M> {
 /// first device; missing ones are created with dtype `dtype`. Every replica must request the same variables.
 ///
 /// # Errors
-/// Returns [`Error::ParameterDevice`] if a variable is not on the first device, an error if `devices` is empty,
+/// Returns [`Error::Parameter`] if a variable is not on the first device, an error if `devices` is empty,
 /// contains a GPU twice, or contains several GPUs not made by `Device::new_cuda_with_stream`, and any error of `build`.
 pub fn replicate<M, E>(
     devices: &[Device],
@@ -159,7 +159,11 @@ fn check_device(name: &str, expected: DeviceLocation, found: DeviceLocation) -> 
         return Ok(());
     }
     let (expected, found) = (device_name(expected), device_name(found));
-    Err(Error::ParameterDevice { parameter: name.to_string(), expected, found })
+    let reason = format!(
+        "module must have its parameters and buffers on device {expected} (devices[0]) but found one of them on device: \
+         {found}. Make the variables of the VarMap on {expected}, or give {found} as the first device"
+    );
+    Err(Error::parameter(name, reason))
 }
 
 /// The data behind a replica's `VarBuilder`.
@@ -275,8 +279,8 @@ mod tests {
         let (cpu, gpu) = (DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 });
         check_device("fc.weight", gpu, gpu).unwrap();
         let error = check_device("fc.weight", cpu, gpu).unwrap_err().to_string();
-        let sentence = "module must have its parameters and buffers on device cpu (devices[0]) but found one of them on \
-                        device: cuda:1: fc.weight";
+        let sentence = "parameter fc.weight: module must have its parameters and buffers on device cpu (devices[0]) but \
+                        found one of them on device: cuda:1";
         assert!(error.starts_with(sentence), "{error}");
         assert!(check_device("w", gpu, DeviceLocation::Cuda { gpu_id: 0 }).is_err());
     }

@@ -1,11 +1,11 @@
 //! The meaning of a command line: fills in defaults and refuses contradictions.
 use super::cargo::CargoTarget;
 use super::cli::Cli;
+use super::error::{Error, Result};
 use super::processes::Host;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
-use crate::{Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -85,7 +85,7 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::InvalidArgument`] if options are invalid, unsupported or contradictory.
+    /// Returns [`Error::Usage`] if options are invalid, unsupported or contradictory.
     pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
         refuse_what_is_not_supported(&cli)?;
         let topology = topology(&cli, host)?;
@@ -94,7 +94,7 @@ impl Config {
         for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
             if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
-                return Err(Error::invalid(option, reason));
+                return Err(Error::usage(option, reason));
             }
         }
         let prefix = cli.log_line_prefix_template.clone();
@@ -104,7 +104,7 @@ impl Config {
         let run_id = match &cli.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(['/', '\0']) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
-                return Err(Error::invalid("--run-id", reason));
+                return Err(Error::usage("--run-id", reason));
             }
             Some(id) => id.clone(),
             None if topology.nodes > 1 => "none".into(),
@@ -112,7 +112,7 @@ impl Config {
         };
         let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
             let reason = format!("{} is not a non-negative number of seconds", cli.shutdown_timeout);
-            Error::invalid("--shutdown-timeout", reason)
+            Error::usage("--shutdown-timeout", reason)
         })?;
         let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
@@ -141,7 +141,7 @@ impl Config {
 
 fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
-        return Err(Error::invalid("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+        return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
     const MEET: &str = "ddprun's machines rendezvous at --master-addr and --master-port: omit this option, and set those \
                         two on every node";
@@ -163,11 +163,11 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     let given =
         refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !["", "static"].contains(&text)));
     if let Some((option, _, reason)) = given {
-        return Err(Error::invalid(option, reason));
+        return Err(Error::usage(option, reason));
     }
     if cli.max_restarts > 0 {
         let reason = "restarting failed runs is not supported yet: omit this option, and start again from a checkpoint";
-        return Err(Error::invalid("--max-restarts", reason));
+        return Err(Error::usage("--max-restarts", reason));
     }
     Ok(())
 }
@@ -179,26 +179,26 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
         (Ok(least), Ok(most)) if least == most && least > 0 => least,
         (Ok(least), Ok(most)) if least > 0 && least < most => {
             let reason = format!("elastic runs ({text}) are not supported: give a single number");
-            return Err(Error::invalid("--nnodes", reason));
+            return Err(Error::usage("--nnodes", reason));
         }
-        _ => return Err(Error::invalid("--nnodes", format!("{text:?} is not a positive number of machines"))),
+        _ => return Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines"))),
     };
     let node_rank = cli.node_rank.unwrap_or(0);
     if node_rank >= nodes {
         let reason = format!("{node_rank} is not between 0 and {} (--nnodes {nodes})", nodes - 1);
-        return Err(Error::invalid("--node-rank", reason));
+        return Err(Error::usage("--node-rank", reason));
     }
     if nodes > 1 && cli.standalone {
         let reason = format!("means a single machine, but --nnodes is {nodes}: omit one of the two");
-        return Err(Error::invalid("--standalone", reason));
+        return Err(Error::usage("--standalone", reason));
     }
     if nodes > 1 && cli.node_rank.is_none() {
         let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
-        return Err(Error::invalid("--node-rank", reason));
+        return Err(Error::usage("--node-rank", reason));
     }
     let local_world_size = host.count(cli.nproc_per_node)?;
     if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
-        return Err(Error::invalid("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+        return Err(Error::usage("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
     }
     Ok(Topology { nodes, node_rank, local_world_size })
 }
@@ -206,17 +206,17 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
 fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
     if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
         let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
-        return Err(Error::invalid("--standalone", reason));
+        return Err(Error::usage("--standalone", reason));
     }
     if cli.master_port == Some(0) {
-        return Err(Error::invalid(
+        return Err(Error::usage(
             "--master-port",
             "0 is not a port: omit this option on a single machine to get a free port",
         ));
     }
     let address = match &cli.master_addr {
         Some(address) if address.trim().is_empty() => {
-            return Err(Error::invalid(
+            return Err(Error::usage(
                 "--master-addr",
                 "is empty: give the name of machine 0, or omit this option on a single machine",
             ));
@@ -226,7 +226,7 @@ fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
         None if topology.nodes > 1 => {
             let reason =
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
-            return Err(Error::invalid("--master-addr", reason));
+            return Err(Error::usage("--master-addr", reason));
         }
         None => "127.0.0.1".into(),
     };
@@ -243,12 +243,12 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
         (None, None) => {
             if package.is_some() || !features.is_empty() || profile.is_some() {
                 let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
-                return Err(Error::invalid("--package, --features, --profile and --debug", reason));
+                return Err(Error::usage("--package, --features, --profile and --debug", reason));
             }
             let mut command = command.into_iter();
             let program = command.next().filter(|program| !program.is_empty());
             let program = program.ok_or_else(|| {
-                Error::invalid("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME")
+                Error::usage("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME")
             })?;
             return Ok((Program::Path(program), command.collect()));
         }
@@ -265,7 +265,7 @@ fn check_template(template: &str) -> Result<()> {
         if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
             let reason =
                 format!("{template:?} contains a ${{…}} other than ${{role_name}}, ${{local_rank}} and ${{rank}}");
-            return Err(Error::invalid("--log-line-prefix-template", reason));
+            return Err(Error::usage("--log-line-prefix-template", reason));
         }
     }
     Ok(())
@@ -341,7 +341,7 @@ mod tests {
         ];
         for (args, hint) in cases {
             let error = resolve(args).unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument { .. }), "{args:?}: {error}");
+            assert!(matches!(error, Error::Usage { .. }), "{args:?}: {error}");
             assert!(error.to_string().contains(hint), "{args:?}: {error}");
         }
     }

@@ -1,8 +1,8 @@
 //! The rendezvous store, which the launcher of machine 0 hosts and which outlives the workers.
 use super::config::Config;
 use super::console::message;
+use super::error::{Error, Result};
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
-use crate::{Error, Result};
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ impl log::Log for Warnings {
 pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     if config.topology.node_rank != 0 {
         let missing =
-            || Error::invalid("--master-port", "is required on every machine except the one that hosts the store");
+            || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
     // A program that calls the launcher may already have a logger.

@@ -1,12 +1,12 @@
 //! Starting a worker, and how it ended.
 use super::config::Config;
 use super::console::{Console, Target};
+use super::error::{Error, Result};
 use super::folder::RunFolder;
 use super::lines::Lines;
 use super::output::Source;
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
-use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
 use std::ffi::OsStr;
@@ -164,16 +164,16 @@ pub(super) fn resource_hint(error: &std::io::Error) -> Option<&'static str> {
 }
 
 /// Builds the error for a resource that every worker needs; the program is not to blame.
-fn cannot(doing: &str, rank: usize, source: std::io::Error) -> Error {
-    Error::io(format!("{doing} for rank {rank}"), source)
+fn cannot(doing: &str, rank: usize, error: std::io::Error) -> Error {
+    Error::io(format!("{doing} for rank {rank}"), error)
 }
 
 /// Explains why a program could not be started and what to do.
-fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
+fn cannot_start(program: &OsStr, error: std::io::Error) -> Error {
     let path = Path::new(program);
     let name = program.to_string_lossy();
     let plain_name = path.components().count() == 1 && !name.contains('/');
-    let hint = match source.kind() {
+    let hint = match error.kind() {
         ErrorKind::NotFound if plain_name && path.exists() => {
             format!("It is not in PATH; use ./{name} for the one in this folder")
         }
@@ -189,5 +189,5 @@ fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
         ErrorKind::PermissionDenied => "Make it executable (chmod +x), or put its interpreter in front of it".into(),
         _ => "Check that the program was built for this architecture".into(),
     };
-    Error::Program { program: name.into_owned(), source, hint }
+    Error::Program { program: name.into_owned(), error, hint }
 }

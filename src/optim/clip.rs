@@ -9,6 +9,7 @@ use candle_core::{DType, Tensor, Var, WithDType};
 
 /// How the length of all gradients together is measured. PyTorch's other norms, such as the 1-norm, are not offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NormType {
     /// The square root of the sum of the squares.
     #[default]

@@ -248,6 +248,7 @@ impl Schedule for ParamsWarmupCosine {
 
 /// How a one-cycle schedule goes from one learning rate to another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Anneal {
     /// Half a cosine.
     #[default]

@@ -6,7 +6,7 @@ mod init;
 mod long_work;
 mod on_error;
 mod parent;
-mod spawn;
+pub(crate) mod spawn;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;
@@ -35,10 +35,9 @@ use std::time::Duration;
 /// first calls may wait until it has connected the ranks.)
 ///
 /// # Errors
-/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do
-/// ([`Error::Desync`]), when a rank is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own
-/// ([`Error::PeerFailed`]) or does not come in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
-/// its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
+/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do, when a rank is gone,
+/// reports an error of its own, or does not come in time: [`Error::Group`], with the
+/// [`Failure`](crate::error::Failure). The group is then broken, and all its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
 /// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
@@ -263,14 +262,14 @@ impl ProcessGroup {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 
-    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::PeerFailed`]. Every rank
+    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::RankFailed`]. Every rank
     /// calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let reports = self.gather_reports(result.as_ref().map(|_| ""));
         let value = result?;
         match reports? {
             Ok(_) => Ok(value),
-            Err((peer, reason)) => Err(Error::PeerFailed { peer, reason }),
+            Err((rank, reason)) => Err(Error::RankFailed { rank, reason }),
         }
     }
 
@@ -319,8 +318,8 @@ impl ProcessGroup {
 fn report_length(rank: usize, length: i64) -> Result<usize> {
     /// Far beyond a report of any model.
     const LONGEST: usize = 64 << 20;
-    usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::PeerFailed {
-        peer: rank,
+    usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::RankFailed {
+        rank,
         reason: format!(
             "it sent {length} as the length of a report, which is 0 to {LONGEST} bytes: all ranks of a group must make the \
              same calls in the same order"

@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 /// The launcher that started this process, detected by its environment variables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Launcher {
     /// RANK and related variables: `ddprun`, `torchrun`, Kubernetes' PyTorchJob, or a script.
     Torchrun,
@@ -24,6 +25,7 @@ pub enum Launcher {
 /// several launchers are present, torchrun's take precedence, then an MPI's, then Slurm's, because a Slurm job script
 /// starts the other launchers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Environment {
     /// The rank of this process.
     pub rank: Option<usize>,

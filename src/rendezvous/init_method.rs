@@ -10,6 +10,7 @@ use std::str::FromStr;
 ///
 /// Each form may end with `?rank=R&world_size=W`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct InitMethod {
     /// The location.
     pub location: Location,
@@ -21,6 +22,7 @@ pub struct InitMethod {
 
 /// The location that an [`InitMethod`] specifies.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Location {
     /// The location that the environment specifies.
     Environment,

@@ -17,6 +17,7 @@ const PREFIX: &str = "candle_ddp";
 
 /// The result of a rendezvous.
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct Rendezvous {
     /// A store for this run only. On rank 0 it keeps the server alive, unless the launcher hosts it: rank 0 must hold
     /// it until no other rank needs it.

@@ -13,52 +13,47 @@
 mod common;
 mod fences;
 mod launch;
-#[path = "../engine/matrix.rs"]
-mod matrix;
 mod norms;
 mod optim;
-#[path = "../engine/order.rs"]
-#[allow(dead_code)] // tests that share data between threads need ranks that are threads
-mod order;
 mod toolbox;
 mod training;
 
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::backend::Communicator;
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
+use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use launch::{Place, Ranks, emulated, gpus};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An engine under test, on one of its ranks.
-pub(crate) struct Engine {
-    pub(crate) name: &'static str,
-    pub(crate) device: Device,
-    communicator: NcclCommunicator,
-}
-
-impl Engine {
-    fn new(place: &Place) -> Self {
-        let pg = group(place, Duration::from_secs(60));
+/// Passes `cases` of the suite for engines, as one of the ranks.
+fn conforms(place: &Place, cases: &[Case]) {
+    let pg = group(place, Duration::from_secs(60));
+    let communicator = |name: &str| {
         let store: Arc<dyn Store> = Arc::new(FileStore::open(place.store(), Duration::from_secs(60)).unwrap());
-        let store = Arc::new(PrefixStore::new("engine", store));
+        let store = Arc::new(PrefixStore::new(name, store));
         let options = NcclOptions { timeout: Duration::from_secs(60), ..Default::default() };
-        let communicator = NcclCommunicator::new(store, place.rank, place.world_size, pg.device(), options).unwrap();
-        Self { name: "NCCL", device: pg.device().clone(), communicator }
-    }
-
-    /// Runs `body` on this rank, if the world has this size.
-    pub(crate) fn on_ranks<T>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T) -> Vec<T> {
-        if world_size == self.communicator.world_size() { vec![body(&self.communicator)] } else { Vec::new() }
-    }
+        NcclCommunicator::new(store, place.rank, place.world_size, pg.device(), options).unwrap()
+    };
+    let (first, second) = (communicator("first engine"), communicator("second engine"));
+    let options = ConformanceOptions { cases: cases.to_vec(), device: pg.device().clone(), ..Default::default() };
+    conformance::run_rank(&options, [&first, &second]).unwrap();
 }
 
-/// Runs `body` on this rank.
-pub(crate) fn in_all_worlds(engine: &Engine, body: impl Fn(&dyn Communicator)) {
-    body(&engine.communicator);
-}
+/// Every collective.
+const MATRIX: [Case; 10] = [
+    Case::AllReduce,
+    Case::Broadcast,
+    Case::Reduce,
+    Case::AllGather,
+    Case::ReduceScatter,
+    Case::AllToAll,
+    Case::GatherAndScatter,
+    Case::SendAndRecv,
+    Case::Barrier,
+    Case::Views,
+];
 
 /// Returns this rank's group.
 fn group(place: &Place, timeout: Duration) -> ProcessGroup {
@@ -73,13 +68,9 @@ fn rank_of_another_test() {
     let Some(place) = Place::of_this_process() else { return };
     let pg = |seconds| group(&place, Duration::from_secs(seconds));
     match place.job.as_str() {
-        "matrix" => matrix_of(&place),
-        "messages" => {
-            let engine = Engine::new(&place);
-            order::messages_do_not_wait_for_collectives(&engine);
-            order::large_messages_cross(&engine);
-        }
-        "dropped" => order::dropped_works_are_carried_out(&Engine::new(&place)),
+        "matrix" => conforms(&place, &MATRIX),
+        "messages" => conforms(&place, &[Case::MessagesPassCollectives, Case::LargeMessages]),
+        "dropped" => conforms(&place, &[Case::DroppedWork]),
         "auto" => {
             let options =
                 InitOptions { init_method: format!("file://{}", place.store().display()), ..Default::default() };
@@ -124,20 +115,6 @@ fn finish(test: &str, world_size: usize, job: &str) {
     if gpus(test).is_some() {
         Ranks::start(world_size, job).finish();
     }
-}
-
-fn matrix_of(place: &Place) {
-    let engine = Engine::new(place);
-    matrix::all_reduce(&engine);
-    matrix::broadcast(&engine);
-    matrix::reduce(&engine);
-    matrix::all_gather(&engine);
-    matrix::reduce_scatter(&engine);
-    matrix::all_to_all(&engine);
-    matrix::gather_and_scatter(&engine);
-    matrix::send_and_recv(&engine);
-    matrix::barrier(&engine);
-    matrix::views_keep_their_surroundings(&engine);
 }
 
 #[test]
