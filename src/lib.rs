@@ -47,7 +47,7 @@
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
-//! - [`seed_everything`]: random numbers that differ from rank to rank.
+//! - [`seed`]: random numbers that can be repeated and saved, and that differ from rank to rank.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: what an engine has to do.
@@ -70,7 +70,7 @@ mod panic;
 pub mod process_group;
 mod random;
 pub mod rendezvous;
-mod seed;
+pub mod seed;
 mod state;
 mod tensor;
 pub mod trace;
