@@ -7,7 +7,6 @@ use crate::state::{self, Loader};
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
-use candle_nn::Optimizer;
 use std::collections::{HashMap, HashSet};
 
 /// How a [`GradScaler`] chooses the scale.
@@ -166,26 +165,23 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// Divides the gradients, unless [`unscale`](Self::unscale) has, and calls `optimizer.step` with them if all are
-    /// finite on all ranks. Returns whether it did.
-    ///
-    /// # Errors
-    /// A second call in the same step ([`Error::GradScaler`]), and those of `unscale`.
-    pub fn step<O: Optimizer>(&mut self, optimizer: &mut O, grads: &mut GradStore) -> Result<bool> {
-        self.step_with(grads, |grads| Ok(optimizer.step(grads)?))
+    /// Whether this step's gradients have not been divided yet.
+    pub(crate) fn is_scaled(&self) -> bool {
+        self.stage == Stage::Scaled
     }
 
-    /// [`step`](Self::step) for optimizers that are not candle's [`Optimizer`], and for several: `step` is called if all
-    /// gradients are finite on all ranks.
+    /// [`step`](Self::step) for several optimizers, and for those that do not implement
+    /// [`Optimizer`](crate::optim::Optimizer), such as candle's own: `step` is called if all gradients are finite on all
+    /// ranks.
     ///
     /// ```
     /// # use candle_core::backprop::GradStore;
     /// # use candle_ddp::{GradScaler, Result};
-    /// # use candle_nn::Optimizer;
+    /// # use candle_ddp::optim::Optimizer;
     /// # fn two(scaler: &mut GradScaler, encoder: &mut impl Optimizer, decoder: &mut impl Optimizer, grads: &mut GradStore) -> Result<()> {
     /// scaler.step_with(grads, |grads| {
     ///     encoder.step(grads)?;
-    ///     Ok(decoder.step(grads)?)
+    ///     decoder.step(grads)
     /// })?;
     /// scaler.update()?;
     /// # Ok(())

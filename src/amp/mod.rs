@@ -11,8 +11,9 @@
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
+//! use candle_ddp::optim::{AdamW, ParamsAdamW};
 //! use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, MixedPrecision};
-//! use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap, linear};
+//! use candle_nn::{VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
 //! candle_ddp::spawn(2, |pg| {
@@ -23,7 +24,7 @@
 //!     });
 //!     let options = DdpOptions { mixed_precision, ..Default::default() };
 //!     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, |vb| linear(4, 1, vb), options)?;
-//!     let mut optimizer = AdamW::new(ddp.parameters(), ParamsAdamW::default())?;
+//!     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
 //!     let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), GradScalerOptions::default())?;
 //!
 //!     let x = Tensor::ones((8, 4), DType::F32, pg.device())?;

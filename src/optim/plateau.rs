@@ -1,5 +1,5 @@
 //! Learning rates that fall when training makes no more progress.
-use super::fused::LearningRates;
+use super::optimizer::Optimizer;
 use super::rule::not_negative;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
@@ -93,7 +93,7 @@ impl ReduceLrOnPlateau {
     ///
     /// # Errors
     /// None at present.
-    pub fn step(&mut self, optimizer: &mut impl LearningRates, metric: f64) -> Result<bool> {
+    pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), metric: f64) -> Result<bool> {
         let mut rates = optimizer.learning_rates();
         let reduced = self.update(&mut rates, metric);
         optimizer.set_learning_rates(&rates)?;

@@ -5,6 +5,9 @@ use candle_core::{DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
 use std::path::Path;
 
+/// Named tensors.
+pub(crate) type Dict = HashMap<String, Tensor>;
+
 /// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights, a
 /// [`GradScaler`](crate::GradScaler). A program can keep several in a list of `&dyn StateDict`.
 pub trait StateDict {

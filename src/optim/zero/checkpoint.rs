@@ -1,16 +1,15 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
 use super::ZeroRedundancyOptimizer;
-use crate::optim::fused::{LearningRates, check_learning_rates, state_dtype_of};
+use crate::optim::fused::state_dtype_of;
+use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Loader};
+use crate::state::{self, Dict, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-
-type Dict = HashMap<String, Tensor>;
 
 /// The number that all files of one saving have in common.
 const SAVING: &str = "saving";
@@ -24,7 +23,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Errors of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
-        let is_here = self.process_group.rank() == to;
+        self.consolidate(Some(to))
+    }
+
+    /// The whole state on rank `to`, or on all.
+    fn consolidate(&self, to: Option<usize>) -> Result<Option<Dict>> {
+        let is_here = to.is_none_or(|to| self.process_group.rank() == to);
         let mut dict = state::begin(R::NAME)?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
@@ -45,7 +49,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                     true => Some(Tensor::zeros(own.shard.whole.shape(), dtype, part.device())?),
                     false => None,
                 };
-                self.process_group.gather(whole.as_ref(), &part, to)?;
+                match (to, &whole) {
+                    (Some(to), whole) => self.process_group.gather(whole.as_ref(), &part, to)?,
+                    (None, Some(whole)) => self.process_group.all_gather(whole, &part)?,
+                    (None, None) => {}
+                }
                 let Some(whole) = whole else { continue };
                 for member in &own.shard.members {
                     let parameter = &self.parameters[member.parameter];
@@ -57,18 +65,6 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
         }
         Ok(is_here.then_some(dict))
-    }
-
-    /// Takes over a whole state, of this optimizer in a world of any size or of the
-    /// [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule. Every rank gives the same. What does not fit is
-    /// refused, and then nothing has changed.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
-    pub fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
-        let prepared = self.prepare_whole(dict)?;
-        self.apply(prepared);
-        Ok(())
     }
 
     fn prepare_whole(&self, dict: &Dict) -> Result<Prepared> {
@@ -277,6 +273,26 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     fn state_dtype(&self, parameter: Option<usize>) -> Result<Option<DType>> {
         let Some(parameter) = parameter.map(|index| &self.parameters[index]) else { return Ok(None) };
         state_dtype_of::<R>(&parameter.name, &parameter.var).map(Some)
+    }
+}
+
+/// The whole state, as that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so that states can be
+/// carried over in both directions, and to any number of ranks.
+impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
+    /// The whole state on every rank: every rank calls it. [`consolidate_state_dict`](Self::consolidate_state_dict) needs
+    /// memory for it on one rank only, and [`save`](Self::save) uses that.
+    ///
+    /// # Errors
+    /// Errors of the process group.
+    fn state_dict(&self) -> Result<Dict> {
+        Ok(self.consolidate(None)?.unwrap_or_default())
+    }
+
+    /// Takes over a whole state. Every rank gives the same.
+    fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
+        let prepared = self.prepare_whole(dict)?;
+        self.apply(prepared);
+        Ok(())
     }
 }
 
