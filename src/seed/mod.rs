@@ -1,9 +1,12 @@
 //! Random numbers from seeds: a [`Generator`] whose state can be saved, initial values that can be repeated, and seeds that
 //! differ from rank to rank.
 mod generator;
+mod init;
 mod philox;
 
 pub use generator::{Draw, Generator};
+pub(crate) use init::get;
+pub use init::{init, var_builder};
 
 use crate::Result;
 use candle_core::Device;

@@ -23,6 +23,7 @@ mod loader;
 mod nn_norms;
 mod nn_sync_batch_norm;
 mod optim_average;
+mod optim_choice;
 mod optim_golden;
 mod optim_state;
 mod resume;
