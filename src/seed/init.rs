@@ -11,7 +11,8 @@ use std::sync::PoisonError;
 /// A `VarBuilder` that makes variables in `varmap` as candle's `VarBuilder::from_varmap` does, but with values that can be
 /// repeated: those of [`init`]. Variables that are there already are handed out as they are.
 ///
-/// [`DdpOptions::init_seed`](crate::DdpOptions::init_seed) does the same for a model under DistributedDataParallel.
+/// [`DdpOptions::init_seed`](crate::DdpOptions::init_seed) does the same for a model under DistributedDataParallel. For
+/// [`DataParallel`](crate::DataParallel), build the model once with this `VarBuilder` first, which fills the `VarMap`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

@@ -8,6 +8,7 @@ mod engine;
 mod failures;
 mod matrix;
 mod nccl;
+mod objects;
 mod order;
 mod process_group;
 mod processes;
