@@ -101,16 +101,17 @@ fn what_is_on_another_device_is_refused_with_advice() {
         let varmap = VarMap::new();
         let _on_the_cpu = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
         match DataParallel::new(&devices, &devices[0], &varmap, build).map(|_| ()) {
-            Err(Error::ParameterDevice { parameter, expected, found }) => {
-                assert_eq!((&*parameter, &*expected, &*found), ("0.weight", "cuda:0", "cpu"));
+            Err(Error::Parameter { parameter, reason }) => {
+                assert_eq!(parameter, "0.weight");
+                assert!(reason.contains("on device cuda:0 (devices[0])") && reason.contains("device: cpu"), "{reason}");
             }
             other => panic!("{other:?}"),
         }
         let dp = DataParallel::new(&devices, &devices[0], &VarMap::new(), build).unwrap();
         let output = dp.forward(&tensor(&[4, WIDTH], 1)).unwrap();
         match dp.loss(&output, &tensor(&[4, 16], 1), loss::mse) {
-            Err(Error::TargetDevice { found, output_device }) => {
-                assert_eq!((&*found, &*output_device), ("cpu", "cuda:0"));
+            Err(Error::InvalidArgument { argument: "target", reason }) => {
+                assert!(reason.contains("on device cpu") && reason.contains("outputs on device cuda:0"), "{reason}");
             }
             other => panic!("{other:?}"),
         }

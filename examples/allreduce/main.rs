@@ -138,7 +138,7 @@ fn redraw(options: &Options) -> Result<u64> {
 fn draw(path: &Path, options: &Options, curves: &[chart::Curve]) -> Result<()> {
     let svg = chart::draw(&format!("{}: bus bandwidth over size", options.collective.name()), curves);
     let context = || format!("cannot write the picture to {}", path.display());
-    std::fs::write(path, svg).map_err(|source| Error::Io { context: context(), source })
+    std::fs::write(path, svg).map_err(|error| Error::Io { context: context(), error })
 }
 
 fn sizes(options: &Options) -> Result<Vec<usize>> {

@@ -102,7 +102,7 @@ impl Report {
 /// Size and bus bandwidth of the JSON lines in a file.
 pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
     let text = std::fs::read_to_string(path)
-        .map_err(|source| Error::Io { context: format!("cannot read {}", path.display()), source })?;
+        .map_err(|error| Error::Io { context: format!("cannot read {}", path.display()), error })?;
     let point = |(number, line): (usize, &str)| {
         let value: Value = serde_json::from_str(line).unwrap_or_default();
         value["bytes"].as_f64().zip(value["busbw_gbps"].as_f64()).ok_or_else(|| Error::InvalidArgument {
@@ -113,6 +113,6 @@ pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
     text.lines().enumerate().map(point).collect()
 }
 
-fn io(path: &Path, source: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the results to {}", path.display()), source }
+fn io(path: &Path, error: std::io::Error) -> Error {
+    Error::Io { context: format!("cannot write the results to {}", path.display()), error }
 }

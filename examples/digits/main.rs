@@ -185,11 +185,11 @@ fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result
         None => Ok(format!("{hash:016x}")),
         Some(rank) => {
             let difference = format!("parameter hash {:016x} instead of {:016x}", hashes[rank], hashes[0]);
-            Err(Error::ModelMismatch { rank, difference })
+            Err(Error::Mismatch { what: "model", rank, difference })
         }
     }
 }
 
-fn io(path: &std::path::Path, source: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the metrics to {}", path.display()), source }
+fn io(path: &std::path::Path, error: std::io::Error) -> Error {
+    Error::Io { context: format!("cannot write the metrics to {}", path.display()), error }
 }

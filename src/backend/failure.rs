@@ -1,17 +1,7 @@
-//! Why a group ended: the errors of a group in a form that can be copied to every caller and every rank.
+//! How a group's failure travels to the other ranks.
 use super::wire::{Reader, Writer};
-use crate::Error;
+use crate::error::Failure;
 use std::time::Duration;
-
-/// The first cause of a group's end. The fields are those of the [`Error`] of the same name.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
-    PeerGone { rank: usize, peer: usize, call: String },
-    PeerLeft { peer: usize, left_after: u64, call: String, sequence: u64 },
-    PeerFailed { peer: usize, reason: String },
-    Desync { sequence: u64, rank_a: usize, call_a: String, rank_b: usize, call_b: String },
-    TimedOut { rank: usize, call: String, sequence: u64, timeout: Duration, reason: String },
-}
 
 impl Failure {
     pub(super) fn encode(&self, writer: &mut Writer) {
@@ -61,24 +51,6 @@ impl Failure {
             },
             _ => return None,
         })
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::PeerGone { rank, peer, call } => Self::PeerGone { rank, peer, call },
-            Failure::PeerLeft { peer, left_after, call, sequence } => {
-                Self::PeerLeft { peer, left_after, call, sequence }
-            }
-            Failure::PeerFailed { peer, reason } => Self::PeerFailed { peer, reason },
-            Failure::Desync { sequence, rank_a, call_a, rank_b, call_b } => {
-                Self::Desync { sequence, rank_a, call_a, rank_b, call_b }
-            }
-            Failure::TimedOut { rank, call, sequence, timeout, reason } => {
-                Self::CollectiveTimeout { rank, call, sequence, timeout, reason }
-            }
-        }
     }
 }
 

@@ -15,7 +15,7 @@ use std::path::Path;
 /// minutes).
 ///
 /// # Errors
-/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`](crate::Error::PeerFailed) with its text; or
+/// On every rank: rank 0 gets its own error, the others [`Error::RankFailed`](crate::Error::RankFailed) with its text; or
 /// the failure of the group. What was there before stays, unless the group fails in the very moment in which the new file,
 /// which is whole then, takes its name.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
@@ -28,7 +28,7 @@ pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<
 ///
 /// # Errors
 /// On every rank, and none has changed anything, if the file of one does not fit: that rank gets its own error, the others
-/// [`Error::PeerFailed`](crate::Error::PeerFailed).
+/// [`Error::RankFailed`](crate::Error::RankFailed).
 pub fn load_distributed(
     group: &ProcessGroup,
     varmap: &VarMap,

@@ -74,9 +74,13 @@ impl Drop for Guard {
 /// Works on the thread's backward pass.
 ///
 /// # Errors
-/// [`Error::BackwardOutsideDataParallel`] where there is none.
+/// [`Error::BackwardOutside`] where there is none.
 fn with_backward<T>(work: impl FnOnce(&mut Backward) -> T) -> Result<T> {
-    BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or(Error::BackwardOutsideDataParallel)
+    let outside = || Error::BackwardOutside {
+        wrapper: "DataParallel",
+        reached: "its output, so that its replicas' parameters would get no gradients".to_string(),
+    };
+    BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or_else(outside)
 }
 
 /// Keeps the typed error of an operation, and makes candle's of it.

@@ -98,7 +98,7 @@ impl<M> DataParallel<M> {
     /// first of them. Outputs are gathered on `output_device`; PyTorch's default is the first device.
     ///
     /// # Errors
-    /// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty,
+    /// A variable that is on another than the first device ([`Error::Parameter`]), a list of devices that is empty,
     /// has a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
     pub fn new<E>(
         devices: &[Device],
@@ -144,7 +144,7 @@ impl<M> DataParallel<M> {
     /// that two devices differ.
     ///
     /// # Errors
-    /// [`Error::TargetDevice`] says where the target is, where it should be, and how it gets there.
+    /// [`Error::InvalidArgument`] says where the target is, where it should be, and how it gets there.
     pub fn loss(
         &self,
         output: &Tensor,
@@ -274,7 +274,12 @@ impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
 
 fn wrong_target(found: DeviceLocation, output_device: DeviceLocation) -> Error {
     use device::device_name;
-    Error::TargetDevice { found: device_name(found), output_device: device_name(output_device) }
+    let (found, output_device) = (device_name(found), device_name(output_device));
+    let reason = format!(
+        "it is on device {found}, but DataParallel gathers its outputs on device {output_device}: move it with \
+         target.to_device(dp.output_device())?, or construct DataParallel with {found} as its output_device"
+    );
+    Error::invalid("target", reason)
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ impl<M> Replica<M> {
 /// first device; those that are not there are made, of dtype `dtype`. Every replica asks for the same ones.
 ///
 /// # Errors
-/// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty, has
+/// A variable that is on another than the first device ([`Error::Parameter`]), a list of devices that is empty, has
 /// a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
 pub fn replicate<M, E>(
     devices: &[Device],
@@ -158,7 +158,11 @@ fn check_device(name: &str, expected: DeviceLocation, found: DeviceLocation) -> 
         return Ok(());
     }
     let (expected, found) = (device_name(expected), device_name(found));
-    Err(Error::ParameterDevice { parameter: name.to_string(), expected, found })
+    let reason = format!(
+        "module must have its parameters and buffers on device {expected} (devices[0]) but found one of them on device: \
+         {found}. Make the variables of the VarMap on {expected}, or give {found} as the first device"
+    );
+    Err(Error::parameter(name, reason))
 }
 
 /// What a replica's `VarBuilder` works with.
@@ -273,8 +277,8 @@ mod tests {
         let (cpu, gpu) = (DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 });
         check_device("fc.weight", gpu, gpu).unwrap();
         let error = check_device("fc.weight", cpu, gpu).unwrap_err().to_string();
-        let sentence = "module must have its parameters and buffers on device cpu (devices[0]) but found one of them on \
-                        device: cuda:1: fc.weight";
+        let sentence = "parameter fc.weight: module must have its parameters and buffers on device cpu (devices[0]) but \
+                        found one of them on device: cuda:1";
         assert!(error.starts_with(sentence), "{error}");
         assert!(check_device("w", gpu, DeviceLocation::Cuda { gpu_id: 0 }).is_err());
     }

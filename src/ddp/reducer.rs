@@ -237,7 +237,8 @@ impl Reducer {
         let mut state = self.lock();
         if state.phase == Phase::Outside {
             let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
-            return Err(Error::BackwardOutsideDdp { parameter }.into());
+            let reached = format!("parameter {parameter}, whose gradient would not be averaged over the ranks");
+            return Err(Error::BackwardOutside { wrapper: "DistributedDataParallel", reached }.into());
         }
         Ok(self.mark_parameter_ready(&mut state, index, gradient)?)
     }
@@ -371,8 +372,8 @@ impl Reducer {
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.group.device())?;
         self.group.broadcast(&tensor, 0)?;
-        let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::PeerFailed {
-            peer: 0,
+        let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
+            rank: 0,
             reason: format!(
                 "what it sent is no order of {} parameters: all ranks of a group must make the same calls in the same \
                  order",

@@ -15,7 +15,7 @@ pub(super) fn same_model(
     let report = model.map(|(parameters, buffers)| describe_model(options, parameters, buffers));
     match group.compare(report, "it could not build its model")? {
         None => Ok(()),
-        Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+        Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
     }
 }
 
@@ -23,7 +23,7 @@ pub(super) fn same_model(
 pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
     match group.compare(described, "it could not register its communication hook")? {
         None => Ok(()),
-        Some((rank, difference)) => Err(Error::CommHookMismatch { rank, difference }),
+        Some((rank, difference)) => Err(Error::Mismatch { what: "communication hook", rank, difference }),
     }
 }
 

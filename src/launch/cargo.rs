@@ -1,6 +1,6 @@
 //! Building a cargo target, and finding out from cargo where it is.
 use super::child;
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -48,9 +48,9 @@ impl CargoTarget {
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         child::bind_to_launcher(&mut command);
         let program = command.get_program().to_string_lossy().into_owned();
-        let mut cargo = command.spawn().map_err(|source| Error::Program {
+        let mut cargo = command.spawn().map_err(|error| Error::Program {
             program,
-            source,
+            error,
             hint: "--example and --bin need cargo: install it, or set CARGO to its path".into(),
         })?;
         let mut executable = None;
@@ -64,9 +64,7 @@ impl CargoTarget {
         match executable {
             _ if !status.success() => Ok(Built::Failed(status)),
             Some(path) => Ok(Built::Executable(path)),
-            None => {
-                Err(Error::Launch(format!("cargo built the {} {} but did not say where it is", self.kind, self.name)))
-            }
+            None => Err(Error::NoExecutable { kind: self.kind, name: self.name.clone() }),
         }
     }
 

@@ -1,11 +1,11 @@
 //! What a command line means: every default filled in, every contradiction refused.
 use super::cargo::CargoTarget;
 use super::cli::Cli;
+use super::error::{Error, Result};
 use super::processes::Host;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
-use crate::{Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -81,7 +81,7 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// What `cli` means on `host`. Its errors are [`Error::InvalidArgument`].
+    /// What `cli` means on `host`. Its errors are [`Error::Usage`].
     pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
         refuse_what_is_not_supported(&cli)?;
         let topology = topology(&cli, host)?;
@@ -90,7 +90,7 @@ impl Config {
         for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
             if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
-                return Err(Error::invalid(option, reason));
+                return Err(Error::usage(option, reason));
             }
         }
         let prefix = cli.log_line_prefix_template.clone();
@@ -100,7 +100,7 @@ impl Config {
         let run_id = match &cli.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(['/', '\0']) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
-                return Err(Error::invalid("--run-id", reason));
+                return Err(Error::usage("--run-id", reason));
             }
             Some(id) => id.clone(),
             None if topology.nodes > 1 => "none".into(),
@@ -108,7 +108,7 @@ impl Config {
         };
         let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
             let reason = format!("{} is not a number of seconds from 0 up", cli.shutdown_timeout);
-            Error::invalid("--shutdown-timeout", reason)
+            Error::usage("--shutdown-timeout", reason)
         })?;
         let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
@@ -137,7 +137,7 @@ impl Config {
 
 fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
-        return Err(Error::invalid("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+        return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
     const MEET: &str = "ddprun's machines meet at --master-addr and --master-port: leave it out, and give these on every \
                         node";
@@ -159,11 +159,11 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     let given =
         refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !["", "static"].contains(&text)));
     if let Some((option, _, reason)) = given {
-        return Err(Error::invalid(option, reason));
+        return Err(Error::usage(option, reason));
     }
     if cli.max_restarts > 0 {
         let reason = "restarting failed runs is not supported yet: leave it out, and start again from a checkpoint";
-        return Err(Error::invalid("--max-restarts", reason));
+        return Err(Error::usage("--max-restarts", reason));
     }
     Ok(())
 }
@@ -175,26 +175,26 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
         (Ok(least), Ok(most)) if least == most && least > 0 => least,
         (Ok(least), Ok(most)) if least > 0 && least < most => {
             let reason = format!("a run that grows and shrinks ({text}) is not supported: give one number");
-            return Err(Error::invalid("--nnodes", reason));
+            return Err(Error::usage("--nnodes", reason));
         }
-        _ => return Err(Error::invalid("--nnodes", format!("{text:?} is not a number of machines from 1 up"))),
+        _ => return Err(Error::usage("--nnodes", format!("{text:?} is not a number of machines from 1 up"))),
     };
     let node_rank = cli.node_rank.unwrap_or(0);
     if node_rank >= nodes {
         let reason = format!("{node_rank} is not one of 0 to {} (--nnodes {nodes})", nodes - 1);
-        return Err(Error::invalid("--node-rank", reason));
+        return Err(Error::usage("--node-rank", reason));
     }
     if nodes > 1 && cli.standalone {
         let reason = format!("means one machine, but --nnodes is {nodes}: leave out one of the two");
-        return Err(Error::invalid("--standalone", reason));
+        return Err(Error::usage("--standalone", reason));
     }
     if nodes > 1 && cli.node_rank.is_none() {
         let reason = format!("is needed with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
-        return Err(Error::invalid("--node-rank", reason));
+        return Err(Error::usage("--node-rank", reason));
     }
     let local_world_size = host.count(cli.nproc_per_node)?;
     if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
-        return Err(Error::invalid("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+        return Err(Error::usage("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
     }
     Ok(Topology { nodes, node_rank, local_world_size })
 }
@@ -202,20 +202,20 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
 fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
     if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
         let reason = "takes a free port of this machine: leave it out to choose --master-addr or --master-port";
-        return Err(Error::invalid("--standalone", reason));
+        return Err(Error::usage("--standalone", reason));
     }
     if cli.master_port == Some(0) {
-        return Err(Error::invalid("--master-port", "0 is no port: leave it out on one machine to get a free one"));
+        return Err(Error::usage("--master-port", "0 is no port: leave it out on one machine to get a free one"));
     }
     let address = match &cli.master_addr {
         Some(address) if address.trim().is_empty() => {
-            return Err(Error::invalid("--master-addr", "is empty: name machine 0, or leave it out on one machine"));
+            return Err(Error::usage("--master-addr", "is empty: name machine 0, or leave it out on one machine"));
         }
         // Brackets belong to an IPv6 address with a port.
         Some(address) => address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address).into(),
         None if topology.nodes > 1 => {
             let reason = "is needed with several machines: the name of machine 0, as all of them know it";
-            return Err(Error::invalid("--master-addr", reason));
+            return Err(Error::usage("--master-addr", reason));
         }
         None => "127.0.0.1".into(),
     };
@@ -233,12 +233,12 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
             if package.is_some() || !features.is_empty() || profile.is_some() {
                 let reason =
                     "say how to build with cargo, but nothing is to be built: add --example NAME or --bin NAME";
-                return Err(Error::invalid("--package, --features, --profile and --debug", reason));
+                return Err(Error::usage("--package, --features, --profile and --debug", reason));
             }
             let mut command = command.into_iter();
             let program = command.next().filter(|program| !program.is_empty());
             let program = program.ok_or_else(|| {
-                Error::invalid("PROGRAM", "is missing: say what to run, or use --example NAME or --bin NAME")
+                Error::usage("PROGRAM", "is missing: say what to run, or use --example NAME or --bin NAME")
             })?;
             return Ok((Program::Path(program), command.collect()));
         }
@@ -254,7 +254,7 @@ fn check_template(template: &str) -> Result<()> {
         let rest = template.get(start + 2..).unwrap_or_default();
         if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
             let reason = format!("{template:?} has a ${{…}} that is not ${{role_name}}, ${{local_rank}} or ${{rank}}");
-            return Err(Error::invalid("--log-line-prefix-template", reason));
+            return Err(Error::usage("--log-line-prefix-template", reason));
         }
     }
     Ok(())
@@ -330,7 +330,7 @@ mod tests {
         ];
         for (args, hint) in cases {
             let error = resolve(args).unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument { .. }), "{args:?}: {error}");
+            assert!(matches!(error, Error::Usage { .. }), "{args:?}: {error}");
             assert!(error.to_string().contains(hint), "{args:?}: {error}");
         }
     }

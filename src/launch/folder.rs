@@ -1,7 +1,7 @@
 //! The run's folder: log files, and the files in which workers leave their errors.
 use super::config::Config;
 use super::console::message;
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};

@@ -19,6 +19,7 @@ mod config;
 mod console;
 mod descendants;
 mod environment;
+mod error;
 mod error_text;
 mod folder;
 mod lines;
@@ -36,29 +37,21 @@ mod terminal;
 mod time;
 mod worker;
 
-use crate::{Error, Result};
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
 use config::{Config, Program};
 use console::{Console, message};
+use error::{Error, Result, USAGE};
 use folder::RunFolder;
 use processes::Host;
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 use supervisor::{Events, Outcome, Supervisor};
 use worker::{Exit, Starter};
-
-/// A command line that makes no sense.
-const USAGE: u8 = 2;
-/// A program that is there but cannot be run, as shells have it.
-const NOT_EXECUTABLE: u8 = 126;
-/// A program that is not there, as shells have it.
-const NOT_FOUND: u8 = 127;
 
 /// How long output may stay unread at the end of a run that is to end at once.
 const UNREAD: Duration = Duration::from_secs(5);
@@ -95,15 +88,10 @@ fn run(cli: Cli) -> ExitCode {
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
-        if matches!(error, Error::InvalidArgument { .. }) {
+        if matches!(error, Error::Usage { .. }) {
             say_variables();
         }
-        End::now(match &error {
-            Error::InvalidArgument { .. } => USAGE,
-            Error::Program { source, .. } if source.kind() == ErrorKind::NotFound => NOT_FOUND,
-            Error::Program { .. } => NOT_EXECUTABLE,
-            _ => 1,
-        })
+        End::now(error.exit_code())
     });
     Console::get().finish(patience, || events.as_ref().is_some_and(Events::interrupted));
     ExitCode::from(code)
@@ -126,7 +114,7 @@ impl End {
 /// An error, and what to do when the system has run out of something.
 fn describe(error: &Error) -> String {
     let hint = match error {
-        Error::Io { source, .. } => worker::lack(source),
+        Error::Library(crate::Error::Io { error, .. }) => worker::lack(error),
         _ => None,
     };
     hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Perhaps {hint}"))

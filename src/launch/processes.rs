@@ -1,5 +1,5 @@
 //! How many workers a machine gets: a number, or one per core or GPU.
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
@@ -55,7 +55,7 @@ impl Host {
     pub(super) fn count(&self, processes: Processes) -> Result<usize> {
         match processes {
             Processes::Count(count) => Ok(count.get()),
-            Processes::Gpu if self.gpus == 0 => Err(Error::invalid(
+            Processes::Gpu if self.gpus == 0 => Err(Error::usage(
                 "--nproc-per-node gpu",
                 "no GPU is visible here: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use `cpu`, `auto` or a number",
             )),

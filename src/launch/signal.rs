@@ -1,5 +1,5 @@
 //! Signals by number and name, and which of them we were told to ignore.
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use rustix::process::Signal;
 use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use signal_hook::low_level::signal_name;
@@ -19,7 +19,7 @@ pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
             Some(signal) => signals.push(signal),
             None => {
                 let reason = format!("{word} is not a signal that can end a run: use names as in SIGTERM,SIGINT");
-                return Err(Error::invalid("--signals-to-handle", reason));
+                return Err(Error::usage("--signals-to-handle", reason));
             }
         }
     }

@@ -1,8 +1,8 @@
 //! The store at which the ranks meet. It lives in the launcher of machine 0 and outlives the workers.
 use super::config::Config;
 use super::console::message;
+use super::error::{Error, Result};
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
-use crate::{Error, Result};
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ impl log::Log for Warnings {
 /// Only the master address is served, since whoever reaches the store can write to it.
 pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     if config.topology.node_rank != 0 {
-        let missing = || Error::invalid("--master-port", "is needed on every machine but the one that hosts the store");
+        let missing = || Error::usage("--master-port", "is needed on every machine but the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
     // A program that calls the launcher may have a logger of its own.

@@ -1,10 +1,10 @@
 //! Watching over the workers: the first failure ends them all, signals are passed on, nothing is left behind.
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
+use super::error::{Error, Result};
 use super::output::{Remains, Source};
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
-use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitOptions, wait};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};

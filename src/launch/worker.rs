@@ -1,12 +1,12 @@
 //! One worker: how it is started, and how it ended.
 use super::config::Config;
 use super::console::{Console, Target};
+use super::error::{Error, Result};
 use super::folder::RunFolder;
 use super::lines::Lines;
 use super::output::Source;
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
-use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
 use std::ffi::OsStr;
@@ -164,16 +164,16 @@ pub(super) fn lack(error: &std::io::Error) -> Option<&'static str> {
 }
 
 /// Something that every worker needs failed, not its program.
-fn cannot(doing: &str, rank: usize, source: std::io::Error) -> Error {
-    Error::io(format!("{doing} for rank {rank}"), source)
+fn cannot(doing: &str, rank: usize, error: std::io::Error) -> Error {
+    Error::io(format!("{doing} for rank {rank}"), error)
 }
 
 /// Why a program could not be started, and what to do.
-fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
+fn cannot_start(program: &OsStr, error: std::io::Error) -> Error {
     let path = Path::new(program);
     let name = program.to_string_lossy();
     let plain_name = path.components().count() == 1 && !name.contains('/');
-    let hint = match source.kind() {
+    let hint = match error.kind() {
         ErrorKind::NotFound if plain_name && path.exists() => {
             format!("It is not in PATH; the one in this folder is ./{name}")
         }
@@ -191,5 +191,5 @@ fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
         ErrorKind::PermissionDenied => "Make it executable (chmod +x), or name its interpreter before it".into(),
         _ => "Check that it is a program for this kind of machine".into(),
     };
-    Error::Program { program: name.into_owned(), source, hint }
+    Error::Program { program: name.into_owned(), error, hint }
 }

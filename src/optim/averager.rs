@@ -59,7 +59,7 @@ impl PeriodicModelAverager {
     /// ```
     ///
     /// # Errors
-    /// When ranks have other names, shapes or dtypes ([`Error::ModelMismatch`], on all of them), and those of
+    /// When ranks have other names, shapes or dtypes ([`Error::Mismatch`], on all of them), and those of
     /// [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: &[(String, Var)]) -> Result<bool> {
         let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
@@ -81,7 +81,7 @@ impl PeriodicModelAverager {
             return Ok(());
         }
         match self.group.compare(Ok(described.clone()), "it has no parameters")? {
-            Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+            Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
                 self.agreed = Some(described);
                 Ok(())

@@ -95,7 +95,7 @@ pub trait Optimizer: StateDict {
     /// neither on the number of ranks nor on whether the states were spread over them.
     ///
     /// # Errors
-    /// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`] with its text; or the failure of the
+    /// On every rank: rank 0 gets its own error, the others [`Error::RankFailed`] with its text; or the failure of the
     /// group.
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let write = || WriteJob::new(path, &self.state_dict()?);
@@ -106,7 +106,7 @@ pub trait Optimizer: StateDict {
     ///
     /// # Errors
     /// On every rank, if the file of one cannot be read or does not fit: that rank gets its own error, the others
-    /// [`Error::PeerFailed`].
+    /// [`Error::RankFailed`].
     fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let dict = group.agree(read_safetensors(path))?;
         group.agree(self.load_state_dict(&dict))

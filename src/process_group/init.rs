@@ -54,7 +54,8 @@ impl Default for InitOptions {
 /// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
 /// the time-out: each says which variable, address or rank, and what to do. A rank that has come and then fails, because
 /// it has no device or another engine than the others, for example, is an error on all ranks at once
-/// ([`Error::PeerFailed`]), and one whose process dies within ten seconds. The time-out bounds all of it.
+/// ([`Failure::PeerFailed`](crate::error::Failure::PeerFailed)); one whose process dies is an error within ten seconds.
+/// The time-out bounds all of it.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;

@@ -36,10 +36,9 @@ use std::time::Duration;
 /// first calls may wait until it has connected the ranks.)
 ///
 /// # Errors
-/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do
-/// ([`Error::Desync`]), when a rank is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own
-/// ([`Error::PeerFailed`]) or does not come in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
-/// its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
+/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do, when a rank is gone,
+/// reports an error of its own, or does not come in time: [`Error::Group`], with the
+/// [`Failure`](crate::error::Failure). The group is then broken, and all its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
 /// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
@@ -264,14 +263,14 @@ impl ProcessGroup {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 
-    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::PeerFailed`]. Every rank
+    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::RankFailed`]. Every rank
     /// calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let reports = self.gather_reports(result.as_ref().map(|_| ""));
         let value = result?;
         match reports? {
             Ok(_) => Ok(value),
-            Err((peer, reason)) => Err(Error::PeerFailed { peer, reason }),
+            Err((rank, reason)) => Err(Error::RankFailed { rank, reason }),
         }
     }
 
@@ -332,8 +331,8 @@ const LONGEST_REPORT: usize = 64 << 20;
 /// The bytes of the report of rank `rank`, which says that it has `length`: anything may stand there if that rank is in
 /// another call that looks alike.
 fn report_length(rank: usize, length: i64) -> Result<usize> {
-    usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::PeerFailed {
-        peer: rank,
+    usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
+        rank,
         reason: format!(
             "it sent {length} as the length of a report, which is 0 to {LONGEST_REPORT} bytes: all ranks of a group must make the \
              same calls in the same order"

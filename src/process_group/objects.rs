@@ -59,7 +59,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// On every rank: when `root` has no object, or one that JSON cannot hold or that is too large (there
-    /// [`Error::InvalidArgument`], elsewhere [`Error::PeerFailed`]); when the text is not that of a `T`
+    /// [`Error::InvalidArgument`], elsewhere [`Error::RankFailed`]); when the text is not that of a `T`
     /// ([`Error::InvalidArgument`]); those of the group.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
@@ -74,7 +74,7 @@ impl ProcessGroup {
         }
         match verdict_of(&report) {
             Ok(json) => from_json(&json, root),
-            Err(reason) => Err(Error::PeerFailed { peer: root, reason }),
+            Err(reason) => Err(Error::RankFailed { rank: root, reason }),
         }
     }
 
@@ -94,12 +94,12 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// On every rank: when that of a rank cannot be sent (there [`Error::InvalidArgument`], elsewhere
-    /// [`Error::PeerFailed`]), or the text of one is not that of a `T` ([`Error::InvalidArgument`]); those of the group.
+    /// [`Error::RankFailed`]), or the text of one is not that of a `T` ([`Error::InvalidArgument`]); those of the group.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_json(object);
         let reports = self.gather_reports(own.as_deref());
         own?;
-        let reports = reports?.map_err(|(peer, reason)| Error::PeerFailed { peer, reason })?;
+        let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
         reports.iter().enumerate().map(|(rank, json)| from_json(json, rank)).collect()
     }
 

@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl ProcessGroup {
     /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason where it returns an
-    /// error or panics: the other ranks hear at once what happened, as [`Error::PeerFailed`](crate::Error::PeerFailed).
+    /// error or panics: the other ranks hear at once what happened, as
+    /// [`Failure::PeerFailed`](crate::error::Failure::PeerFailed).
     /// Without that they would only see this rank leave.
     ///
     /// An error that comes from the group itself, such as another rank's failure, stays what it is on all ranks.

@@ -1,3 +1,4 @@
+use crate::error::Failure;
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
@@ -26,7 +27,7 @@ impl Cancellation {
 impl From<Reason> for Error {
     fn from(reason: Reason) -> Self {
         match reason {
-            Reason::PeerFailed { peer, reason } => Self::PeerFailed { peer, reason },
+            Reason::PeerFailed { peer, reason } => Failure::PeerFailed { peer, reason }.into(),
             Reason::StoreLost { operation, store, reason } => Self::Store { operation, store, reason },
         }
     }

@@ -39,7 +39,7 @@ pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result
     let deadline = Instant::now() + RELEASE;
     let server = loop {
         match host(listening, run_id) {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             result => break Arc::new(result?),

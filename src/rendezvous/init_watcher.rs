@@ -7,6 +7,7 @@ use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
 use super::{PrefixStore, Store};
+use crate::error::Failure;
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -107,7 +108,7 @@ impl InitWatcher {
         self.end_thread();
         match &result {
             Ok(_) => self.store.lift_limits(),
-            Err(Error::PeerGone { rank, peer, .. }) => {
+            Err(Error::Group(Failure::PeerGone { rank, peer, .. })) => {
                 self.tell(*peer, &format!("it is gone: its connection to rank {rank} closed"));
             }
             Err(error) => self.tell(self.rank, &format!("{error} (on host {})", host_name())),
@@ -314,7 +315,7 @@ mod tests {
             assert!(start.elapsed() < TIMEOUT, "nothing was heard");
             match watcher.check() {
                 Ok(()) => std::thread::sleep(Duration::from_millis(5)),
-                Err(Error::PeerFailed { peer, reason }) => return (peer, reason),
+                Err(Error::Group(Failure::PeerFailed { peer, reason })) => return (peer, reason),
                 Err(error) => panic!("{error}"),
             }
         }
@@ -330,7 +331,7 @@ mod tests {
         assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error stays what it is: {error}");
         let (peer, reason) = hear(&a);
         assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
-        assert!(matches!(waiting.join().unwrap(), Err(Error::PeerFailed { peer: 1, .. })));
+        assert!(matches!(waiting.join().unwrap(), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
         assert!(a.conclude::<()>(a_failure()).is_err());
     }
 

@@ -77,7 +77,7 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
     ];
     for (own, (other, text)) in found[1].iter().zip(found[0].iter().zip(texts)) {
         assert!(matches!(own, Error::InvalidArgument { .. }) && own.to_string().contains(text), "{own}");
-        assert!(matches!(other, Error::PeerFailed { peer: 1, .. }) && other.to_string().contains(text), "{other}");
+        assert!(matches!(other, Error::RankFailed { rank: 1, .. }) && other.to_string().contains(text), "{other}");
     }
 }
 

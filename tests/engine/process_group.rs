@@ -1,6 +1,7 @@
 //! Process groups as users meet them: every collective by its name, sub-groups, ranks as threads, and what is refused.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device, Tensor};
+use candle_ddp::error::Failure;
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with};
 use std::time::{Duration, Instant};
@@ -157,7 +158,7 @@ fn spawn_returns_results_in_rank_order_and_the_first_error() {
     assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)).unwrap(), [0, 10, 20]);
     // The others wait for rank 1, and fail because of it: theirs are echoes.
     let error = ranks(3, |pg| match pg.rank() {
-        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => pg.barrier(),
     });
     assert!(error.unwrap_err().to_string().contains("no disk"));
@@ -231,7 +232,8 @@ fn peers_hear_why_a_rank_ended() {
     let expect = |pg: &ProcessGroup, reason: &str| {
         for _ in 0..2 {
             let error = pg.barrier().unwrap_err();
-            let heard = matches!(&error, Error::PeerFailed { peer: 1, reason: heard } if heard == reason);
+            let heard =
+                matches!(&error, Error::Group(Failure::PeerFailed { peer: 1, reason: heard }) if heard == reason);
             assert!(heard, "rank {}: {error}", pg.rank());
         }
     };
@@ -258,7 +260,7 @@ fn peers_hear_why_a_rank_ended() {
     // The failure of another rank keeps its name, also where it ends this one.
     ranks(3, |pg| {
         let ended = pg.abort_on_error(|| match pg.rank() {
-            1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+            1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
             _ => pg.barrier(),
         });
         assert!(ended.is_err());
@@ -268,7 +270,7 @@ fn peers_hear_why_a_rank_ended() {
     .unwrap();
     // Ranks that are threads do so by themselves.
     let error = ranks(3, |pg| match pg.rank() {
-        1 => Err(Error::Io { context: "reading data".into(), source: std::io::Error::other("no disk") }),
+        1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => {
             expect(&pg, "reading data: no disk");
             Ok(())
@@ -301,6 +303,6 @@ fn a_member_in_another_call_is_an_error_and_no_panic() {
         })
         .unwrap_err();
         let text = error.to_string();
-        assert!(text.starts_with(&format!("rank 1 ended the group: it sent {number} as the length")), "{text}");
+        assert!(text.starts_with(&format!("rank 1 failed: it sent {number} as the length")), "{text}");
     }
 }

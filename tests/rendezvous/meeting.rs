@@ -1,5 +1,6 @@
 //! Ranks that meet: threads of this process, and processes under a launcher's environment.
 use crate::common::free_port;
+use candle_ddp::error::Failure;
 use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
 use candle_ddp::{Error, Result};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
@@ -142,7 +143,7 @@ fn who_does_not_come_is_named() {
     // Each by its own time-out, or by that of the other, which came a moment before. Rank 0 takes the store with it.
     for result in results {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::StoreTimeout { .. } | Error::PeerFailed { .. }), "{error}");
+        assert!(matches!(error, Error::StoreTimeout { .. } | Error::Group(Failure::PeerFailed { .. })), "{error}");
         let text = error.to_string();
         assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
         assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
@@ -160,7 +161,7 @@ fn the_end_of_one_ranks_patience_is_that_of_all() {
         let mut results = meet(options);
         assert!(start.elapsed() < TIMEOUT / 2);
         let other = results.remove(1 - impatient).unwrap_err();
-        assert!(matches!(other, Error::PeerFailed { peer, .. } if peer == impatient), "{other}");
+        assert!(matches!(other, Error::Group(Failure::PeerFailed { peer, .. }) if peer == impatient), "{other}");
         for error in [other, results.remove(0).unwrap_err()] {
             assert!(error.to_string().contains("2 of 3 ranks arrived, missing: 2."), "{error}");
         }

@@ -2,6 +2,7 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
+use candle_ddp::error::Failure;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
 use std::collections::HashMap;
@@ -303,7 +304,7 @@ fn all_ranks_learn_of_a_failure() {
     for (rank, (broken, refused, loaded, now)) in outcomes.into_iter().enumerate() {
         let by = |error: Error, culprit: usize| match error {
             Error::Io { .. } => assert_eq!(rank, culprit),
-            Error::PeerFailed { peer, reason } => {
+            Error::RankFailed { rank: peer, reason } => {
                 assert_eq!(peer, culprit);
                 assert!(rank != culprit && reason.contains("No such file"), "{reason}");
             }
@@ -330,7 +331,7 @@ fn a_rank_that_failed_leaves_the_file_of_before() {
         }
         fill(&weights, 2);
         match checkpoint::save_distributed(&pg, &weights, &file) {
-            Err(Error::PeerFailed { peer: 1, .. }) => Ok(()),
+            Err(Error::Group(Failure::PeerFailed { peer: 1, .. })) => Ok(()),
             other => panic!("{other:?}"),
         }
     })

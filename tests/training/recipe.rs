@@ -33,7 +33,7 @@ impl Training {
         let files = folder.join(epochs.to_string());
         if pg.rank() == 0 {
             let context = files.display().to_string();
-            std::fs::create_dir_all(&files).map_err(|source| Error::Io { context, source })?;
+            std::fs::create_dir_all(&files).map_err(|error| Error::Io { context, error })?;
             self.optimizer.save(files.join("optimizer.safetensors"))?;
             self.schedule.save(files.join("schedule.safetensors"))?;
             self.scaler.save(files.join("scaler.safetensors"))?;

@@ -3,6 +3,7 @@ use crate::common::{assert_close, fill, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::comm_hook::Bf16Compress;
+use candle_ddp::error::Failure;
 use candle_ddp::optim::{
     AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StateDict,
     StepLr, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
@@ -393,7 +394,7 @@ fn misuse_is_an_error() {
         // Options that make no sense on one of them.
         let options = ParamsAdamW { beta1: 0.9 + pg.rank() as f64, ..adamw() };
         match ZeroRedundancyOptimizer::new(&ddp, options) {
-            Err(Error::PeerFailed { peer: 1, reason }) if pg.rank() == 0 => {
+            Err(Error::RankFailed { rank: 1, reason }) if pg.rank() == 0 => {
                 assert!(reason.contains("beta1"), "{reason}")
             }
             Err(Error::InvalidArgument { argument: "beta1", .. }) if pg.rank() == 1 => {}
@@ -562,7 +563,7 @@ fn a_rank_that_failed_leaves_the_files_of_before() {
             pg.barrier()?;
             optimizer.step(&backward(&ddp, 1, 1.)?)?;
             if pg.rank() == 0 {
-                assert!(matches!(save(&optimizer), Err(Error::PeerFailed { peer: 1, .. })));
+                assert!(matches!(save(&optimizer), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
                 return Ok(before);
             }
             match shards {

@@ -1,7 +1,7 @@
 //! What monitors tell each other on the control connections.
 use crate::backend::call::Call;
-use crate::backend::failure::Failure;
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 //! wrote them. So its end alone fails no call, only a call that needs more of it does.
 use super::group::Channel;
 use crate::backend::call::{Call, Operation};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::io::{Error, ErrorKind};
 
 /// How a control connection ended.

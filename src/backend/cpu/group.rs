@@ -11,8 +11,8 @@ use super::transport::Transport;
 use crate::Error;
 pub(super) use crate::backend::call::Channel;
 use crate::backend::call::{Call, Header};
-use crate::backend::failure::Failure;
 use crate::backend::progress::Progress;
+use crate::error::Failure;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 

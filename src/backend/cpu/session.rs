@@ -7,7 +7,7 @@ use super::storage::{Locking, Region};
 use super::transport::{Inflow, Outflow, Transport};
 use super::transport_error::TransportError;
 use crate::backend::call::{Call, Header, Operation};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::time::Instant;
 
 /// A call, from its first byte to its last.

@@ -2,8 +2,8 @@
 use super::frame::{Answer, ShutdownNotice};
 use super::gone::{self, Gone};
 use crate::backend::call::Channel;
-use crate::backend::failure::Failure;
 use crate::backend::progress::Progress;
+use crate::error::Failure;
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -3,8 +3,8 @@
 use super::report::{Messages, ProgressReport, ShutdownNotice};
 use crate::Result;
 use crate::backend::call::Call;
-use crate::backend::failure::Failure;
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 use crate::rendezvous::Store;
 use std::sync::Arc;
 

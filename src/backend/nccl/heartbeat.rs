@@ -6,7 +6,7 @@ use super::report::ProgressReport;
 use crate::Result;
 use crate::backend::awake::AwakeClock;
 use crate::backend::call::{Call, Channel};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::time::{Duration, Instant};
 
 /// How long other ranks are given to say where they are.

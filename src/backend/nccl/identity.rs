@@ -3,6 +3,7 @@ use super::comm::{Stop, UniqueId};
 use super::group::Group;
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 use crate::rendezvous::{Store, absent_ranks};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -60,7 +61,7 @@ fn decode(peer: usize, bytes: &[u8]) -> Result<Identity> {
     let identity = match reader.u8() {
         Some(ABSENT) => {
             let reason = reader.text().unwrap_or_default();
-            return Err(Error::PeerFailed { peer, reason });
+            return Err(Failure::PeerFailed { peer, reason }.into());
         }
         _ => (|| {
             Some(Identity {
@@ -70,7 +71,8 @@ fn decode(peer: usize, bytes: &[u8]) -> Result<Identity> {
             })
         })(),
     };
-    identity.ok_or_else(|| Error::PeerFailed { peer, reason: "it speaks another version of candle-ddp".to_string() })
+    let other = || Failure::PeerFailed { peer, reason: "it speaks another version of candle-ddp".to_string() };
+    identity.ok_or_else(|| other().into())
 }
 
 /// Checks that ranks fit together: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.
@@ -153,7 +155,6 @@ pub(super) fn await_id(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::failure::Failure;
     use crate::rendezvous::HashStore;
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {

@@ -93,7 +93,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// ranks have confirmed that everything went well, and writing may take longer than the group's time-out.
     ///
     /// # Errors
-    /// On every rank: [`Error::Io`] on rank 0, [`Error::PeerFailed`] on the others, and those of the process group.
+    /// On every rank: [`Error::Io`] on rank 0, [`Error::RankFailed`] on the others, and those of the process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let dict = self.consolidate_state_dict(0)?;
         self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())

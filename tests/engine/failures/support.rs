@@ -2,6 +2,7 @@
 pub(crate) use candle_core::{DType, Device, Tensor};
 pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::backend::{Collective, Communicator};
+pub(crate) use candle_ddp::error::Failure;
 pub(crate) use candle_ddp::rendezvous::{HashStore, Store};
 pub(crate) use candle_ddp::{Error, ReduceOp};
 pub(crate) use std::sync::Arc;

@@ -13,7 +13,7 @@ fn a_rank_that_does_not_call_is_named() {
         until_failure(&communicator, broadcast(12, 2))
     });
     for error in errors {
-        let Error::CollectiveTimeout { sequence: 2, timeout: TIMEOUT, .. } = error else { panic!("{error:?}") };
+        let Error::Group(Failure::TimedOut { sequence: 2, timeout: TIMEOUT, .. }) = error else { panic!("{error:?}") };
         let text = error.to_string();
         assert!(text.contains("broadcast(f32[12]), sequence 2, timed out after 1.5s"), "{text}");
         assert!(
@@ -59,5 +59,5 @@ fn dropping_with_work_in_flight_ends_in_time() {
     });
     let error = errors.into_iter().flatten().next().unwrap();
     // Either rank 0's first call timed out, or it left with its calls not over, whichever came first.
-    assert!(matches!(error, Error::CollectiveTimeout { .. } | Error::PeerFailed { peer: 0, .. }), "{error:?}");
+    assert!(matches!(error, Error::Group(Failure::TimedOut { .. } | Failure::PeerFailed { peer: 0, .. })), "{error:?}");
 }

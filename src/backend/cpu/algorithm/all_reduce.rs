@@ -3,7 +3,7 @@ use crate::backend::cpu::kernels::{self, Reduction};
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// `data` becomes the reduction of all ranks' data.
 pub(crate) fn all_reduce(

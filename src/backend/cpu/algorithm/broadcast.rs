@@ -3,7 +3,7 @@ use crate::backend::call::Element;
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 /// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment

@@ -4,7 +4,7 @@ use crate::backend::cpu::kernels::{self, Reduction};
 use crate::backend::cpu::piece::{Piece, PieceMut};
 use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// Returns once all ranks have come.
 pub(crate) fn barrier(session: &mut Session) -> Result<(), Failure> {

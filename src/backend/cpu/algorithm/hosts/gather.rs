@@ -6,7 +6,7 @@ use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::session::Recvs;
 use crate::backend::cpu::shm::pieces;
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 impl Bridge<'_, '_> {

@@ -18,8 +18,8 @@ use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::shm::{Source, Streams, reduce};
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
-use crate::backend::failure::Failure;
 use crate::backend::{Collective, ReduceOp};
+use crate::error::Failure;
 use std::ops::Range;
 
 /// One collective of a group that spans hosts.
