@@ -12,6 +12,7 @@ mod progress;
 
 use candle_core::DType;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+use candle_ddp::error::Context;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
@@ -23,7 +24,7 @@ use hook::Hook;
 use net::Net;
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -78,7 +79,7 @@ fn run(options: &Options) -> Result<()> {
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let mut metrics = match &options.metrics {
-        Some(path) if rank == 0 => Some((path, File::create(path).map_err(|source| io(path, source))?)),
+        Some(path) if rank == 0 => Some((path, File::create(path).with_context(|| writing(path))?)),
         _ => None,
     };
 
@@ -150,7 +151,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
                 "gradient_bytes": traffic.map(|traffic| traffic.gradient_bytes),
                 "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
             });
-            writeln!(file, "{line}").map_err(|source| io(path, source))?;
+            writeln!(file, "{line}").with_context(|| writing(path))?;
         }
         if epoch == options.epochs {
             if rank == 0 {
@@ -190,6 +191,6 @@ fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result
     }
 }
 
-fn io(path: &std::path::Path, error: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the metrics to {}", path.display()), error }
+fn writing(path: &Path) -> String {
+    format!("cannot write the metrics to {}", path.display())
 }

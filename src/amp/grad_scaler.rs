@@ -1,6 +1,7 @@
 //! Scaling losses, and leaving out steps that overflow.
 use super::state::GradScalerState;
 use super::unscale::unscale;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::state::StateDict;
 use crate::state::{self, Loader};
@@ -155,7 +156,7 @@ impl GradScaler {
         let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
         let overflow = if self.group.world_size() > 1 {
             let overflow = Tensor::new(&[flag], self.group.device())?;
-            self.group.all_reduce(&overflow, ReduceOp::Max)?;
+            Label::UNSCALE.during(|| self.group.all_reduce(&overflow, ReduceOp::Max))?;
             overflow.to_vec1::<f32>()?[0] > 0.0
         } else {
             flag > 0.0

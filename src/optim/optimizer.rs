@@ -1,6 +1,7 @@
 //! What all optimizers can do.
 use super::rule::not_negative;
 use crate::amp::GradScaler;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{WriteJob, read_safetensors};
 use crate::state::{Dict, StateDict};
@@ -99,7 +100,8 @@ pub trait Optimizer: StateDict {
     /// group.
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let write = || WriteJob::new(path, &self.state_dict()?);
-        group.write_together((group.rank() == 0).then(write).transpose())
+        let job = (group.rank() == 0).then(write).transpose();
+        Label::OPTIMIZER_SAVE.during(|| group.write_together(job))
     }
 
     /// Every rank reads what [`save_distributed`](Self::save_distributed) wrote, or [`StateDict::save`].
@@ -108,8 +110,9 @@ pub trait Optimizer: StateDict {
     /// On every rank, if the file of one cannot be read or does not fit: that rank gets its own error, the others
     /// [`Error::RankFailed`].
     fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
-        let dict = group.agree(read_safetensors(path))?;
-        group.agree(self.load_state_dict(&dict))
+        let dict = Label::OPTIMIZER_LOAD.during(|| group.agree(read_safetensors(path)))?;
+        let loaded = self.load_state_dict(&dict);
+        Label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Numbers and values of the program, from rank to rank: metrics, options, decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length, report_of, verdict_of};
-use crate::backend::ReduceOp;
+use crate::backend::{Label, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use serde::Serialize;
@@ -33,7 +33,7 @@ impl ProcessGroup {
     pub fn all_reduce_scalars<const N: usize>(&self, values: [f64; N], op: ReduceOp) -> Result<[f64; N]> {
         let tensor = Tensor::from_slice(&values, N, self.device())?;
         // Not by `all_reduce`, after which a GPU may still see what a call that failed has left.
-        self.all_reduce_async(&tensor, op)?.synchronize()?;
+        Label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())?;
         let mut reduced = values;
         reduced.copy_from_slice(&tensor.to_vec1::<f64>()?);
         Ok(reduced)
@@ -68,7 +68,8 @@ impl ProcessGroup {
             object.and_then(to_json)
         });
         let report = own.as_ref().map(|json| report_of(json.as_deref()));
-        let report = self.broadcast_bytes(report.as_deref().map(str::as_bytes), root)?;
+        let report = report.as_deref().map(str::as_bytes);
+        let report = Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))?;
         if let Some(own) = own {
             own?;
         }
@@ -97,7 +98,7 @@ impl ProcessGroup {
     /// [`Error::RankFailed`]), or the text of one is not that of a `T` ([`Error::InvalidArgument`]); those of the group.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_json(object);
-        let reports = self.gather_reports(own.as_deref());
+        let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_reports(own.as_deref()));
         own?;
         let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
         reports.iter().enumerate().map(|(rank, json)| from_json(json, rank)).collect()

@@ -126,6 +126,6 @@ fn a_file_that_does_not_fit_is_refused_on_all_ranks() {
         Ok(optimizer.load_distributed(&pg, Path::new(&path(pg.rank()))).unwrap_err().to_string())
     });
     let errors = errors.unwrap();
-    assert!(errors[0].starts_with("rank 1 ended the group") && errors[0].contains("safetensors"), "{}", errors[0]);
+    assert!(errors[0].starts_with("rank 1 failed") && errors[0].contains("safetensors"), "{}", errors[0]);
     assert!(errors[1].contains("is not a safetensors file"), "{}", errors[1]);
 }

@@ -1,5 +1,6 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
 use super::ZeroRedundancyOptimizer;
+use crate::backend::Label;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
@@ -23,7 +24,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Errors of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
-        self.consolidate(Some(to))
+        Label::ZERO_STATE.during(|| self.consolidate(Some(to)))
     }
 
     /// The whole state on rank `to`, or on all.
@@ -95,8 +96,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// On every rank: [`Error::Io`] on rank 0, [`Error::RankFailed`] on the others, and those of the process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let dict = self.consolidate_state_dict(0)?;
-        self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
+        Label::ZERO_SAVE.during(|| {
+            let dict = self.consolidate_state_dict(0)?;
+            self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
+        })
     }
 
     /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](crate::optim::FusedOptimizer) of the same rule, wrote. Every
@@ -106,7 +109,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// On every rank, when one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
-        let prepared = self.process_group.agree(prepared)?;
+        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -123,10 +126,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
-        self.process_group.broadcast(&saving, 0)?;
+        Label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
-        self.process_group
-            .write_together(self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some))
+        let job = self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
+        Label::ZERO_SAVE.during(|| self.process_group.write_together(job))
     }
 
     fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {
@@ -153,7 +156,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// savings or worlds, [`Error::Io`] when one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let prepared = self.prepare_shards(folder.as_ref());
-        let prepared = self.process_group.agree(prepared)?;
+        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -285,7 +288,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Errors of the process group.
     fn state_dict(&self) -> Result<Dict> {
-        Ok(self.consolidate(None)?.unwrap_or_default())
+        Ok(Label::ZERO_STATE.during(|| self.consolidate(None))?.unwrap_or_default())
     }
 
     /// Takes over a whole state. Every rank gives the same.

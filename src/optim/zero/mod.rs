@@ -8,7 +8,7 @@ use super::optimizer::{Optimizer, check_learning_rates};
 use super::rule::{Moment, Sums, UpdateRule, limit};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
@@ -93,7 +93,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             reducer.check_shard()?;
             Ok(trained)
         });
-        let verdict = process_group.compare(built.as_ref().map(|_| described), "it could not make its optimizer");
+        let described = built.as_ref().map(|_| described);
+        let verdict = Label::ZERO_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
         let parameters = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
@@ -267,7 +268,7 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
     /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let result = self.update(grads);
+        let result = Label::ZERO_STEP.during(|| self.update(grads));
         if let Err(error) = &result
             && self.process_group.world_size() > 1
         {
@@ -295,7 +296,8 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
         self.check_synchronised(grads)?;
-        let norm = self.norm(&self.reducer.pending()?)?;
+        let pending = self.reducer.pending()?;
+        let norm = Label::ZERO_NORM.during(|| self.norm(&pending))?;
         self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
         Ok(norm)
     }
