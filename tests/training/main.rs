@@ -20,6 +20,7 @@ mod ddp;
 mod ddp_golden;
 mod golden_model;
 mod loader;
+mod messages;
 mod nn_norms;
 mod nn_sync_batch_norm;
 mod optim_average;

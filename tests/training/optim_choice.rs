@@ -5,7 +5,7 @@ use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd, ParamsStepLr,
     ReduceLrOnPlateau, Sgd, StateDict, StepLr, ZeroRedundancyOptimizer,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -13,7 +13,7 @@ type Ddp = DistributedDataParallel<[Linear; 2]>;
 
 fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
     let varmap = VarMap::new();
-    let net = |vb: VarBuilder| Ok([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
+    let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
     let options = DdpOptions { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() };
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, net, options)?;
     fill(&varmap, 1);

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
-use candle_nn::{Optimizer, VarMap, linear};
+use candle_nn::{VarMap, linear};
 
 fn parameters(dtype: DType) -> Vec<(String, Var)> {
     let var = |name: &str, shape: &[usize], seed| {
@@ -180,7 +180,7 @@ fn bad_files_are_errors_and_leave_what_was_there() {
 #[test]
 fn without_names_nothing_is_saved() {
     let vars: Vec<Var> = parameters(DType::F32).into_iter().map(|(_, var)| var).collect();
-    let optimizer = AdamW::new(vars, ParamsAdamW::default()).unwrap();
+    let optimizer: AdamW = candle_nn::Optimizer::new(vars, ParamsAdamW::default()).unwrap();
     let error = optimizer.state_dict().unwrap_err();
     assert!(error.to_string().contains("from_named"), "{error}");
 }
