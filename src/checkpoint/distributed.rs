@@ -1,5 +1,6 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
-use super::{LoadOptions, LoadReport, Prepared, tensors};
+use super::load::Prepared;
+use super::{LoadOptions, LoadReport, tensors};
 use crate::Result;
 use crate::backend::Label;
 use crate::process_group::ProcessGroup;

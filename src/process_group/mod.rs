@@ -8,6 +8,7 @@ mod objects;
 mod on_error;
 mod parent;
 mod spawn;
+mod threads;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;

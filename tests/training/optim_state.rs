@@ -36,12 +36,12 @@ fn resume<R: UpdateRule>(options: R, dtype: DType) {
     let mut two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
     for step in 0..6 {
         if step == 3 {
-            two.set_learning_rate(0.02);
+            two.set_learning_rate(0.02).unwrap();
             two.save(&file).unwrap();
             two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
             two.load(&file).unwrap();
             assert_eq!(two.learning_rate(), 0.02);
-            one.set_learning_rate(0.02);
+            one.set_learning_rate(0.02).unwrap();
         }
         one.step(&gradients(&straight, step)).unwrap();
         two.step(&gradients(&broken, step)).unwrap();
