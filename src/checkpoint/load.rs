@@ -183,7 +183,9 @@ impl Prepared {
             list.push(name);
         }
         let LoadReport { loaded, missing, unexpected, ignored, skipped } = &mut report;
-        [loaded, missing, unexpected, ignored, skipped, &mut different].map(|names| names.sort());
+        for names in [loaded, missing, unexpected, ignored, skipped, &mut different] {
+            names.sort();
+        }
         let strange = options.strict && !(report.missing.is_empty() && report.unexpected.is_empty());
         if strange || !different.is_empty() {
             let LoadReport { missing, unexpected, .. } = report;
