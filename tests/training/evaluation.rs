@@ -4,8 +4,10 @@ include!("evaluation_recipe.rs");
 
 const PATIENCE: usize = 3;
 
-/// Each rank's history, and its weights in the end.
-fn run(world_size: usize, zero: bool, folder: &Path) -> Vec<(Vec<(f64, f64)>, Vec<f32>)> {
+/// A rank's history, and its weights in the end.
+type Outcome = (Vec<(f64, f64)>, Vec<f32>);
+
+fn run(world_size: usize, zero: bool, folder: &Path) -> Vec<Outcome> {
     let trained = ranks(world_size, |pg| train(&pg, folder, 500, PATIENCE, zero));
     let values = |trained: Trained| (trained.history, floats(&var(&trained.varmap, "fc.weight")));
     trained.unwrap().into_iter().map(values).collect()
