@@ -38,7 +38,7 @@ fn count(list: &str) -> Option<usize> {
 /// `RAYON_NUM_THREADS`, nor a scheduler that has given each rank processors of its own.
 fn fair_share(variable: Option<&str>, cpus: Cpus, ranks: usize) -> Option<usize> {
     let is_limited = variable.and_then(|value| value.parse::<NonZeroUsize>().ok()).is_some();
-    let has_its_own = cpus.bound < cpus.online && cpus.bound.saturating_mul(ranks) <= cpus.online;
+    let has_its_own = cpus.bound.saturating_mul(ranks) <= cpus.online;
     (ranks > 1 && !is_limited && !has_its_own).then_some((cpus.usable / ranks).max(1))
 }
 
