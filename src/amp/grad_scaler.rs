@@ -50,7 +50,7 @@ pub struct GradScaler {
     parameters: Vec<(String, Var)>,
     options: GradScalerOptions,
     scale: f64,
-    /// Steps without overflow since the scale has changed.
+    /// Steps without overflow since the scale last changed.
     clean_steps: usize,
     stage: Stage,
 }
@@ -105,8 +105,8 @@ impl GradScaler {
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_parameters(grads, |_, overflow| {
             overflow.ok_or_else(|| {
-                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
-                              `unscale` first";
+                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call \
+                              `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut grads)` first";
                 Error::invalid("grads", reason)
             })
         })
@@ -289,8 +289,8 @@ impl StateDict for GradScaler {
     }
 
     /// # Errors
-    /// Beside the others: values that cannot be ([`InvalidArgument`](crate::Error::InvalidArgument)), and in the middle of a training step
-    /// ([`Error::GradScaler`](crate::Error::GradScaler)).
+    /// Also values that make no sense ([`Error::InvalidArgument`]), and a call in the middle of a training step
+    /// ([`Error::GradScaler`]).
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "GradScaler")?;
         let state = GradScalerState {

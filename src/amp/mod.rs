@@ -6,7 +6,7 @@
 //! optimizers change and that checkpoints hold. The model holds copies of them in `param_dtype`, brought up to date by
 //! every forward pass, and gradients come out of `backward` in the masters' dtype.
 //!
-//! bf16 has the range of f32 and needs nothing else. f16 has not: small gradients vanish in it, and so the loss is
+//! bf16 has the range of f32 and needs nothing else. f16 has a smaller range, in which small gradients vanish: so the loss is
 //! multiplied by a large number for the backward pass, which [`GradScaler`] chooses and divides out again.
 //!
 //! ```

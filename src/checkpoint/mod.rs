@@ -34,7 +34,7 @@
 //! The variables, buffers among them. The state of an optimizer has a file of its own (see
 //! [`StateDict`](crate::optim::StateDict)).
 //!
-//! Truth values are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
+//! Booleans are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
 //! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
 //! like any other name.
 //!
@@ -42,8 +42,8 @@
 //! Tensors are read one by one: reading takes little more memory than they do. Tensors of a file of PyTorch's that share a
 //! storage there share its memory here as well, where they are contiguous.
 //!
-//! A pickle is read without running any of it, however deep it is. Many of its tensors may show the same values: a file whose
-//! tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
+//! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same values: a
+//! file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
 //! holds names and shapes, takes about a hundred times its own size while it is read.
 mod distributed;
 mod error;
@@ -65,8 +65,8 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 /// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
-/// its name, so that there is never half a file, and the old one stays if something fails. What earlier saves to the same
-/// file have left that were killed is removed. Symbolic links are followed, and a file that is there keeps its permissions.
+/// its name, so that there is never half a file, and the old one stays if something fails. What killed saves to the same
+/// file have left is removed. Symbolic links are followed, and a file that is there keeps its permissions.
 ///
 /// Of several ranks, one does this. It does not know whether the others are well, and on GPUs not even whether the last
 /// collectives ended well: [`save_distributed`] does, before it replaces a file.

@@ -44,7 +44,7 @@ impl PeriodicModelAverager {
     }
 
     /// To be called after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
-    /// the ranks if it is time to. Returns whether it was. Parameters belong together by their names, in whatever order
+    /// the ranks if it is time to. Returns whether it did. Parameters belong together by their names, in whatever order
     /// they are given: `ddp.named_parameters()`, or what a `VarMap` holds. Variables of integers are left alone.
     ///
     /// ```

@@ -57,7 +57,8 @@ impl<S: Schedule> LrScheduler<S> {
         Ok(scheduler)
     }
 
-    /// For optimizers of other kinds: the program gives them the [`learning_rates`](Self::learning_rates) itself.
+    /// For what does not implement [`Optimizer`], such as candle's own optimizers: the program gives them the
+    /// [`learning_rates`](Self::learning_rates) itself.
     ///
     /// # Errors
     /// As with [`new`](Self::new).
@@ -318,7 +319,7 @@ impl Schedule for ParamsOneCycleLr {
         let mut phase_start = 0.;
         for (index, (phase_end, from, to)) in phases.iter().copied().enumerate() {
             if step <= phase_end || index + 1 == phases.len() {
-                // A phase without a length is at its end.
+                // A phase of no length is at its end.
                 let length = phase_end - phase_start;
                 let progress = if length > 0. { (step - phase_start) / length } else { 1. };
                 return match self.anneal_strategy {

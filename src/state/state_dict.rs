@@ -49,7 +49,7 @@ pub trait StateDict {
     }
 }
 
-/// A state that is being loaded: keeps account of what was asked for.
+/// A state that is being loaded; it keeps track of which entries were asked for.
 pub(crate) struct Loader<'a> {
     state: &'a HashMap<String, Tensor>,
     taken: std::collections::HashSet<String>,
@@ -127,7 +127,7 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Under this name a state says what it is of.
+/// The key under which a state says what it belongs to.
 const KIND: &str = "kind";
 
 /// The beginning of a state of `kind`.
