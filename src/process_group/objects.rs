@@ -144,3 +144,27 @@ fn from_json<T: DeserializeOwned>(json: &str, rank: usize) -> Result<T> {
         Error::invalid("object", format!("what rank {rank} sent cannot be read as the type asked for: {error}{hint}"))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process_group::spawn;
+    use candle_core::Device;
+
+    /// Rank 1 gathers numbers of its own, in a call that looks like the first one of rank 0's: what rank 0 takes for a length
+    /// must not be believed.
+    #[test]
+    fn an_impossible_length_is_an_error_and_no_panic() {
+        for number in [-1, i64::MAX, 1 << 40] {
+            let error = spawn(2, |pg| {
+                if pg.rank() == 0 {
+                    return pg.gather_reports(Ok("")).map(drop);
+                }
+                let all = Tensor::zeros(2, DType::I64, &Device::Cpu)?;
+                pg.all_gather(&all, &Tensor::new(&[number], &Device::Cpu)?)
+            });
+            let text = error.unwrap_err().to_string();
+            assert!(text.starts_with(&format!("rank 1 failed: it sent {number} as the length")), "{text}");
+        }
+    }
+}
