@@ -127,7 +127,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
             if zero {
                 let optimizer = spread.insert(ZeroRedundancyOptimizer::new(&ddp, adamw())?);
                 for _ in 1..STEPS {
-                    optimizer.step(&step(&ddp)?)?;
+                    optim::Optimizer::step(optimizer, &step(&ddp)?)?;
                 }
             } else {
                 let optimizer = plain.insert(optim::AdamW::from_named(ddp.named_parameters(), adamw())?);

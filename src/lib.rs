@@ -95,6 +95,8 @@ mod pages {
     struct Readme;
     #[doc = include_str!("../docs/checkpoints.md")]
     struct Checkpoints;
+    #[doc = include_str!("../docs/evaluation.md")]
+    struct Evaluation;
     #[doc = include_str!("../docs/migrating.md")]
     struct Migrating;
     #[doc = include_str!("../docs/performance.md")]

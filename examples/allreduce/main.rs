@@ -13,6 +13,7 @@ mod size;
 mod values;
 
 use candle_core::DType;
+use candle_ddp::error::Context;
 use candle_ddp::{Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use clap::Parser;
 use problem::{Kind, Problem};
@@ -137,8 +138,7 @@ fn redraw(options: &Options) -> Result<u64> {
 
 fn draw(path: &Path, options: &Options, curves: &[chart::Curve]) -> Result<()> {
     let svg = chart::draw(&format!("{}: bus bandwidth over size", options.collective.name()), curves);
-    let context = || format!("cannot write the chart to {}", path.display());
-    std::fs::write(path, svg).map_err(|error| Error::Io { context: context(), error })
+    std::fs::write(path, svg).with_context(|| format!("cannot write the chart to {}", path.display()))
 }
 
 fn sizes(options: &Options) -> Result<Vec<usize>> {

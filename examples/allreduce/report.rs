@@ -1,5 +1,6 @@
 //! The results, as a table for people and as JSON for programs.
 use crate::problem::{Kind, Problem};
+use candle_ddp::error::Context;
 use candle_ddp::{Error, Result};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -66,9 +67,9 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn begin(kind: Kind, world_size: usize, engine: &str, json: Option<&Path>) -> Result<Self> {
-        let create = |path: &Path| match File::create(path) {
-            Ok(file) => Ok((path.to_path_buf(), file)),
-            Err(source) => Err(io(path, source)),
+        let create = |path: &Path| {
+            let file = File::create(path).with_context(|| writing(path))?;
+            Ok::<_, Error>((path.to_path_buf(), file))
         };
         let json = json.map(create).transpose()?;
         println!("# {}, {world_size} ranks, {engine}", kind.name());
@@ -82,7 +83,7 @@ impl Report {
     pub(crate) fn add(&mut self, measurement: Measurement) -> Result<()> {
         println!("{}", measurement.row());
         if let Some((path, file)) = &mut self.json {
-            writeln!(file, "{}", measurement.json()).map_err(|source| io(path, source))?;
+            writeln!(file, "{}", measurement.json()).with_context(|| writing(path))?;
         }
         self.points.push((measurement.problem.bytes() as f64, measurement.busbw()));
         Ok(())
@@ -101,8 +102,7 @@ impl Report {
 
 /// Reads size and bus bandwidth from the JSON lines of a file.
 pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Error::Io { context: format!("cannot read {}", path.display()), error })?;
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let point = |(number, line): (usize, &str)| {
         let value: Value = serde_json::from_str(line).unwrap_or_default();
         value["bytes"].as_f64().zip(value["busbw_gbps"].as_f64()).ok_or_else(|| Error::InvalidArgument {
@@ -113,6 +113,6 @@ pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
     text.lines().enumerate().map(point).collect()
 }
 
-fn io(path: &Path, error: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the results to {}", path.display()), error }
+fn writing(path: &Path) -> String {
+    format!("cannot write the results to {}", path.display())
 }

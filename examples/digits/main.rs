@@ -8,11 +8,12 @@
 mod dataset;
 mod hook;
 mod net;
-mod optimizer;
 mod progress;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+use candle_ddp::error::Context;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
@@ -21,10 +22,9 @@ use clap::Parser;
 use dataset::Dataset;
 use hook::Hook;
 use net::Net;
-use optimizer::Optimizer;
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -79,16 +79,20 @@ fn run(options: &Options) -> Result<()> {
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let mut metrics = match &options.metrics {
-        Some(path) if rank == 0 => Some((path, File::create(path).map_err(|source| io(path, source))?)),
+        Some(path) if rank == 0 => Some((path, File::create(path).with_context(|| writing(path))?)),
         _ => None,
     };
 
     let (train, test) = Dataset::digits(pg.device())?;
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp_options = DdpOptions { init_seed: Some(options.seed), ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;
-    net::initialise(&ddp.parameters(), options.seed)?;
-    let mut optimizer = Optimizer::new(&ddp, options.learning_rate, options.zero)?;
+    let params = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
+    let mut optimizer: Box<dyn Optimizer> = match options.zero {
+        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+    };
 
     let sampler_options = SamplerOptions { shuffle: true, seed: options.seed, drop_last: false };
     let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
@@ -125,11 +129,10 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         }
         bar.finish_and_clear();
 
-        let totals = Tensor::new(&[loss_sum, trained as f64, correct, tested as f64], pg.device())?;
-        pg.all_reduce(&totals, ReduceOp::Sum)?;
-        let totals: Vec<f64> = totals.to_vec1()?;
-        let (train_loss, test_accuracy) = (totals[0] / totals[1], totals[2] / totals[3]);
-        let images_per_second = totals[1] / seconds;
+        let totals = [loss_sum, trained as f64, correct, tested as f64];
+        let [loss_sum, trained, correct, tested] = pg.all_reduce_scalars(totals, ReduceOp::Sum)?;
+        let (train_loss, test_accuracy) = (loss_sum / trained, correct / tested);
+        let images_per_second = trained / seconds;
         let hash = shared_hash(pg, &ddp)?;
         if rank == 0 {
             println!(
@@ -149,7 +152,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
                 "gradient_bytes": traffic.map(|traffic| traffic.gradient_bytes),
                 "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
             });
-            writeln!(file, "{line}").map_err(|source| io(path, source))?;
+            writeln!(file, "{line}").with_context(|| writing(path))?;
         }
         if epoch == options.epochs {
             if rank == 0 {
@@ -179,9 +182,7 @@ fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result
             }
         }
     }
-    let hashes = Tensor::zeros(pg.world_size(), DType::I64, pg.device())?;
-    pg.all_gather(&hashes, &Tensor::new(&[hash as i64], pg.device())?)?;
-    let hashes: Vec<i64> = hashes.to_vec1()?;
+    let hashes = pg.all_gather_object(&hash)?;
     match hashes.iter().position(|&other| other != hashes[0]) {
         None => Ok(format!("{hash:016x}")),
         Some(rank) => {
@@ -191,6 +192,6 @@ fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result
     }
 }
 
-fn io(path: &std::path::Path, error: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the metrics to {}", path.display()), error }
+fn writing(path: &Path) -> String {
+    format!("cannot write the metrics to {}", path.display())
 }

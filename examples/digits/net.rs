@@ -1,8 +1,6 @@
 //! The model: two convolutions and two linear layers, 13 706 parameters.
-use candle_core::{ModuleT, Result, Tensor, Var};
+use candle_core::{ModuleT, Result, Tensor};
 use candle_nn::{Conv2d, Conv2dConfig, Linear, Module, VarBuilder};
-use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
 pub(crate) struct Net {
     conv1: Conv2d,
@@ -36,20 +34,4 @@ impl ModuleT for Net {
 fn max_pool(x: &Tensor) -> Result<Tensor> {
     let (n, c, h, w) = x.dims4()?;
     x.reshape((n, c, h / 2, 2, w / 2, 2))?.max(5)?.max(3)
-}
-
-/// Initialises the parameters from `seed` as PyTorch does for such layers: uniformly within ±1/√fan-in. candle cannot
-/// seed its own CPU generator.
-pub(crate) fn initialise(parameters: &[Var], seed: u64) -> Result<()> {
-    let mut random = StdRng::seed_from_u64(seed);
-    let mut bound = 0.;
-    for parameter in parameters {
-        // A bias follows its layer's weight and has the same bound.
-        if parameter.rank() > 1 {
-            bound = 1. / (parameter.elem_count() as f32 / parameter.dim(0)? as f32).sqrt();
-        }
-        let values: Vec<f32> = (0..parameter.elem_count()).map(|_| random.random_range(-bound..bound)).collect();
-        parameter.set(&Tensor::from_vec(values, parameter.shape(), parameter.device())?)?;
-    }
-    Ok(())
 }

@@ -8,6 +8,7 @@ mod collective;
 mod construction;
 pub mod cpu;
 mod failure;
+mod label;
 // Without the feature, the same names refuse politely; this is the one place that tells the two apart.
 #[cfg(feature = "nccl")]
 pub mod nccl;
@@ -20,6 +21,7 @@ mod work;
 
 pub use collective::{Collective, ReduceOp};
 pub(crate) use construction::Construction;
+pub(crate) use label::Label;
 pub use work::{Completion, Work};
 
 use crate::rendezvous::Store;

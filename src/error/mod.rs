@@ -1,8 +1,10 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
+mod context;
 mod failure;
 mod shortage;
 mod text;
 
+pub use context::Context;
 pub use failure::Failure;
 pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
 pub(crate) use text::{describe, some};

@@ -1,5 +1,6 @@
 //! Batch normalisation, of the local batch or of the batches of all ranks together.
 use super::channels::{self, After, Gate};
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::tensor::function::{Function, apply};
 use crate::{Error, ReduceOp};
@@ -235,7 +236,7 @@ fn combine(group: &ProcessGroup, local: &Tensor, count: &Tensor) -> Result<(Tens
     let channels = local.dim(1)?;
     let mine = Tensor::cat(&[&local.flatten_all()?, count], 0)?;
     let all = Tensor::zeros((group.world_size(), 2 * channels + 1), mine.dtype(), mine.device())?;
-    group.all_gather(&all, &mine)?;
+    Label::BATCH_NORM.during(|| group.all_gather(&all, &mine))?;
     let (means, variances) = (all.narrow(1, 0, channels)?, all.narrow(1, channels, channels)?);
     let counts = all.narrow(1, 2 * channels, 1)?;
     let count = counts.sum(0)?;
@@ -314,7 +315,7 @@ impl Function for Normalise {
                     None => local,
                     Some(group) => {
                         let all = local.copy()?.detach();
-                        group.all_reduce(&all, ReduceOp::Sum)?;
+                        Label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(&all, ReduceOp::Sum))?;
                         all
                     }
                 };

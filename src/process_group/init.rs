@@ -1,5 +1,6 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
+use super::threads;
 use crate::backend::{Construction, nccl};
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Store, absent_ranks};
 use crate::{Error, Result};
@@ -50,6 +51,9 @@ impl Default for InitOptions {
 /// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
 /// on its host, and the others with the CPU engine; all ranks have to come to the same.
 ///
+/// Where several ranks share a host and `RAYON_NUM_THREADS` is not set, as when ranks are started by hand, each would take
+/// all processors: rayon's threads are then limited to the rank's share, unless they run already, and a warning says so.
+///
 /// # Errors
 /// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
 /// the time-out: each says which variable, address or rank, and what to do. A rank that has come and then fails, because
@@ -85,6 +89,7 @@ fn connect(
     };
     tell(&*found.store, found.rank, backend)?;
     hear(&*found.store, found.rank, found.world_size)?;
+    threads::limit(found.local_rank, found.local_world_size);
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
         backend,

@@ -4,9 +4,11 @@ mod custom;
 mod engine;
 mod init;
 mod long_work;
+mod objects;
 mod on_error;
 mod parent;
 pub(crate) mod spawn;
+mod threads;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;
@@ -278,17 +280,11 @@ impl ProcessGroup {
         &self,
         report: std::result::Result<&str, &Error>,
     ) -> Result<std::result::Result<Vec<String>, (usize, String)>> {
-        const GOOD: char = '+';
-        let report = match report {
-            Ok(report) => format!("{GOOD}{report}"),
-            Err(error) => format!("-{error}"),
-        };
         let mut reports = Vec::new();
-        for (rank, report) in self.all_gather_bytes(report.as_bytes())?.into_iter().enumerate() {
-            let report = String::from_utf8_lossy(&report);
-            match report.strip_prefix(GOOD) {
-                Some(report) => reports.push(report.to_string()),
-                None => return Ok(Err((rank, report.get(1..).unwrap_or_default().to_string()))),
+        for (rank, report) in self.all_gather_bytes(report_of(report).as_bytes())?.into_iter().enumerate() {
+            match verdict_of(&report) {
+                Ok(report) => reports.push(report),
+                Err(reason) => return Ok(Err((rank, reason))),
             }
         }
         Ok(Ok(reports))
@@ -313,15 +309,33 @@ impl ProcessGroup {
     }
 }
 
+/// In front of a report that is not that of an error.
+const GOOD: char = '+';
+
+/// A report as it travels.
+fn report_of(report: std::result::Result<&str, &Error>) -> String {
+    match report {
+        Ok(report) => format!("{GOOD}{report}"),
+        Err(error) => format!("-{error}"),
+    }
+}
+
+/// A report that has come, or the text of its rank's error.
+fn verdict_of(report: &[u8]) -> std::result::Result<String, String> {
+    let report = String::from_utf8_lossy(report);
+    report.strip_prefix(GOOD).map(str::to_string).ok_or_else(|| report.get(1..).unwrap_or_default().to_string())
+}
+
+/// Far beyond a report of any model.
+const LONGEST_REPORT: usize = 64 << 20;
+
 /// The bytes of the report of rank `rank`, which says that it has `length`: anything may stand there if that rank is in
 /// another call that looks alike.
 fn report_length(rank: usize, length: i64) -> Result<usize> {
-    /// Far beyond a report of any model.
-    const LONGEST: usize = 64 << 20;
-    usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::RankFailed {
+    usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
         rank,
         reason: format!(
-            "it sent {length} as the length of a report, which is 0 to {LONGEST} bytes: all ranks of a group must make the \
+            "it sent {length} as the length of a report, which is 0 to {LONGEST_REPORT} bytes: all ranks of a group must make the \
              same calls in the same order"
         ),
     })

@@ -7,6 +7,7 @@ mod custom;
 mod engine;
 mod failures;
 mod nccl;
+mod objects;
 mod process_group;
 mod processes;
 mod reproducible;

@@ -4,8 +4,8 @@ use crate::weights::{Model, Shapes, backward};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
 use candle_ddp::error::Failure;
+use candle_ddp::optim::{ParamsSgd, Sgd};
 use candle_ddp::{DdpOptions, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp, Result};
-use candle_nn::{Optimizer, SGD};
 use std::sync::{Arc, Mutex};
 
 const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
@@ -232,7 +232,7 @@ fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
     ranks(2, |pg| {
         let ddp = wrap(&pg, DdpOptions::default())?;
         ddp.register_comm_hook(Fp16Compress::default())?;
-        let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
+        let mut optimizer = Sgd::from_named(ddp.named_parameters(), ParamsSgd { lr: 1.0, ..Default::default() })?;
         let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
         for (gradient, stepped) in [(1.0, true), (1000.0, false), (1.0, true)] {

@@ -1,7 +1,8 @@
 use candle_core::{DType, Device, Tensor};
+use candle_ddp::error::Context;
 use candle_ddp::optim::{AdamW, CosineAnnealingLr, ParamsAdamW, ParamsCosineAnnealingLr, StateDict};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result, checkpoint,
+    DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result, checkpoint,
 };
 use candle_nn::{Linear, VarMap, linear};
 use std::collections::HashMap;
@@ -32,8 +33,7 @@ impl Training {
     fn save(&self, pg: &ProcessGroup, folder: &Path, epochs: u32) -> Result<()> {
         let files = folder.join(epochs.to_string());
         if pg.rank() == 0 {
-            let context = files.display().to_string();
-            std::fs::create_dir_all(&files).map_err(|error| Error::Io { context, error })?;
+            std::fs::create_dir_all(&files).with_context(|| format!("making {}", files.display()))?;
             self.optimizer.save(files.join("optimizer.safetensors"))?;
             self.schedule.save(files.join("schedule.safetensors"))?;
             self.scaler.save(files.join("scaler.safetensors"))?;

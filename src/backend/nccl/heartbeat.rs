@@ -326,6 +326,7 @@ fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Label;
     use crate::backend::call::Operation;
     use crate::backend::nccl::group::Fence;
     use std::sync::Arc;
@@ -338,7 +339,14 @@ mod tests {
         }
     }
 
-    const BARRIER: Call = Call { operation: Operation::Barrier, element: None, reduction: None, root: None, count: 0 };
+    const BARRIER: Call = Call {
+        operation: Operation::Barrier,
+        element: None,
+        reduction: None,
+        root: None,
+        count: 0,
+        label: Label::NONE,
+    };
     const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
 
     /// What rank 0 makes of the others' reports after barriers and, as number 17, an all-reduce.
