@@ -21,6 +21,7 @@ mod resample;
 mod rms_norm;
 mod rope;
 mod row_norm;
+mod rows;
 mod softmax;
 mod sync_batch_norm;
 

@@ -8,3 +8,36 @@
 pub(crate) fn vectorise<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
 }
+
+/// Defines a function whose whole body is compiled once more for AVX2, however large it is: the compiler may leave a large
+/// closure for [`vectorise`] out of line, and then compiles it for the oldest processors. What the body calls still has
+/// to be `#[inline(always)]`, and should not be a closure. The function has the parameters `<'a, T>`, and uses both.
+macro_rules! vectorised {
+    ($(
+        $(#[$meta:meta])*
+        $visibility:vis fn $name:ident<'a, T: $bound:ident>($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?
+        $body:block
+    )*) => {$(
+        $(#[$meta])*
+        $visibility fn $name<'a, T: $bound>($($argument: $type),*) $(-> $result)? {
+            struct Kernel<'a, T: $bound> {
+                $($argument: $type),*
+            }
+
+            impl<'a, T: $bound> pulp::NullaryFnOnce for Kernel<'a, T> {
+                type Output = $crate::tensor::vectorised!(@result $($result)?);
+
+                #[inline(always)]
+                fn call(self) -> Self::Output {
+                    let Self { $($argument),* } = self;
+                    $body
+                }
+            }
+
+            pulp::Arch::new().dispatch(Kernel { $($argument),* })
+        }
+    )*};
+    (@result $result:ty) => { $result };
+    (@result) => { () };
+}
+pub(crate) use vectorised;
