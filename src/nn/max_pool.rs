@@ -3,7 +3,7 @@ use super::pool::{Windows, windows};
 use super::resample::{plane, with_planes};
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, dispatch};
+use crate::tensor::{Element, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
 use rayon::prelude::*;
@@ -102,46 +102,21 @@ impl MaxPool {
         each.for_each_init(
             || vec![T::Real::from_f64(0.0); columns.count],
             |best, ((y, indices), x)| {
-                tensor::vectorise(|| {
-                    let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
-                    for (row, (y, indices)) in lines.enumerate() {
-                        let inside = rows.inside(row);
-                        best.fill(T::Real::from_f64(f64::NEG_INFINITY));
-                        for (column, index) in indices.iter_mut().enumerate() {
-                            *index = (inside.start * columns.size + columns.inside(column).start) as u32;
-                        }
-                        for row in inside {
-                            let start = row * columns.size;
-                            self.compare(&x[start..start + columns.size], start, best, indices);
-                        }
-                        y.iter_mut().zip(&*best).for_each(|(y, best)| *y = T::narrow(*best));
+                let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
+                for (row, (y, indices)) in lines.enumerate() {
+                    let inside = rows.inside(row);
+                    best.fill(T::Real::from_f64(f64::NEG_INFINITY));
+                    for (column, index) in indices.iter_mut().enumerate() {
+                        *index = (inside.start * columns.size + columns.inside(column).start) as u32;
                     }
-                });
+                    for row in inside {
+                        let start = row * columns.size;
+                        compare_row(columns, &x[start..start + columns.size], start, best, indices);
+                    }
+                    y.iter_mut().zip(&*best).for_each(|(y, best)| *y = T::narrow(*best));
+                }
             },
         );
-    }
-
-    /// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
-    #[inline(always)]
-    fn compare<T: Element>(&self, x: &[T], start: usize, best: &mut [T::Real], indices: &mut [u32]) {
-        let Windows { count, size, kernel, stride, padding } = self.columns;
-        for tap in 0..kernel {
-            // The windows whose tap lies in the row.
-            let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
-            let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
-            let offset = first * stride + tap - if first < last { padding } else { 0 };
-            let windows = (&mut best[first..last], &mut indices[first..last]);
-            match stride {
-                1 => compare_every::<T, 1>(x, offset, start, windows),
-                2 => compare_every::<T, 2>(x, offset, start, windows),
-                3 => compare_every::<T, 3>(x, offset, start, windows),
-                _ => {
-                    for (index, (best, indices)) in windows.0.iter_mut().zip(windows.1).enumerate() {
-                        compare_one(x[offset + index * stride], start + offset + index * stride, best, indices);
-                    }
-                }
-            }
-        }
     }
 
     fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Result<Vec<T>> {
@@ -160,6 +135,36 @@ impl MaxPool {
             },
         );
         Ok(dx)
+    }
+}
+
+vectorised! {
+    /// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
+    fn compare_row<'a, T: Element>(
+        columns: &'a Windows,
+        x: &'a [T],
+        start: usize,
+        best: &'a mut [T::Real],
+        indices: &'a mut [u32],
+    ) {
+        let Windows { count, size, kernel, stride, padding } = *columns;
+        for tap in 0..kernel {
+            // The windows whose tap lies in the row.
+            let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
+            let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
+            let offset = first * stride + tap - if first < last { padding } else { 0 };
+            let windows = (&mut best[first..last], &mut indices[first..last]);
+            match stride {
+                1 => compare_every::<T, 1>(x, offset, start, windows),
+                2 => compare_every::<T, 2>(x, offset, start, windows),
+                3 => compare_every::<T, 3>(x, offset, start, windows),
+                _ => {
+                    for (index, (best, indices)) in windows.0.iter_mut().zip(windows.1).enumerate() {
+                        compare_one(x[offset + index * stride], start + offset + index * stride, best, indices);
+                    }
+                }
+            }
+        }
     }
 }
 

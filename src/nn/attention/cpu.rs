@@ -8,7 +8,7 @@ use candle_core::{Result, WithDType};
 use rayon::prelude::*;
 
 /// How many queries are worked on together, and how many keys.
-const QUERIES: usize = 64;
+const QUERIES: usize = 128;
 const KEYS: usize = 256;
 /// In how many parts the backward pass is cut at least, if there are enough keys, for threads to share.
 const PARTS: usize = 16;
@@ -53,6 +53,13 @@ impl Block {
     #[inline(always)]
     fn visible(&self, problem: &Problem, query: usize) -> usize {
         if problem.is_causal { (self.query + query + 1).saturating_sub(self.key).min(self.keys) } else { self.keys }
+    }
+
+    /// The same queries with the keys from `key` on: at most `count`, and as many as any of the queries sees.
+    #[inline(always)]
+    fn of_keys(self, problem: &Problem, key: usize, count: usize) -> Self {
+        let block = Self { key, keys: count, ..self };
+        Self { keys: block.visible(problem, self.queries - 1), ..block }
     }
 
     /// Completes the scores of a query of the block: the mask, and −∞ for what it does not see.
@@ -145,8 +152,8 @@ fn forward_block<T: Element>(
     let (mut max, mut total) = ([-infinity; QUERIES], [zero; QUERIES]);
     sums.fill(zero);
     for key in (0..block.keys).step_by(KEYS) {
-        let block = Block { key, keys: KEYS.min(block.keys - key), ..block };
-        if block.visible(problem, block.queries - 1) == 0 {
+        let block = block.of_keys(problem, key, KEYS.min(block.keys - key));
+        if block.keys == 0 {
             break;
         }
         let k = wide(&k[key * size..][..block.keys * size], wide_k);
@@ -305,7 +312,9 @@ impl<T: Element> BackwardTask<'_, T> {
                     let (query, rows) = (query_block * QUERIES, dq.len() / size);
                     let (sample, head_of_sample) = (head / heads, head % heads);
                     let block = Block { sample, head: head_of_sample, query, queries: rows, key, keys: count };
-                    if block.visible(self.problem, rows - 1) == 0 {
+                    let block = block.of_keys(self.problem, key, count);
+                    let count = block.keys;
+                    if count == 0 {
                         continue;
                     }
                     let place = head * queries + query;
