@@ -34,8 +34,8 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     Activation::Gelu.apply(x)
 }
 
-/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is right to
-/// six digits only.
+/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is right
+/// to six digits only.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///

@@ -34,7 +34,8 @@ impl Default for CrossEntropyOptions {
 /// What becomes of the losses of the samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of samples that are not ignored.
+    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of
+    /// samples that are not ignored.
     #[default]
     Mean,
     /// Their sum.
@@ -51,15 +52,17 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
-/// `torch.nn.functional.cross_entropy`. One operation on the CPU, which keeps one number per sample for the backward pass.
+/// `torch.nn.functional.cross_entropy`. One operation on the CPU, which keeps one number per sample for the backward
+/// pass.
 ///
 /// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
-/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`. Where all targets are ignored, the
-/// mean is NaN and the gradient zero.
+/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`.
+/// Where all targets are ignored, the mean is NaN; on the CPU the gradient is zero then.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, for targets of another dtype or
-/// (checked on the CPU only) outside of the classes, and a `label_smoothing` outside of 0 to 1; [`Error::UnsupportedDType`].
+/// (checked on the CPU only) outside of the classes, and a `label_smoothing` outside of 0 to 1;
+/// [`Error::UnsupportedDType`].
 pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     let (shape, smoothing) = (logits.dims(), options.label_smoothing);
     if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
@@ -249,7 +252,8 @@ impl CrossEntropy {
         let blocks = dx.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
         let blocks = blocks.zip(self.targets.par_chunks_exact(inner)).zip(normalisers.par_chunks_exact(inner));
         blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(((dx, x), targets), normalisers)| {
-            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied by.
+            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied
+            // by.
             let (mut norm, mut by_p, mut by_weight) = ([zero; TILE], [zero; TILE], [zero; TILE]);
             for (tile, targets) in targets.chunks(TILE).enumerate() {
                 let (start, count) = (tile * TILE, targets.len());

@@ -25,13 +25,13 @@ pub struct MaxPool2dOptions {
 
 /// The maximum of every window of `kernel` rows and columns (`3`, or `(2, 3)`): `torch.nn.functional.max_pool2d`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height
-/// (H + 2 × padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height (H + 2 ×
+/// padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
 /// maxima, row by row. A NaN in a window is its maximum; of several the last.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty plane,
-/// a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
 /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) -> Result<Tensor> {
     const INPUT: &str = "the input of max_pool2d";
@@ -57,8 +57,8 @@ struct MaxPool {
 }
 
 impl MaxPool {
-    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them, which
-    /// is in the same window: neither the maximum nor which element comes first changes.
+    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them,
+    /// which is in the same window: neither the maximum nor which element comes first changes.
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let shape = with_planes(x.shape(), self.rows.count, self.columns.count);
         if x.elem_count() == 0 {
@@ -230,7 +230,8 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
 
-    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and NaNs.
+    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and
+    /// NaNs.
     #[test]
     fn loops_agree_with_composites() {
         for (kernel, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 1), (4, 4, 2), (5, 3, 2), (1, 1, 0)] {

@@ -1,5 +1,5 @@
-//! What loops over rows are made of, to be inlined into vector code. Each of these loops does one thing: the compiler makes
-//! vector code of an exponential function, or of independent partial sums, but not of both in one.
+//! What loops over rows are made of, to be inlined into vector code. Each of these loops does one thing: the compiler
+//! makes vector code of an exponential function, or of independent partial sums, but not of both in one.
 use crate::tensor::{Element, Real};
 use candle_core::WithDType;
 

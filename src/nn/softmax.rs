@@ -75,7 +75,8 @@ vectorised! {
         (max, sum(to))
     }
 
-    /// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no terms.
+    /// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
+    /// terms.
     pub(super) fn column_sums<'a, T: Element>(
         x: &'a [T],
         inner: usize,
@@ -256,8 +257,8 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
 
-    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of lanes
-    /// and the width of a tile.
+    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of
+    /// lanes and the width of a tile.
     #[test]
     fn loops_agree_with_composites() {
         let shapes: [(&[usize], usize); 5] =

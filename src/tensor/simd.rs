@@ -1,7 +1,7 @@
 //! The widest vectors that the processor has, for loops that the compiler vectorises.
 
-/// Runs `f` compiled once more for AVX2 where the processor has it, without a change to its results: nothing is fused or
-/// reordered that was not so before.
+/// Runs `f` compiled once more for AVX2 where the processor has it, without a change to its results: nothing is fused
+/// or reordered that was not so before.
 ///
 /// That reaches only what is inlined into `f`, so that the functions it calls have to be `#[inline(always)]`.
 #[inline(always)]
@@ -9,9 +9,10 @@ pub(crate) fn vectorise<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
 }
 
-/// Defines a function whose whole body is compiled once more for AVX2, however large it is: the compiler may leave a large
-/// closure for [`vectorise`] out of line, and then compiles it for the oldest processors. What the body calls still has
-/// to be `#[inline(always)]`, and should not be a closure. The function has the parameters `<'a, T>`, and uses both.
+/// Defines a function whose whole body is compiled once more for the vectors that the processor may have, however large it
+/// is. A large closure for [`vectorise`] may be left out of line by the compiler, which then compiles it for the oldest
+/// processors. What the body calls still has to be `#[inline(always)]`, and should not be a closure. The function has the
+/// parameters `<'a, T>`, and uses both.
 macro_rules! vectorised {
     ($(
         $(#[$meta:meta])*

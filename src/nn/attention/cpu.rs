@@ -179,8 +179,8 @@ fn forward_block<T: Element>(
 }
 
 vectorised! {
-    /// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys so far: the sums of values, the maximum of the
-    /// scores, and the sum of the weights.
+    /// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys
+    /// so far: the sums of values, the maximum of the scores, and the sum of the weights.
     fn weigh<'a, T: Real>(scores: &'a mut [T], sums: &'a mut [T], max: &'a mut T, total: &'a mut T) {
         let new = maximum(scores, *max);
         if new == T::from_f64(f64::NEG_INFINITY) {
@@ -252,7 +252,8 @@ pub(super) fn backward<T: Element>(
         .zip(y.par_chunks_exact(value_size))
         .zip(dy.par_chunks_exact(value_size))
         .for_each(|((product, y), dy)| *product = product_of_rows(y, dy));
-    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the threads.
+    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the
+    // threads.
     let blocks = keys.div_ceil(KEYS);
     let part = blocks.div_ceil(PARTS.div_ceil(pairs)) * KEYS;
     let parts = keys.div_ceil(part);
