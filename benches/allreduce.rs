@@ -1,12 +1,12 @@
-//! All-reduce of buckets of gradients between two ranks: the sizes of DistributedDataParallel's first bucket (1 MiB) and
-//! of its others (25 MiB), and one in between.
+//! All-reduce of gradient buckets between two ranks, with the sizes of DistributedDataParallel's first bucket (1 MiB)
+//! and its other buckets (25 MiB), and one in between.
 //!
 //! ```text
 //! cargo bench --bench allreduce
 //! ```
 //!
-//! The ranks are threads of one process; the example `allreduce` measures processes, more collectives and all sizes.
-//! Without `--bench` (as `cargo test` runs it) each size is all-reduced once, only to see that it works.
+//! The ranks are threads of one process; the example `allreduce` measures processes, other collectives and all sizes.
+//! Without `--bench` (as under `cargo test`), each size is all-reduced once as a smoke test.
 use candle_core::{DType, Tensor};
 use candle_ddp::{ProcessGroup, ReduceOp, Result, spawn};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -30,10 +30,10 @@ fn all_reduce(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// How long `iterations` all-reduces of `bytes` bytes take on this rank.
+/// Returns the duration of `iterations` all-reduces of `bytes` bytes on this rank.
 fn time(pg: &ProcessGroup, bytes: usize, iterations: u64) -> Result<Duration> {
     let bucket = Tensor::ones(bytes / DType::F32.size_in_bytes(), DType::F32, pg.device())?;
-    // The first one touches memory for the first time.
+    // The first call touches the memory for the first time.
     pg.all_reduce(&bucket, ReduceOp::Sum)?;
     pg.barrier()?;
     let start = Instant::now();

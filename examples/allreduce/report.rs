@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// What was measured at one size.
+/// The measurement of one size.
 pub(crate) struct Measurement<'a> {
     problem: &'a Problem,
     seconds: f64,
@@ -18,7 +18,7 @@ impl<'a> Measurement<'a> {
         Self { problem, seconds, errors }
     }
 
-    /// GB/s, where G is 10⁹.
+    /// Returns GB/s, where G is 10⁹.
     fn algbw(&self) -> f64 {
         self.problem.bytes() as f64 / self.seconds / 1e9
     }
@@ -58,7 +58,7 @@ impl<'a> Measurement<'a> {
     }
 }
 
-/// Rank 0's report, printed and written as the results come.
+/// Rank 0's report, which is printed and written as results arrive.
 pub(crate) struct Report {
     json: Option<(PathBuf, File)>,
     points: Vec<(f64, f64)>,
@@ -93,13 +93,13 @@ impl Report {
         println!("# wrong values: {errors}; mean bus bandwidth: {mean:.3} GB/s");
     }
 
-    /// Size and bus bandwidth of all that was added.
+    /// Returns size and bus bandwidth of all measurements.
     pub(crate) fn into_points(self) -> Vec<(f64, f64)> {
         self.points
     }
 }
 
-/// Size and bus bandwidth of the JSON lines in a file.
+/// Reads size and bus bandwidth from the JSON lines of a file.
 pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
     let text = std::fs::read_to_string(path)
         .map_err(|source| Error::Io { context: format!("cannot read {}", path.display()), source })?;
@@ -107,7 +107,7 @@ pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
         let value: Value = serde_json::from_str(line).unwrap_or_default();
         value["bytes"].as_f64().zip(value["busbw_gbps"].as_f64()).ok_or_else(|| Error::InvalidArgument {
             argument: "--draw",
-            reason: format!("{}, line {}: no JSON object with bytes and busbw_gbps", path.display(), number + 1),
+            reason: format!("{}, line {}: not a JSON object with bytes and busbw_gbps", path.display(), number + 1),
         })
     };
     text.lines().enumerate().map(point).collect()

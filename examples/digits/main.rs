@@ -1,4 +1,4 @@
-//! Trains a small convolutional net on handwritten digits, on as many ranks as the launcher starts:
+//! Trains a small convolutional network on handwritten digits, on all ranks that the launcher starts:
 //!
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example digits
@@ -28,32 +28,32 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-// Training on the CPU frees and allocates large tensors all the time, which this allocator does without the kernel.
+// Training on the CPU constantly frees and allocates large tensors, which this allocator does without the kernel.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Train a convolutional net on 8×8 handwritten digits with DistributedDataParallel.
+/// Train a convolutional network on 8×8 handwritten digits with DistributedDataParallel.
 #[derive(Parser)]
 struct Options {
-    /// How often to go over the training images.
+    /// The number of passes over the training images.
     #[arg(long, default_value_t = 25)]
     epochs: usize,
-    /// How many images a batch has on each rank.
+    /// The number of images per batch and rank.
     #[arg(long, default_value_t = 32)]
     batch_size: usize,
     /// AdamW's learning rate.
     #[arg(long, default_value_t = 0.005)]
     learning_rate: f64,
-    /// What the first parameters and the order of the images are drawn from.
+    /// The seed for the initial parameters and the order of the images.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// What happens to gradients on their way between the ranks.
+    /// The communication hook for the gradients.
     #[arg(long, value_enum, default_value_t = Hook::None)]
     comm_hook: Hook,
-    /// Spread the optimizer's states over the ranks (ZeRO-1).
+    /// Shard the optimizer state over the ranks (ZeRO-1).
     #[arg(long, conflicts_with = "comm_hook")]
     zero: bool,
-    /// Write one JSON object per epoch to this file, one a line (rank 0 does).
+    /// Write one JSON object per epoch to this file, one per line (on rank 0).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
@@ -92,7 +92,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let sampler_options = SamplerOptions { shuffle: true, seed: options.seed, drop_last: false };
     let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
-    // The test counts every image once, so a rank leaves out those that the sampler repeats to give all ranks as many.
+    // To count every test image once, a rank leaves out the images that the sampler repeats to give all ranks the same
+    // number.
     let test_options = SamplerOptions { shuffle: false, ..Default::default() };
     let test_sampler = DistributedSampler::new(test.len(), world_size, rank, test_options)?;
     let loader_options = LoaderOptions { batch_size: options.batch_size, drop_last: false };
@@ -168,7 +169,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The hash of all parameters (FNV-1a over their bytes), which must be the same on every rank.
+/// Returns the hash of all parameters (FNV-1a over their bytes), which must be the same on every rank.
 fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result<String> {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for parameter in ddp.parameters() {

@@ -32,19 +32,19 @@ impl ModuleT for Net {
     }
 }
 
-/// The largest of every 2 × 2 values: candle's `max_pool2d` gives them a quarter of their gradient.
+/// Returns the maximum of every 2 × 2 window. candle's `max_pool2d` computes only a quarter of the gradient.
 fn max_pool(x: &Tensor) -> Result<Tensor> {
     let (n, c, h, w) = x.dims4()?;
     x.reshape((n, c, h / 2, 2, w / 2, 2))?.max(5)?.max(3)
 }
 
-/// Draws the parameters anew from `seed`, as PyTorch draws those of such layers: uniformly within ±1/√fan-in. candle
-/// cannot seed its own generator on the CPU.
+/// Initialises the parameters from `seed` as PyTorch does for such layers: uniformly within ±1/√fan-in. candle cannot
+/// seed its own CPU generator.
 pub(crate) fn initialise(parameters: &[Var], seed: u64) -> Result<()> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut bound = 0.;
     for parameter in parameters {
-        // A bias follows its layer's weight, and has its bound.
+        // A bias follows its layer's weight and has the same bound.
         if parameter.rank() > 1 {
             bound = 1. / (parameter.elem_count() as f32 / parameter.dim(0)? as f32).sqrt();
         }

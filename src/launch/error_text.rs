@@ -1,6 +1,6 @@
-//! What the errors of workers say of other ranks.
+//! Finding the failed rank in the error messages of workers.
 
-/// The rank that failed, if `line` is one of the [`Error`](crate::Error)s that say that another rank did.
+/// Returns the failed rank if `line` is an [`Error`](crate::Error) that blames another rank.
 pub(super) fn named_in(line: &str) -> Option<usize> {
     const ENDS: [&str; 3] = [" ended the group: ", " left the group ", " is gone: "];
     if let Some(before) = ENDS.iter().find_map(|end| Some(line.split_once(end)?.0)) {
@@ -16,7 +16,7 @@ mod tests {
     use crate::Error;
 
     #[test]
-    fn errors_that_name_another_rank_are_known() {
+    fn errors_that_name_another_rank_are_recognised() {
         let call = || "all_reduce(f32[3])".to_string();
         let errors = [
             Error::PeerGone { rank: 0, peer: 12, call: call() },

@@ -17,12 +17,16 @@ mod activation;
 mod attach;
 mod attention;
 mod avg_pool;
+mod batch_norm;
 mod channels;
+mod conv;
 mod cross_entropy;
 mod dropout;
 mod embedding;
+mod gemm;
 mod interpolate;
 mod layer_norm;
+mod linear;
 mod max_pool;
 mod pool;
 mod resample;
@@ -36,11 +40,17 @@ mod sync_batch_norm;
 pub use activation::{gelu, gelu_erf, relu, silu};
 pub use attention::{AttentionOptions, scaled_dot_product_attention};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
+pub use batch_norm::{BatchNorm, batch_norm};
+pub use conv::{
+    Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
+    conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+};
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with_options};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};
 pub use interpolate::{InterpolateMode, interpolate};
 pub use layer_norm::{LayerNorm, layer_norm, layer_norm_no_bias};
+pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
 pub use rms_norm::{RmsNorm, rms_norm};
 pub use rope::{rope, rope_i, rope_thd};

@@ -1,7 +1,7 @@
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
-/// Ends the waiting of all who share it, with one reason.
+/// A shared cancellation signal: ends all waits that use it, with a single reason.
 #[derive(Default)]
 pub(crate) struct Cancellation(Mutex<Option<Reason>>);
 
@@ -12,12 +12,12 @@ pub(crate) enum Reason {
 }
 
 impl Cancellation {
-    /// Cancels, unless that was done before.
+    /// Cancels with `reason`, unless already cancelled.
     pub(crate) fn cancel(&self, reason: Reason) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
     }
 
-    /// The reason as an error, if this was cancelled.
+    /// Returns the reason as an error if this was cancelled.
     pub(crate) fn check(&self) -> Result<()> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), |reason| Err(reason.into()))
     }

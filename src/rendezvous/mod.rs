@@ -1,6 +1,6 @@
-//! How ranks find each other: the environment a launcher sets, init methods, and key-value stores.
+//! How ranks find each other: launcher environments, init methods, and key-value stores.
 //!
-//! [`rendezvous`] is the way in; its answer holds a store of the run's own, this rank's place, and its address.
+//! The entry point is [`rendezvous`]. It returns a store for this run, the rank of this process, and its address.
 mod cancellation;
 mod environment;
 mod file_log;

@@ -3,6 +3,7 @@ pub(crate) mod borrow;
 pub(crate) mod copy;
 pub(crate) mod element;
 mod float16;
+pub(crate) mod function;
 mod math;
 pub(crate) mod pack;
 mod simd;
