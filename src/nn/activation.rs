@@ -1,7 +1,7 @@
 //! Activation functions, each one operation forward and one backward.
 use super::channels::accumulator;
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, Real, dispatch};
+use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::op::{Gelu, GeluErf, Relu, Silu};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
@@ -34,8 +34,8 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     Activation::Gelu.apply(x)
 }
 
-/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is right to
-/// six digits only.
+/// x × (1 + erf(x / √2)) / 2: `torch.nn.functional.gelu(x)`, and candle's `Tensor::gelu_erf`, whose gradient is right
+/// to six digits only.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 ///
@@ -72,34 +72,27 @@ impl Activation {
     }
 
     fn forward<T: Element>(self, x: &[T]) -> Vec<T> {
-        let c = T::Real::from_f64;
-        match self {
-            Self::Relu => map(x, |x| if x <= c(0.0) { c(0.0) } else { x }),
-            Self::Gelu => map(x, |x| x * sigmoid(gelu_argument(x))),
-            Self::GeluErf => map(x, |x| x * x.normal_cdf()),
-            Self::Silu => map(x, |x| x * sigmoid(x)),
-        }
+        let mut y = vec![T::from_f64(0.0); x.len()];
+        y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).for_each(|(y, x)| match self {
+            Self::Relu => relu_values(y, x),
+            Self::Gelu => gelu_values(y, x),
+            Self::GeluErf => gelu_erf_values(y, x),
+            Self::Silu => silu_values(y, x),
+        });
+        y
     }
 
     /// `x` is the result in the case of relu.
     fn backward<T: Element>(self, x: &[T], dy: &[T]) -> Vec<T> {
-        let c = T::Real::from_f64;
-        match self {
-            Self::Relu => zip_map(x, dy, |x, dy| if x <= c(0.0) { c(0.0) } else { dy }),
-            Self::Gelu => zip_map(x, dy, |x, dy| {
-                let s = sigmoid(gelu_argument(x));
-                let slope = c((8.0 / PI).sqrt()) * (c(1.0) + c(3.0 * CUBE) * x * x);
-                dy * (s + x * s * (c(1.0) - s) * slope)
-            }),
-            Self::GeluErf => zip_map(x, dy, |x, dy| {
-                let density = (x * x * c(-0.5)).exp() * c(FRAC_1_SQRT_2 / PI.sqrt());
-                dy * (x.normal_cdf() + x * density)
-            }),
-            Self::Silu => zip_map(x, dy, |x, dy| {
-                let s = sigmoid(x);
-                dy * s * (c(1.0) + x * (c(1.0) - s))
-            }),
-        }
+        let mut dx = vec![T::from_f64(0.0); x.len()];
+        let blocks = dx.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS));
+        blocks.zip(dy.par_chunks(BLOCK_ELEMENTS)).for_each(|((dx, x), dy)| match self {
+            Self::Relu => relu_gradients(dx, x, dy),
+            Self::Gelu => gelu_gradients(dx, x, dy),
+            Self::GeluErf => gelu_erf_gradients(dx, x, dy),
+            Self::Silu => silu_gradients(dx, x, dy),
+        });
+        dx
     }
 
     /// The gradient by candle's operations.
@@ -143,23 +136,49 @@ fn gelu_argument<R: Real>(x: R) -> R {
     x * (R::from_f64(1.0) + R::from_f64(CUBE) * x * x) * R::from_f64((8.0 / PI).sqrt())
 }
 
-fn map<T: Element>(x: &[T], f: impl Fn(T::Real) -> T::Real + Sync) -> Vec<T> {
-    let mut y = vec![T::from_f64(0.0); x.len()];
-    y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).for_each(|(y, x)| {
-        tensor::vectorise(|| y.iter_mut().zip(x).for_each(|(y, x)| *y = T::narrow(f(x.widen()))));
-    });
-    y
+/// A number to calculate with.
+#[inline(always)]
+fn c<R: Real>(value: f64) -> R {
+    R::from_f64(value)
 }
 
-fn zip_map<T: Element>(x: &[T], dy: &[T], f: impl Fn(T::Real, T::Real) -> T::Real + Sync) -> Vec<T> {
-    let mut dx = vec![T::from_f64(0.0); x.len()];
-    let blocks = dx.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS));
-    blocks.zip(dy.par_chunks(BLOCK_ELEMENTS)).for_each(|((dx, x), dy)| {
-        let elements = dx.iter_mut().zip(x).zip(dy);
-        tensor::vectorise(|| elements.for_each(|((dx, x), dy)| *dx = T::narrow(f(x.widen(), dy.widen()))));
-    });
-    dx
+/// Loops over the elements: y of x, and dx of x and dy.
+macro_rules! activation {
+    ($values:ident, $gradients:ident, |$x:ident| $value:expr, |$of:ident, $dy:ident| $gradient:expr) => {
+        vectorised! {
+            fn $values<'a, T: Element>(y: &'a mut [T], x: &'a [T]) {
+                for (y, x) in y.iter_mut().zip(x) {
+                    let $x = x.widen();
+                    *y = T::narrow($value);
+                }
+            }
+
+            fn $gradients<'a, T: Element>(dx: &'a mut [T], x: &'a [T], dy: &'a [T]) {
+                for ((dx, x), dy) in dx.iter_mut().zip(x).zip(dy) {
+                    let ($of, $dy) = (x.widen(), dy.widen());
+                    *dx = T::narrow($gradient);
+                }
+            }
+        }
+    };
 }
+
+activation!(relu_values, relu_gradients, |x| if x <= c(0.0) { c(0.0) } else { x }, |y, dy| {
+    if y <= c(0.0) { c(0.0) } else { dy }
+});
+activation!(gelu_values, gelu_gradients, |x| x * sigmoid(gelu_argument(x)), |x, dy| {
+    let s = sigmoid(gelu_argument(x));
+    let slope = c::<T::Real>((8.0 / PI).sqrt()) * (c::<T::Real>(1.0) + c::<T::Real>(3.0 * CUBE) * x * x);
+    dy * (s + x * s * (c::<T::Real>(1.0) - s) * slope)
+});
+activation!(gelu_erf_values, gelu_erf_gradients, |x| x * x.normal_cdf(), |x, dy| {
+    let density = (x * x * c(-0.5)).exp() * c(FRAC_1_SQRT_2 / PI.sqrt());
+    dy * (x.normal_cdf() + x * density)
+});
+activation!(silu_values, silu_gradients, |x| x * sigmoid(x), |x, dy| {
+    let s = sigmoid(x);
+    dy * s * (c::<T::Real>(1.0) + x * (c::<T::Real>(1.0) - s))
+});
 
 impl CustomOp1 for Activation {
     fn name(&self) -> &'static str {

@@ -1,5 +1,5 @@
-//! Values that were computed outside of candle's graph, attached to it with a backward pass of their own: for devices on
-//! which an operation is made of candle's operations, but its gradient is not candle's.
+//! Values that were computed outside of candle's graph, attached to it with a backward pass of their own: for devices
+//! on which an operation is made of candle's operations, but its gradient is not candle's.
 use crate::tensor::copy::snapshot;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 

@@ -25,13 +25,13 @@ impl Default for AvgPool2dOptions {
 
 /// The average of every window of `kernel` rows and columns (`2`, or `(2, 3)`): `torch.nn.functional.avg_pool2d`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16; the sum is calculated in f32 (f64 for
-/// f64). The result has the height (H + 2 × padding − kernel) / stride + 1, rounded down, and a width by the same rule. Unlike that of
-/// candle's `avg_pool2d`, the gradient is right for all sizes, and windows may overlap.
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16; the sum is calculated in f32 (f64
+/// for f64). The result has the height (H + 2 × padding − kernel) / stride + 1, rounded down, and a width by the same
+/// rule. Unlike that of candle's `avg_pool2d`, the gradient is right for all sizes, and windows may overlap.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty plane,
-/// a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
 /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2, options: AvgPool2dOptions) -> Result<Tensor> {
     const INPUT: &str = "the input of avg_pool2d";
@@ -52,15 +52,16 @@ pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2, options: AvgPool2dOptions) 
     resample(x, "avg_pool2d", rows, columns)
 }
 
-/// The averages of `size` windows in each direction that together cover the input, of sizes that differ by at most one:
-/// `torch.nn.functional.adaptive_avg_pool2d`. `1` is the global average.
+/// The averages of `size` windows in each direction that together cover the input:
+/// `torch.nn.functional.adaptive_avg_pool2d`. `1` is the global average. Of `n` windows over `h` rows, window `i` begins at
+/// `i × h / n`, rounded down, and ends before `(i + 1) × h / n`, rounded up.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16; the result has the height `size.0` and
-/// the width `size.1`.
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16; the result has the height `size.0`
+/// and the width `size.1`.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty plane
-/// and a size of 0; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane and a size of 0; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn adaptive_avg_pool2d(x: &Tensor, size: impl ToUsize2) -> Result<Tensor> {
     let (height, width) = plane(x, "the input of adaptive_avg_pool2d")?;
     let size = size.to_usize2();

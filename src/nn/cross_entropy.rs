@@ -4,7 +4,7 @@ use super::softmax::{self, BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
 use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, Real, dispatch};
+use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -34,7 +34,8 @@ impl Default for CrossEntropyOptions {
 /// What becomes of the losses of the samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of samples that are not ignored.
+    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of
+    /// samples that are not ignored.
     #[default]
     Mean,
     /// Their sum.
@@ -51,15 +52,17 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
-/// `torch.nn.functional.cross_entropy`. One operation on the CPU, which keeps one number per sample for the backward pass.
+/// `torch.nn.functional.cross_entropy`. One operation on the CPU, which keeps one number per sample for the backward
+/// pass.
 ///
 /// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
-/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`. Where all targets are ignored, the
-/// mean is NaN and the gradient zero.
+/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`.
+/// Where all targets are ignored, the mean is NaN; on the CPU the gradient is zero then.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, for targets of another dtype or
-/// (checked on the CPU only) outside of the classes, and a `label_smoothing` outside of 0 to 1; [`Error::UnsupportedDType`].
+/// (checked on the CPU only) outside of the classes, and a `label_smoothing` outside of 0 to 1;
+/// [`Error::UnsupportedDType`].
 pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     let (shape, smoothing) = (logits.dims(), options.label_smoothing);
     if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
@@ -148,6 +151,33 @@ fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -
     total.to_dtype(logits.dtype())
 }
 
+vectorised! {
+    /// Without a share of every class: p × `by_p`.
+    fn gradient_row<'a, T: Element>(dx: &'a mut [T], x: &'a [T], norm: T::Real, by_p: T::Real) {
+        for (dx, x) in dx.iter_mut().zip(x) {
+            *dx = T::narrow((x.widen() - norm).exp() * by_p);
+        }
+    }
+
+    /// p × `by_p` − weight × `by_weight` for neighbouring samples, whose classes are `inner` elements apart.
+    fn gradient_tile<'a, T: Element>(
+        dx: &'a mut [T],
+        x: &'a [T],
+        inner: usize,
+        weights: &'a [T::Real],
+        factors: [&'a [T::Real]; 3],
+    ) {
+        let [norm, by_p, by_weight] = factors;
+        let count = norm.len();
+        for ((dx, x), weight) in dx.chunks_mut(inner).zip(x.chunks(inner)).zip(weights) {
+            let elements = dx[..count].iter_mut().zip(&x[..count]).zip(norm).zip(by_p).zip(by_weight);
+            for ((((dx, x), norm), by_p), by_weight) in elements {
+                *dx = T::narrow((x.widen() - *norm).exp() * *by_p - *by_weight * *weight);
+            }
+        }
+    }
+}
+
 struct CrossEntropy {
     targets: Vec<u32>,
     weights: Vec<f64>,
@@ -184,23 +214,23 @@ impl CrossEntropy {
         };
         let blocks = x.par_chunks_exact(block).zip(self.targets.par_chunks_exact(inner));
         let blocks = blocks.zip(normalisers.par_chunks_exact_mut(inner));
-        let losses = blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).map(|((x, targets), normalisers)| {
-            tensor::vectorise(|| {
-                if inner == 1 {
-                    let (max, sum) = row_sum(x);
-                    normalisers[0] = max.to_f64() + sum.to_f64().ln();
-                } else {
-                    let zero = T::Real::from_f64(0.0);
-                    let (mut max, mut sums) = ([zero; TILE], [zero; TILE]);
-                    for (tile, normalisers) in normalisers.chunks_mut(TILE).enumerate() {
-                        let (max, sums) = (&mut max[..normalisers.len()], &mut sums[..normalisers.len()]);
-                        column_sums(&x[tile * TILE..], inner, max, sums);
-                        for ((normaliser, max), sum) in normalisers.iter_mut().zip(&*max).zip(&*sums) {
-                            *normaliser = max.to_f64() + sum.to_f64().ln();
-                        }
+        let zero = T::Real::from_f64(0.0);
+        let scratch = || vec![zero; if inner == 1 { classes } else { 2 * TILE }];
+        let blocks = blocks.with_min_len((BLOCK_ELEMENTS / block).max(1));
+        let losses = blocks.map_init(scratch, |scratch, ((x, targets), normalisers)| {
+            if inner == 1 {
+                let (max, sum) = row_sum(x, scratch);
+                normalisers[0] = max.to_f64() + sum.to_f64().ln();
+            } else {
+                let (max, sums) = scratch.split_at_mut(TILE);
+                for (tile, normalisers) in normalisers.chunks_mut(TILE).enumerate() {
+                    let (max, sums) = (&mut max[..normalisers.len()], &mut sums[..normalisers.len()]);
+                    column_sums(&x[tile * TILE..], inner, max, sums);
+                    for ((normaliser, max), sum) in normalisers.iter_mut().zip(&*max).zip(&*sums) {
+                        *normaliser = max.to_f64() + sum.to_f64().ln();
                     }
                 }
-            });
+            }
             let samples = targets.iter().zip(&*normalisers).enumerate();
             samples.map(|(index, (target, normaliser))| loss(&x[index..], *target, *normaliser)).sum()
         });
@@ -217,11 +247,13 @@ impl CrossEntropy {
         let (_, inner, block) = extents(shape, 1);
         let total_weight: f64 = self.weights.iter().sum();
         let zero = T::Real::from_f64(0.0);
+        let weights: Vec<_> = self.weights.iter().map(|weight| T::Real::from_f64(*weight)).collect();
         let mut dx = vec![T::from_f64(0.0); x.len()];
         let blocks = dx.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
         let blocks = blocks.zip(self.targets.par_chunks_exact(inner)).zip(normalisers.par_chunks_exact(inner));
         blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(((dx, x), targets), normalisers)| {
-            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied by.
+            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied
+            // by.
             let (mut norm, mut by_p, mut by_weight) = ([zero; TILE], [zero; TILE], [zero; TILE]);
             for (tile, targets) in targets.chunks(TILE).enumerate() {
                 let (start, count) = (tile * TILE, targets.len());
@@ -233,25 +265,12 @@ impl CrossEntropy {
                     by_weight[index] = T::Real::from_f64(factor * each);
                 }
                 let (norm, by_p, by_weight) = (&norm[..count], &by_p[..count], &by_weight[..count]);
-                tensor::vectorise(|| {
-                    if inner == 1 {
-                        let (norm, by_p) = (norm[0], by_p[0]);
-                        if by_weight[0] == zero {
-                            for (dx, x) in dx.iter_mut().zip(x) {
-                                *dx = T::narrow((x.widen() - norm).exp() * by_p);
-                            }
-                            return;
-                        }
-                    }
-                    let rows = dx[start..].chunks_mut(inner).zip(x[start..].chunks(inner)).zip(&self.weights);
-                    for ((dx, x), weight) in rows {
-                        let weight = T::Real::from_f64(*weight);
-                        let elements = dx[..count].iter_mut().zip(&x[..count]).zip(norm).zip(by_p).zip(by_weight);
-                        for ((((dx, x), norm), by_p), by_weight) in elements {
-                            *dx = T::narrow((x.widen() - *norm).exp() * *by_p - *by_weight * weight);
-                        }
-                    }
-                });
+                let (dx_tile, x_tile) = (&mut dx[start..], &x[start..]);
+                if inner == 1 && by_weight[0] == zero {
+                    gradient_row(dx_tile, x_tile, norm[0], by_p[0]);
+                } else {
+                    gradient_tile(dx_tile, x_tile, inner, &weights, [norm, by_p, by_weight]);
+                }
                 for (index, target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORED) {
                     let (place, class) = (*target as usize * inner + start + index, *target as usize);
                     let probability = (x[place].widen() - norm[index]).exp() * by_p[index];

@@ -15,11 +15,12 @@ const BLOCK_ELEMENTS: usize = 1 << 12;
 /// Makes each element zero with the probability `p`, and divides the others by 1 − p: `torch.nn.functional.dropout` in
 /// training, and `candle_nn::ops::dropout`, with random numbers from a generator.
 ///
-/// `x` has any shape and the dtype f32, f64, f16 or bf16. The mask is not stored: the backward pass computes it again. It is the same on the CPU and on a
-/// GPU, for which it is computed on the CPU and copied.
+/// `x` has any shape and the dtype f32, f64, f16 or bf16. The mask is not stored: the backward pass computes it again.
+/// It is the same on the CPU and on a GPU, for which it is computed on the CPU and copied.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for a `p` that is not `0 <= p < 1`; [`Error::UnsupportedDType`].
+/// [`Error::InvalidArgument`], carried by candle's error, for a `p` that is not `0 <= p < 1`;
+/// [`Error::UnsupportedDType`].
 pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {
         return Err(Error::invalid("the probability of dropout", format!("it is {p}, not in 0 <= p < 1")).into());
@@ -39,8 +40,8 @@ fn on_gpu(x: &Tensor, mask: Mask) -> Result<Tensor> {
 
 /// A drop-in for `candle_nn::Dropout` with a generator of its own or one that layers share: see [`dropout`].
 ///
-/// For masks that differ from rank to rank, make the generator by [`Generator::for_rank`]. To go on with the same masks after a
-/// restart, save it with the checkpoint (it is a [`StateDict`](crate::state::StateDict)).
+/// For masks that differ from rank to rank, make the generator by [`Generator::for_rank`]. To go on with the same masks
+/// after a restart, save it with the checkpoint (it is a [`StateDict`](crate::optim::StateDict)).
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f32,

@@ -11,11 +11,11 @@ use rayon::prelude::*;
 /// About how many elements a thread takes at a time.
 const BLOCK_ELEMENTS: usize = 1 << 15;
 
-/// A table of vectors that are looked up by their index: a drop-in for [`candle_nn::Embedding`], with the same name in the
-/// `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
+/// A table of vectors that are looked up by their index: a drop-in for [`candle_nn::Embedding`], with the same name in
+/// the `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
 ///
-/// The gradient of the table is dense. On the CPU what belongs to the same vector is added up in f32 (f64 for f64), in the
-/// order of the indices, so that the result does not depend on the number of threads.
+/// The gradient of the table is dense. On the CPU what belongs to the same vector is added up in f32 (f64 for f64), in
+/// the order of the indices, so that the result does not depend on the number of threads.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -23,7 +23,8 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A layer with the table `embeddings`, of shape (number of vectors, `hidden_size`) and dtype f32, f64, f16 or bf16.
+    /// A layer with the table `embeddings`, of shape (number of vectors, `hidden_size`) and dtype f32, f64, f16 or
+    /// bf16.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         Self { embeddings, hidden_size }
     }
@@ -39,8 +40,8 @@ impl Embedding {
     }
 }
 
-/// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An index
-/// outside of the table is [`Error::InvalidArgument`] on the CPU.
+/// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
+/// index outside of the table is [`Error::InvalidArgument`] on the CPU.
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {
         let table = &self.embeddings;

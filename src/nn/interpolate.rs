@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, ToUsize2};
 /// Where [`interpolate`] takes its values from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InterpolateMode {
-    /// The input that output `i` falls on: `floor(i × input / output)`.
+    /// The input that output `i` falls on: `i × (input / output)`, rounded down, calculated in f32 (f64 for f64).
     Nearest,
     /// The four inputs around it, weighted by their distance.
     Bilinear {
@@ -18,13 +18,13 @@ pub enum InterpolateMode {
 
 /// Brings every plane to `size` rows and columns: `torch.nn.functional.interpolate(x, size, mode=…, align_corners=…)`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. candle's `upsample_nearest2d`
-/// loses gradients where its input is used elsewhere as well, and `upsample_bilinear2d` has none; here both are right. PyTorch's `scale_factor` is `size` of
-/// that many times the input, for factors that make it a whole number.
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. candle's `upsample_nearest2d` loses
+/// gradients where its input is used elsewhere as well, and `upsample_bilinear2d` has none; here both are right.
+/// PyTorch's `scale_factor` is `size` of that many times the input, for factors that make it a whole number.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty plane
-/// and a size of 0; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane and a size of 0; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn interpolate(x: &Tensor, size: impl ToUsize2, mode: InterpolateMode) -> Result<Tensor> {
     let (height, width) = plane(x, "the input of interpolate")?;
     let size = size.to_usize2();

@@ -3,7 +3,7 @@ use super::pool::{Windows, windows};
 use super::resample::{plane, with_planes};
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, dispatch};
+use crate::tensor::{Element, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
 use rayon::prelude::*;
@@ -25,13 +25,13 @@ pub struct MaxPool2dOptions {
 
 /// The maximum of every window of `kernel` rows and columns (`3`, or `(2, 3)`): `torch.nn.functional.max_pool2d`.
 ///
-/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height
-/// (H + 2 × padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height (H + 2 ×
+/// padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
 /// maxima, row by row. A NaN in a window is its maximum; of several the last.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty plane,
-/// a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
 /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) -> Result<Tensor> {
     const INPUT: &str = "the input of max_pool2d";
@@ -57,8 +57,8 @@ struct MaxPool {
 }
 
 impl MaxPool {
-    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them, which
-    /// is in the same window: neither the maximum nor which element comes first changes.
+    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them,
+    /// which is in the same window: neither the maximum nor which element comes first changes.
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let shape = with_planes(x.shape(), self.rows.count, self.columns.count);
         if x.elem_count() == 0 {
@@ -102,46 +102,21 @@ impl MaxPool {
         each.for_each_init(
             || vec![T::Real::from_f64(0.0); columns.count],
             |best, ((y, indices), x)| {
-                tensor::vectorise(|| {
-                    let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
-                    for (row, (y, indices)) in lines.enumerate() {
-                        let inside = rows.inside(row);
-                        best.fill(T::Real::from_f64(f64::NEG_INFINITY));
-                        for (column, index) in indices.iter_mut().enumerate() {
-                            *index = (inside.start * columns.size + columns.inside(column).start) as u32;
-                        }
-                        for row in inside {
-                            let start = row * columns.size;
-                            self.compare(&x[start..start + columns.size], start, best, indices);
-                        }
-                        y.iter_mut().zip(&*best).for_each(|(y, best)| *y = T::narrow(*best));
+                let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
+                for (row, (y, indices)) in lines.enumerate() {
+                    let inside = rows.inside(row);
+                    best.fill(T::Real::from_f64(f64::NEG_INFINITY));
+                    for (column, index) in indices.iter_mut().enumerate() {
+                        *index = (inside.start * columns.size + columns.inside(column).start) as u32;
                     }
-                });
+                    for row in inside {
+                        let start = row * columns.size;
+                        compare_row(columns, &x[start..start + columns.size], start, best, indices);
+                    }
+                    y.iter_mut().zip(&*best).for_each(|(y, best)| *y = T::narrow(*best));
+                }
             },
         );
-    }
-
-    /// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
-    #[inline(always)]
-    fn compare<T: Element>(&self, x: &[T], start: usize, best: &mut [T::Real], indices: &mut [u32]) {
-        let Windows { count, size, kernel, stride, padding } = self.columns;
-        for tap in 0..kernel {
-            // The windows whose tap lies in the row.
-            let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
-            let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
-            let offset = first * stride + tap - if first < last { padding } else { 0 };
-            let windows = (&mut best[first..last], &mut indices[first..last]);
-            match stride {
-                1 => compare_every::<T, 1>(x, offset, start, windows),
-                2 => compare_every::<T, 2>(x, offset, start, windows),
-                3 => compare_every::<T, 3>(x, offset, start, windows),
-                _ => {
-                    for (index, (best, indices)) in windows.0.iter_mut().zip(windows.1).enumerate() {
-                        compare_one(x[offset + index * stride], start + offset + index * stride, best, indices);
-                    }
-                }
-            }
-        }
     }
 
     fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Result<Vec<T>> {
@@ -160,6 +135,36 @@ impl MaxPool {
             },
         );
         Ok(dx)
+    }
+}
+
+vectorised! {
+    /// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
+    fn compare_row<'a, T: Element>(
+        columns: &'a Windows,
+        x: &'a [T],
+        start: usize,
+        best: &'a mut [T::Real],
+        indices: &'a mut [u32],
+    ) {
+        let Windows { count, size, kernel, stride, padding } = *columns;
+        for tap in 0..kernel {
+            // The windows whose tap lies in the row.
+            let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
+            let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
+            let offset = first * stride + tap - if first < last { padding } else { 0 };
+            let windows = (&mut best[first..last], &mut indices[first..last]);
+            match stride {
+                1 => compare_every::<T, 1>(x, offset, start, windows),
+                2 => compare_every::<T, 2>(x, offset, start, windows),
+                3 => compare_every::<T, 3>(x, offset, start, windows),
+                _ => {
+                    for (index, (best, indices)) in windows.0.iter_mut().zip(windows.1).enumerate() {
+                        compare_one(x[offset + index * stride], start + offset + index * stride, best, indices);
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -225,7 +230,8 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
 
-    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and NaNs.
+    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and
+    /// NaNs.
     #[test]
     fn loops_agree_with_composites() {
         for (kernel, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 1), (4, 4, 2), (5, 3, 2), (1, 1, 0)] {

@@ -1,10 +1,18 @@
-//! Layers that candle lacks, or cannot train: drop-in replacements with the same names in the `VarMap`.
+//! Layers and functions that candle lacks, cannot train, or trains slowly: drop-in replacements with candle_nn's names,
+//! also in the `VarMap`.
 //!
 //! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
-//! - [`LayerNorm`], [`RmsNorm`]: candle's own give no gradients where their input is contiguous; these do, and are fused.
+//! - [`LayerNorm`], [`RmsNorm`]: candle's own give no gradients where their input is contiguous; these do, and are
+//!   fused.
+//! - [`max_pool2d`], [`avg_pool2d`], [`adaptive_avg_pool2d`], [`interpolate`]: candle's gradients are wrong or missing.
+//! - [`softmax`], [`log_softmax`], [`softmax_last_dim`], [`cross_entropy`]: one operation each, over any dimension.
+//! - [`relu`], [`gelu`], [`gelu_erf`], [`silu`]: one operation forward and one backward, with PyTorch's gradients.
+//! - [`scaled_dot_product_attention`]: forward and backward without the matrix of all weights.
+//! - [`Embedding`], [`rope`], [`rope_i`], [`rope_thd`]: with a backward pass that is fast, or that is there at all.
+//! - [`Dropout`], [`dropout`]: masks that follow from a seed, and can be saved with a checkpoint.
 //!
-//! `candle_nn::ops::softmax_last_dim` and `candle_nn::rotary_emb::rope` have no backward pass either, and no replacement
-//! here: `candle_nn::ops::softmax` and `rope_slow` have one.
+//! On the CPU each of these is a loop of this crate, which calculates in f32 for f16 and bf16. On CUDA norms are
+//! kernels, and the others are composed of those operations of candle whose gradients are right.
 mod activation;
 mod attach;
 mod attention;
@@ -25,6 +33,7 @@ mod resample;
 mod rms_norm;
 mod rope;
 mod row_norm;
+mod rows;
 mod softmax;
 mod sync_batch_norm;
 

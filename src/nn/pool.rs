@@ -31,7 +31,8 @@ impl Windows {
 /// The windows over `size` inputs, as PyTorch lays them.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a kernel or stride of 0, padding of more than half a window, and where no window fits.
+/// [`Error::InvalidArgument`] for a kernel or stride of 0, padding of more than half a window, and where no window
+/// fits.
 pub(super) fn windows(size: usize, kernel: usize, stride: usize, padding: usize, ceil_mode: bool) -> Result<Windows> {
     let invalid = |argument, reason: String| Err(Error::invalid(argument, reason).into());
     if kernel == 0 || stride == 0 {

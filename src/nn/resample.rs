@@ -3,7 +3,7 @@
 use super::channels::accumulator;
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, dispatch};
+use crate::tensor::{Element, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -112,56 +112,83 @@ impl Resample {
     fn forward<T: Element>(&self, x: &[T], planes: usize) -> Vec<T> {
         let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
         let zero = T::Real::from_f64(0.0);
-        let (width, plane, input) = (columns.len(), rows.len() * columns.len(), self.rows.input * self.columns.input);
+        let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut y = vec![T::from_f64(0.0); planes * plane];
         let each = y.par_chunks_exact_mut(plane).zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
-        each.for_each_init(
-            || vec![zero; self.columns.input],
-            |sum, (y, x)| {
-                tensor::vectorise(|| {
-                    for (y, (start, weights)) in y.chunks_exact_mut(width).zip(&rows) {
-                        sum.fill(zero);
-                        for (x, weight) in x.chunks_exact(sum.len()).skip(*start).zip(weights) {
-                            sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x.widen() * *weight);
-                        }
-                        for (y, (start, weights)) in y.iter_mut().zip(&columns) {
-                            let terms = sum[*start..].iter().zip(weights);
-                            *y = T::narrow(terms.fold(zero, |total, (sum, weight)| total + *sum * *weight));
-                        }
-                    }
-                });
-            },
-        );
+        each.for_each_init(|| vec![zero; self.columns.input], |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
         y
     }
 
     fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Vec<T> {
         let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
         let zero = T::Real::from_f64(0.0);
-        let (width, plane, input) = (columns.len(), rows.len() * columns.len(), self.rows.input * self.columns.input);
+        let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut dx = vec![T::from_f64(0.0); planes * input];
         let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(plane)).with_min_len(self.blocks());
         each.for_each_init(
             || (vec![zero; self.columns.input], vec![zero; input]),
-            |(spread, total), (dx, dy)| {
-                tensor::vectorise(|| {
-                    total.fill(zero);
-                    for (dy, (start, weights)) in dy.chunks_exact(width).zip(&rows) {
-                        spread.fill(zero);
-                        for (dy, (start, weights)) in dy.iter().zip(&columns) {
-                            let dy = dy.widen();
-                            let spread = spread[*start..].iter_mut().zip(weights);
-                            spread.for_each(|(spread, weight)| *spread += dy * *weight);
-                        }
-                        for (total, weight) in total.chunks_exact_mut(spread.len()).skip(*start).zip(weights) {
-                            total.iter_mut().zip(&*spread).for_each(|(total, spread)| *total += *spread * *weight);
-                        }
-                    }
-                    dx.iter_mut().zip(&*total).for_each(|(dx, total)| *dx = T::narrow(*total));
-                });
-            },
+            |(spread, total), (dx, dy)| backward_plane(dx, dy, spread, total, &rows, &columns),
         );
         dx
+    }
+}
+
+/// Outputs, as in [`Axis`].
+type Outputs<R> = [(usize, Vec<R>)];
+
+vectorised! {
+    fn forward_plane<'a, T: Element>(
+        y: &'a mut [T],
+        x: &'a [T],
+        sum: &'a mut [T::Real],
+        rows: &'a Outputs<T::Real>,
+        columns: &'a Outputs<T::Real>,
+    ) {
+        let zero = T::Real::from_f64(0.0);
+        for (y, (start, weights)) in y.chunks_exact_mut(columns.len()).zip(rows) {
+            sum.fill(zero);
+            for (x, weight) in x.chunks_exact(sum.len()).skip(*start).zip(weights) {
+                for (sum, x) in sum.iter_mut().zip(x) {
+                    *sum += x.widen() * *weight;
+                }
+            }
+            for (y, (start, weights)) in y.iter_mut().zip(columns) {
+                let mut total = zero;
+                for (sum, weight) in sum[*start..].iter().zip(weights) {
+                    total += *sum * *weight;
+                }
+                *y = T::narrow(total);
+            }
+        }
+    }
+
+    fn backward_plane<'a, T: Element>(
+        dx: &'a mut [T],
+        dy: &'a [T],
+        spread: &'a mut [T::Real],
+        total: &'a mut [T::Real],
+        rows: &'a Outputs<T::Real>,
+        columns: &'a Outputs<T::Real>,
+    ) {
+        let zero = T::Real::from_f64(0.0);
+        total.fill(zero);
+        for (dy, (start, weights)) in dy.chunks_exact(columns.len()).zip(rows) {
+            spread.fill(zero);
+            for (dy, (start, weights)) in dy.iter().zip(columns) {
+                let dy = dy.widen();
+                for (spread, weight) in spread[*start..].iter_mut().zip(weights) {
+                    *spread += dy * *weight;
+                }
+            }
+            for (total, weight) in total.chunks_exact_mut(spread.len()).skip(*start).zip(weights) {
+                for (total, spread) in total.iter_mut().zip(&*spread) {
+                    *total += *spread * *weight;
+                }
+            }
+        }
+        for (dx, total) in dx.iter_mut().zip(&*total) {
+            *dx = T::narrow(*total);
+        }
     }
 }
 

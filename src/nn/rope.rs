@@ -16,11 +16,13 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 /// Rotates the pairs (i, i + D / 2) of each vector by the angles of its position: a drop-in for
 /// `candle_nn::rotary_emb::rope`, which has no gradient.
 ///
-/// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype and the shape (T′, D / 2), or
-/// (B, T′, D / 2) with positions for each sample, where T′ is at least T. They get no gradient.
+/// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype
+/// and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. They get no
+/// gradient.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit; [`Error::UnsupportedDType`].
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit;
+/// [`Error::UnsupportedDType`].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply(x, cos, sin, Kind::Halves)
 }
@@ -64,8 +66,8 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
         let [x, cos, sin] = [x, cos, sin].map(|t| describe(t.dtype(), t.shape()));
         let order = if kind == Kind::HalvesThd { "(B, T, H, D)" } else { "(B, H, T, D)" };
         let reason = format!(
-            "x is {x}, cos {cos} and sin {sin}, where {order} and twice (T′, D / 2) or (B, T′, D / 2), with T′ at least T, \
-             are expected, all of one dtype"
+            "x is {x}, cos {cos} and sin {sin}, where {order} and twice (T′, D / 2) or (B, T′, D / 2), with T′ at least \
+             T, are expected, all of one dtype"
         );
         return Err(Error::invalid("the input of rope", reason).into());
     }

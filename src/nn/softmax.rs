@@ -1,16 +1,15 @@
 //! Softmax and its logarithm.
 use super::channels::accumulator;
+use super::rows::{dot, exponentials, larger, maximum, sum};
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{self, Element, Real, dispatch};
+use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 
-/// Independent partial results, so that the compiler can use vector instructions.
-const LANES: usize = 16;
 /// How many neighbouring columns are worked on together where the dimension is not the last.
-pub(super) const TILE: usize = 64;
+pub(super) const TILE: usize = 128;
 /// About how many elements a thread takes at a time.
 pub(super) const BLOCK_ELEMENTS: usize = 1 << 14;
 
@@ -68,51 +67,117 @@ pub(super) fn extents(shape: &Shape, dim: usize) -> (usize, usize, usize) {
     (shape.dims()[dim], inner, shape.dims()[dim] * inner)
 }
 
-/// The maximum m of a row, and Σ e^(x − m).
-#[inline(always)]
-pub(super) fn row_sum<T: Element>(x: &[T]) -> (T::Real, T::Real) {
-    let (least, zero) = (T::Real::from_f64(f64::NEG_INFINITY), T::Real::from_f64(0.0));
-    let max = lanes(x, least, |max, x| larger(max, x));
-    let max = max.into_iter().fold(least, larger);
-    let sum = lanes(x, zero, |sum, x| sum + (x - max).exp());
-    (max, sum.into_iter().fold(zero, |sum, lane| sum + lane))
-}
-
-/// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart.
-#[inline(always)]
-pub(super) fn column_sums<T: Element>(x: &[T], inner: usize, max: &mut [T::Real], sums: &mut [T::Real]) {
-    let count = max.len();
-    max.fill(T::Real::from_f64(f64::NEG_INFINITY));
-    sums.fill(T::Real::from_f64(0.0));
-    for row in x.chunks(inner) {
-        max.iter_mut().zip(&row[..count]).for_each(|(max, x)| *max = larger(*max, x.widen()));
+vectorised! {
+    /// The maximum m of a row, and Σ e^(x − m), whose terms are left in `to`.
+    pub(super) fn row_sum<'a, T: Element>(x: &'a [T], to: &'a mut [T::Real]) -> (T::Real, T::Real) {
+        let max = maximum(x, T::Real::from_f64(f64::NEG_INFINITY));
+        exponentials(x, max, to);
+        (max, sum(to))
     }
-    for row in x.chunks(inner) {
-        for ((sum, x), max) in sums.iter_mut().zip(&row[..count]).zip(&*max) {
-            *sum += (x.widen() - *max).exp();
+
+    /// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
+    /// terms.
+    pub(super) fn column_sums<'a, T: Element>(
+        x: &'a [T],
+        inner: usize,
+        max: &'a mut [T::Real],
+        sums: &'a mut [T::Real],
+    ) {
+        let count = max.len();
+        max.fill(T::Real::from_f64(f64::NEG_INFINITY));
+        sums.fill(T::Real::from_f64(0.0));
+        for row in x.chunks(inner) {
+            for (max, x) in max.iter_mut().zip(&row[..count]) {
+                *max = larger(*max, x.widen());
+            }
+        }
+        for row in x.chunks(inner) {
+            for ((sum, x), max) in sums.iter_mut().zip(&row[..count]).zip(&*max) {
+                *sum += (x.widen() - *max).exp();
+            }
         }
     }
-}
 
-/// The larger one; NaN is lost, but comes back with the sum.
-#[inline(always)]
-fn larger<R: Real>(a: R, b: R) -> R {
-    if b > a { b } else { a }
-}
-
-#[inline(always)]
-fn lanes<T: Element>(x: &[T], start: T::Real, f: impl Fn(T::Real, T::Real) -> T::Real) -> [T::Real; LANES] {
-    let mut lanes = [start; LANES];
-    let (chunks, rest) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
-            *lane = f(*lane, x.widen());
+    fn softmax_row<'a, T: Element>(y: &'a mut [T], exponentials: &'a [T::Real], scale: T::Real) {
+        for (y, value) in y.iter_mut().zip(exponentials) {
+            *y = T::narrow(*value * scale);
         }
     }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        *lane = f(*lane, x.widen());
+
+    fn log_softmax_row<'a, T: Element>(y: &'a mut [T], x: &'a [T], max: T::Real, log: T::Real) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = T::narrow(x.widen() - max - log);
+        }
     }
-    lanes
+
+    fn softmax_tile<'a, T: Element>(
+        y: &'a mut [T],
+        x: &'a [T],
+        inner: usize,
+        log: bool,
+        max: &'a [T::Real],
+        sums: &'a mut [T::Real],
+    ) {
+        let count = max.len();
+        for sum in &mut *sums {
+            *sum = if log { sum.ln() } else { T::Real::from_f64(1.0) / *sum };
+        }
+        for (y, x) in y.chunks_mut(inner).zip(x.chunks(inner)) {
+            let elements = y[..count].iter_mut().zip(&x[..count]).zip(max).zip(&*sums);
+            if log {
+                for (((y, x), max), log) in elements {
+                    *y = T::narrow(x.widen() - *max - *log);
+                }
+            } else {
+                for (((y, x), max), scale) in elements {
+                    *y = T::narrow((x.widen() - *max).exp() * *scale);
+                }
+            }
+        }
+    }
+
+    fn gradient_row<'a, T: Element>(dx: &'a mut [T], y: &'a [T], dy: &'a [T], log: bool) {
+        if log {
+            let sum = sum(dy);
+            for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = T::narrow(dy.widen() - y.widen().exp() * sum);
+            }
+        } else {
+            let sum = dot(y, dy);
+            for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = T::narrow(y.widen() * (dy.widen() - sum));
+            }
+        }
+    }
+
+    fn gradient_tile<'a, T: Element>(
+        dx: &'a mut [T],
+        y: &'a [T],
+        dy: &'a [T],
+        inner: usize,
+        log: bool,
+        sums: &'a mut [T::Real],
+    ) {
+        let count = sums.len();
+        sums.fill(T::Real::from_f64(0.0));
+        for (y, dy) in y.chunks(inner).zip(dy.chunks(inner)) {
+            for ((sum, y), dy) in sums.iter_mut().zip(&y[..count]).zip(&dy[..count]) {
+                *sum += if log { dy.widen() } else { y.widen() * dy.widen() };
+            }
+        }
+        for ((dx, y), dy) in dx.chunks_mut(inner).zip(y.chunks(inner)).zip(dy.chunks(inner)) {
+            let elements = dx[..count].iter_mut().zip(&y[..count]).zip(&dy[..count]).zip(&*sums);
+            if log {
+                for (((dx, y), dy), sum) in elements {
+                    *dx = T::narrow(dy.widen() - y.widen().exp() * *sum);
+                }
+            } else {
+                for (((dx, y), dy), sum) in elements {
+                    *dx = T::narrow(y.widen() * (dy.widen() - *sum));
+                }
+            }
+        }
+    }
 }
 
 struct Softmax {
@@ -122,40 +187,27 @@ struct Softmax {
 
 impl Softmax {
     fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> Vec<T> {
-        let (_, inner, block) = extents(shape, self.dim);
+        let (count, inner, block) = extents(shape, self.dim);
         let mut y = vec![T::from_f64(0.0); x.len()];
         let zero = T::Real::from_f64(0.0);
-        let one = T::Real::from_f64(1.0);
         let blocks = y.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
-        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(y, x)| {
-            tensor::vectorise(|| {
-                if inner == 1 {
-                    let (max, sum) = row_sum(x);
-                    let (log, scale) = (sum.ln(), one / sum);
-                    let pairs = y.iter_mut().zip(x);
-                    if self.log {
-                        pairs.for_each(|(y, x)| *y = T::narrow(x.widen() - max - log));
-                    } else {
-                        pairs.for_each(|(y, x)| *y = T::narrow((x.widen() - max).exp() * scale));
-                    }
-                    return;
+        let scratch = || vec![zero; if inner == 1 { count } else { 2 * TILE }];
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each_init(scratch, |scratch, (y, x)| {
+            if inner == 1 {
+                let (max, sum) = row_sum(x, scratch);
+                match self.log {
+                    true => log_softmax_row(y, x, max, sum.ln()),
+                    false => softmax_row(y, scratch, T::Real::from_f64(1.0) / sum),
                 }
-                let (mut max, mut sums) = ([zero; TILE], [zero; TILE]);
-                for tile in (0..inner).step_by(TILE) {
-                    let count = TILE.min(inner - tile);
-                    let (max, sums) = (&mut max[..count], &mut sums[..count]);
-                    column_sums(&x[tile..], inner, max, sums);
-                    for sum in &mut *sums {
-                        *sum = if self.log { sum.ln() } else { one / *sum };
-                    }
-                    for (y, x) in y[tile..].chunks_mut(inner).zip(x[tile..].chunks(inner)) {
-                        for (((y, x), max), sum) in y[..count].iter_mut().zip(&x[..count]).zip(&*max).zip(&*sums) {
-                            let x = x.widen() - *max;
-                            *y = T::narrow(if self.log { x - *sum } else { x.exp() * *sum });
-                        }
-                    }
-                }
-            });
+                return;
+            }
+            let (max, sums) = scratch.split_at_mut(TILE);
+            for tile in (0..inner).step_by(TILE) {
+                let count = TILE.min(inner - tile);
+                let (max, sums) = (&mut max[..count], &mut sums[..count]);
+                column_sums(&x[tile..], inner, max, sums);
+                softmax_tile(&mut y[tile..], &x[tile..], inner, self.log, max, sums);
+            }
         });
         y
     }
@@ -165,38 +217,15 @@ impl Softmax {
         let mut dx = vec![T::from_f64(0.0); y.len()];
         let zero = T::Real::from_f64(0.0);
         let blocks = dx.par_chunks_exact_mut(block).zip(y.par_chunks_exact(block)).zip(dy.par_chunks_exact(block));
-        let gradient = |y: T, dy: T, sum: T::Real| {
-            let (y, dy) = (y.widen(), dy.widen());
-            T::narrow(if self.log { dy - y.exp() * sum } else { y * (dy - sum) })
-        };
-        let term = |y: T, dy: T| if self.log { dy.widen() } else { y.widen() * dy.widen() };
         blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|((dx, y), dy)| {
-            tensor::vectorise(|| {
-                if inner == 1 {
-                    let mut sums = [zero; LANES];
-                    for (y, dy) in y.chunks(LANES).zip(dy.chunks(LANES)) {
-                        sums.iter_mut().zip(y.iter().zip(dy)).for_each(|(sum, (y, dy))| *sum += term(*y, *dy));
-                    }
-                    let sum = sums.into_iter().fold(zero, |sum, lane| sum + lane);
-                    dx.iter_mut().zip(y.iter().zip(dy)).for_each(|(dx, (y, dy))| *dx = gradient(*y, *dy, sum));
-                    return;
-                }
-                let mut sums = [zero; TILE];
-                for tile in (0..inner).step_by(TILE) {
-                    let count = TILE.min(inner - tile);
-                    let sums = &mut sums[..count];
-                    sums.fill(zero);
-                    for (y, dy) in y[tile..].chunks(inner).zip(dy[tile..].chunks(inner)) {
-                        let pairs = y[..count].iter().zip(&dy[..count]);
-                        sums.iter_mut().zip(pairs).for_each(|(sum, (y, dy))| *sum += term(*y, *dy));
-                    }
-                    let rows = dx[tile..].chunks_mut(inner).zip(y[tile..].chunks(inner)).zip(dy[tile..].chunks(inner));
-                    for ((dx, y), dy) in rows {
-                        let elements = dx[..count].iter_mut().zip(&y[..count]).zip(&dy[..count]).zip(&*sums);
-                        elements.for_each(|(((dx, y), dy), sum)| *dx = gradient(*y, *dy, *sum));
-                    }
-                }
-            });
+            if inner == 1 {
+                return gradient_row(dx, y, dy, self.log);
+            }
+            let mut sums = [zero; TILE];
+            for tile in (0..inner).step_by(TILE) {
+                let sums = &mut sums[..TILE.min(inner - tile)];
+                gradient_tile(&mut dx[tile..], &y[tile..], &dy[tile..], inner, self.log, sums);
+            }
         });
         dx
     }
@@ -228,8 +257,8 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
 
-    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of lanes
-    /// and the width of a tile.
+    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of
+    /// lanes and the width of a tile.
     #[test]
     fn loops_agree_with_composites() {
         let shapes: [(&[usize], usize); 5] =

@@ -10,4 +10,4 @@ mod simd;
 pub(crate) mod variables;
 
 pub(crate) use element::{DTYPES, Element, Real, dispatch};
-pub(crate) use simd::vectorise;
+pub(crate) use simd::{vectorise, vectorised};

@@ -42,6 +42,16 @@ fn masks_follow_from_seed_rank_and_state() {
     assert_eq!(mask(&mut restored), second);
 }
 
+/// Element i is dropped where number i of the generator is less than p × 2³²: also on other devices, and by other
+/// threads.
+#[test]
+fn masks_are_the_generators_numbers() {
+    let y = values(&dropout(&ones(10_001), 0.25, &mut Generator::new(5)).unwrap());
+    let mut numbers = vec![0; y.len()];
+    Generator::new(5).draw(y.len()).fill(0, &mut numbers);
+    assert!(y.iter().zip(numbers).all(|(y, number)| (*y == 0.0) == (number < 1 << 30)));
+}
+
 #[test]
 fn it_takes_the_place_of_candles() {
     let generator = Arc::new(Mutex::new(Generator::new(1)));

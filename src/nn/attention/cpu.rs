@@ -1,18 +1,17 @@
 //! The loops of attention on the CPU.
 use super::Problem;
 use super::product::{Matrix, product};
+use crate::nn::rows::{dot, maximum, sum};
 use crate::tensor::borrow::with_slice;
-use crate::tensor::{self, Element, Real};
+use crate::tensor::{Element, Real, vectorised};
 use candle_core::{Result, WithDType};
 use rayon::prelude::*;
 
 /// How many queries are worked on together, and how many keys.
-const QUERIES: usize = 64;
+const QUERIES: usize = 128;
 const KEYS: usize = 256;
 /// In how many parts the backward pass is cut at least, if there are enough keys, for threads to share.
 const PARTS: usize = 16;
-/// Independent partial results, so that the compiler can use vector instructions.
-const LANES: usize = 16;
 
 /// What is added to scores.
 #[derive(Clone, Copy)]
@@ -54,6 +53,13 @@ impl Block {
     #[inline(always)]
     fn visible(&self, problem: &Problem, query: usize) -> usize {
         if problem.is_causal { (self.query + query + 1).saturating_sub(self.key).min(self.keys) } else { self.keys }
+    }
+
+    /// The same queries with the keys from `key` on: at most `count`, and as many as any of the queries sees.
+    #[inline(always)]
+    fn of_keys(self, problem: &Problem, key: usize, count: usize) -> Self {
+        let block = Self { key, keys: count, ..self };
+        Self { keys: block.visible(problem, self.queries - 1), ..block }
     }
 
     /// Completes the scores of a query of the block: the mask, and −∞ for what it does not see.
@@ -146,8 +152,8 @@ fn forward_block<T: Element>(
     let (mut max, mut total) = ([-infinity; QUERIES], [zero; QUERIES]);
     sums.fill(zero);
     for key in (0..block.keys).step_by(KEYS) {
-        let block = Block { key, keys: KEYS.min(block.keys - key), ..block };
-        if block.visible(problem, block.queries - 1) == 0 {
+        let block = block.of_keys(problem, key, KEYS.min(block.keys - key));
+        if block.keys == 0 {
             break;
         }
         let k = wide(&k[key * size..][..block.keys * size], wide_k);
@@ -155,22 +161,11 @@ fn forward_block<T: Element>(
         let scale = T::Real::from_f64(problem.scale);
         let extents = [block.queries, block.keys, size];
         product(scores, Matrix::Plain(q), Matrix::Transposed(k), extents, scale, false);
-        tensor::vectorise(|| {
-            let rows = scores.chunks_exact_mut(block.keys).zip(sums.chunks_exact_mut(value_size)).take(block.queries);
-            for (query, (scores, sums)) in rows.enumerate() {
-                block.mask(problem, mask, query, scores);
-                let new = maximum(scores, max[query]);
-                if new == -infinity {
-                    scores.fill(zero);
-                    continue;
-                }
-                // What was added up before was relative to another maximum.
-                let correction = (max[query] - new).exp();
-                total[query] = total[query] * correction + weights(scores, new);
-                max[query] = new;
-                sums.iter_mut().for_each(|sum| *sum *= correction);
-            }
-        });
+        let rows = scores.chunks_exact_mut(block.keys).zip(sums.chunks_exact_mut(value_size)).take(block.queries);
+        for (query, (scores, sums)) in rows.enumerate() {
+            block.mask(problem, mask, query, scores);
+            weigh(scores, sums, &mut max[query], &mut total[query]);
+        }
         let extents = [block.queries, value_size, block.keys];
         product(sums, Matrix::Plain(scores), Matrix::Plain(v), extents, one, true);
     }
@@ -179,39 +174,61 @@ fn forward_block<T: Element>(
         let sees_nothing = *total == zero;
         *normaliser = if sees_nothing { infinity } else { *max + total.ln() };
         let scale = if sees_nothing { zero } else { one / *total };
-        tensor::vectorise(|| y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::narrow(*sum * scale)));
+        scale_row(y, sums, scale);
     }
 }
 
-/// The largest of `start` and `values`; NaN if there is one.
-#[inline(always)]
-fn maximum<R: Real>(values: &[R], start: R) -> R {
-    #[expect(clippy::eq_op)] // asks for NaN
-    let larger = |a: R, b: R| if (b > a) | (b != b) { b } else { a };
-    let mut lanes = [start; LANES];
-    for values in values.chunks(LANES) {
-        lanes.iter_mut().zip(values).for_each(|(lane, value)| *lane = larger(*lane, *value));
-    }
-    lanes.into_iter().fold(start, larger)
-}
-
-/// Makes e^(score − max) of scores, and returns the sum.
-#[inline(always)]
-fn weights<R: Real>(scores: &mut [R], max: R) -> R {
-    let zero = R::from_f64(0.0);
-    let mut lanes = [zero; LANES];
-    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
-    for chunk in chunks {
-        for (lane, score) in lanes.iter_mut().zip(chunk) {
-            *score = (*score - max).exp();
-            *lane += *score;
+vectorised! {
+    /// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys
+    /// so far: the sums of values, the maximum of the scores, and the sum of the weights.
+    fn weigh<'a, T: Real>(scores: &'a mut [T], sums: &'a mut [T], max: &'a mut T, total: &'a mut T) {
+        let new = maximum(scores, *max);
+        if new == T::from_f64(f64::NEG_INFINITY) {
+            scores.fill(T::from_f64(0.0));
+            return;
+        }
+        // What was added up before was relative to another maximum.
+        let correction = (*max - new).exp();
+        for score in &mut *scores {
+            *score = (*score - new).exp();
+        }
+        *total = *total * correction + sum(scores);
+        *max = new;
+        if correction != T::from_f64(1.0) {
+            for sum in sums {
+                *sum *= correction;
+            }
         }
     }
-    for (lane, score) in lanes.iter_mut().zip(rest) {
-        *score = (*score - max).exp();
-        *lane += *score;
+
+    fn scale_row<'a, T: Element>(y: &'a mut [T], sums: &'a [T::Real], scale: T::Real) {
+        for (y, sum) in y.iter_mut().zip(sums) {
+            *y = T::narrow(*sum * scale);
+        }
     }
-    lanes.into_iter().fold(zero, |sum, lane| sum + lane)
+
+    fn weights_of_row<'a, T: Real>(scores: &'a mut [T], normaliser: T) {
+        for score in scores {
+            *score = (*score - normaliser).exp();
+        }
+    }
+
+    /// Makes the gradients of scores of weights.
+    fn gradients_of_row<'a, T: Real>(weights: &'a mut [T], gradients: &'a [T], sum: T, scale: T) {
+        for (weight, gradient) in weights.iter_mut().zip(gradients) {
+            *weight *= (*gradient - sum) * scale;
+        }
+    }
+
+    fn product_of_rows<'a, T: Element>(y: &'a [T], dy: &'a [T]) -> T::Real {
+        dot(y, dy)
+    }
+
+    fn add<'a, T: Real>(total: &'a mut [T], values: &'a [T]) {
+        for (total, value) in total.iter_mut().zip(values) {
+            *total += *value;
+        }
+    }
 }
 
 /// The gradients of q, k and v.
@@ -230,12 +247,13 @@ pub(super) fn backward<T: Element>(
         return [zeros(batch * heads * queries * size), dk, dv];
     }
     let mut products = zeros(batch * heads * queries);
-    products.par_iter_mut().zip(y.par_chunks_exact(value_size)).zip(dy.par_chunks_exact(value_size)).for_each(
-        |((product, y), dy)| {
-            *product = y.iter().zip(dy).fold(*product, |sum, (y, dy)| sum + y.widen() * dy.widen());
-        },
-    );
-    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the threads.
+    products
+        .par_iter_mut()
+        .zip(y.par_chunks_exact(value_size))
+        .zip(dy.par_chunks_exact(value_size))
+        .for_each(|((product, y), dy)| *product = product_of_rows(y, dy));
+    // Keys are cut in parts, each of which has its own gradient of the queries; how many does not depend on the
+    // threads.
     let blocks = keys.div_ceil(KEYS);
     let part = blocks.div_ceil(PARTS.div_ceil(pairs)) * KEYS;
     let parts = keys.div_ceil(part);
@@ -256,7 +274,7 @@ pub(super) fn backward<T: Element>(
         let mut total = zeros(pairs * dq_len);
         total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).for_each(|(total, dq)| {
             for dq in dq.chunks_exact(dq_len) {
-                tensor::vectorise(|| total.iter_mut().zip(dq).for_each(|(total, dq)| *total += *dq));
+                add(total, dq);
             }
         });
         dq = total;
@@ -295,7 +313,9 @@ impl<T: Element> BackwardTask<'_, T> {
                     let (query, rows) = (query_block * QUERIES, dq.len() / size);
                     let (sample, head_of_sample) = (head / heads, head % heads);
                     let block = Block { sample, head: head_of_sample, query, queries: rows, key, keys: count };
-                    if block.visible(self.problem, rows - 1) == 0 {
+                    let block = block.of_keys(self.problem, key, count);
+                    let count = block.keys;
+                    if count == 0 {
                         continue;
                     }
                     let place = head * queries + query;
@@ -303,26 +323,19 @@ impl<T: Element> BackwardTask<'_, T> {
                     let dy = wide(&self.dy[place * value_size..][..rows * value_size], wide_dy);
                     product(scores, Matrix::Plain(q), Matrix::Transposed(k), [rows, count, size], scale, false);
                     let normalisers = &self.normalisers[place..][..rows];
-                    tensor::vectorise(|| {
-                        for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate()
-                        {
-                            block.mask(self.problem, self.mask, query, scores);
-                            scores.iter_mut().for_each(|score| *score = (*score - *normaliser).exp());
-                        }
-                    });
+                    for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate() {
+                        block.mask(self.problem, self.mask, query, scores);
+                        weights_of_row(scores, *normaliser);
+                    }
                     let extents = [count, value_size, rows];
                     product(dv, Matrix::Transposed(scores), Matrix::Plain(dy), extents, one, true);
                     let extents = [rows, count, value_size];
                     product(gradients, Matrix::Plain(dy), Matrix::Transposed(v), extents, one, false);
                     let sums = &self.products[place..][..rows];
-                    tensor::vectorise(|| {
-                        let rows = scores.chunks_exact_mut(count).zip(gradients.chunks_exact(count)).zip(sums);
-                        for ((weights, gradients), sum) in rows {
-                            for (weight, gradient) in weights.iter_mut().zip(gradients) {
-                                *weight *= (*gradient - *sum) * scale;
-                            }
-                        }
-                    });
+                    let rows_of = scores.chunks_exact_mut(count).zip(gradients.chunks_exact(count)).zip(sums);
+                    for ((weights, gradients), sum) in rows_of {
+                        gradients_of_row(weights, gradients, *sum, scale);
+                    }
                     product(dq, Matrix::Plain(scores), Matrix::Plain(k), [rows, size, count], one, true);
                     product(dk, Matrix::Transposed(scores), Matrix::Plain(q), [count, size, rows], one, true);
                 }

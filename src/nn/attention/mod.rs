@@ -17,8 +17,8 @@ mod product;
 /// Options of [`scaled_dot_product_attention`]. The default is PyTorch's.
 #[derive(Clone, Debug, Default)]
 pub struct AttentionOptions {
-    /// Which keys a query sees, in a shape that can be broadcast to (B, H, Tq, Tk): of the dtype u8, not 0 where it does; or
-    /// of a floating-point dtype, to be added to the scores. It gets no gradient. `None`, the default, is all.
+    /// Which keys a query sees, in a shape that can be broadcast to (B, H, Tq, Tk): of the dtype u8, not 0 where it
+    /// does; or of a floating-point dtype, to be added to the scores. It gets no gradient. `None`, the default, is all.
     pub mask: Option<Tensor>,
     /// Whether query i sees the keys up to i only; not together with a mask.
     pub is_causal: bool,
@@ -28,17 +28,17 @@ pub struct AttentionOptions {
 
 /// softmax(q kᵀ × scale + mask) v: `torch.nn.functional.scaled_dot_product_attention`, without its dropout.
 ///
-/// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq, E). H is a multiple of H′:
-/// neighbouring queries' heads share keys and values (PyTorch's `enable_gqa`). The dtype is f32, f64, f16 or bf16, that of all three; on
-/// the CPU everything is calculated in f32 (f64 for f64), on other devices products of matrices in the dtype itself. A query that sees no key has the result
-/// zero, and no gradient.
+/// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq, E).
+/// H is a multiple of H′: neighbouring queries' heads share keys and values (PyTorch's `enable_gqa`). The dtype is f32,
+/// f64, f16 or bf16, that of all three; on the CPU everything is calculated in f32 (f64 for f64), on other devices
+/// products of matrices in the dtype itself. A query that sees no key has the result zero, and no gradient.
 ///
-/// Of the weights only a block is in memory at a time: 64 × 256 for each thread on the CPU, and (B, H, 512, Tk) on other
-/// devices. For the backward pass one number per query is kept.
+/// Of the weights only a block is in memory at a time: 128 × 256 for each thread on the CPU, and (B, H, 512, Tk) on
+/// other devices. For the backward pass one number per query is kept.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit each other, a mask together
-/// with `is_causal`, and a mask that wants a gradient; [`Error::UnsupportedDType`].
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit each other, a mask
+/// together with `is_causal`, and a mask that wants a gradient; [`Error::UnsupportedDType`].
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
     let problem = Problem::new([q, k, v], options)?;
     if problem.is_empty() {
@@ -170,7 +170,8 @@ impl CustomOp3 for Attention {
         let Problem { batch, heads, queries, .. } = self.problem;
         let storage = dispatch!(q.dtype(), self.name(), T => {
             let (q, k, v) = (slice::<T>(q, q_layout)?, slice::<T>(k, k_layout)?, slice::<T>(v, v_layout)?);
-            let (y, normalisers) = cpu::with_mask(&self.problem, |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask)))?;
+            let forward = |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask));
+            let (y, normalisers) = cpu::with_mask(&self.problem, forward)?;
             let shape = (batch, heads, queries);
             let _ = self.normalisers.set(Tensor::from_vec(normalisers, shape, &candle_core::Device::Cpu)?);
             Ok(<T as candle_core::WithDType>::to_cpu_storage_owned(y))

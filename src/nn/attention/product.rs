@@ -12,8 +12,8 @@ pub(super) enum Matrix<'a, R> {
 }
 
 impl<R> Matrix<'_, R> {
-    /// The first element, and how far apart those of neighbouring columns and rows are, of a matrix of this size, all of which
-    /// is there.
+    /// The first element, and how far apart those of neighbouring columns and rows are, of a matrix of this size, all
+    /// of which is there.
     fn parts(&self, rows: usize, columns: usize) -> (*const R, isize, isize) {
         let (Self::Plain(values) | Self::Transposed(values)) = self;
         assert!(values.len() >= rows * columns, "a matrix of {rows} × {columns} in {} elements", values.len());
@@ -24,7 +24,8 @@ impl<R> Matrix<'_, R> {
     }
 }
 
-/// Writes `scale` × a × b to `to`, or adds it, where a has m rows, b has n columns, and what is summed over has k elements.
+/// Writes `scale` × a × b to `to`, or adds it, where a has m rows, b has n columns, and what is summed over has k
+/// elements.
 pub(super) fn product<R: Real>(
     to: &mut [R],
     a: Matrix<R>,
@@ -36,8 +37,8 @@ pub(super) fn product<R: Real>(
     assert!(to.len() >= m * n, "a matrix of {m} × {n} in {} elements", to.len());
     let ((a, a_columns, a_rows), (b, b_columns, b_rows)) = (a.parts(m, k), b.parts(k, n));
     let one = R::from_f64(1.0);
-    // SAFETY: `to`, which is borrowed mutably and therefore apart from a and b, has m × n elements, a and b have m × k and
-    // k × n at these strides, as was checked; R is f32 or f64, for which gemm has kernels.
+    // SAFETY: `to`, which is borrowed mutably and therefore apart from a and b, has m × n elements, a and b have m × k
+    // and k × n at these strides, as was checked; R is f32 or f64, for which gemm has kernels.
     unsafe {
         gemm(
             m,
