@@ -126,5 +126,65 @@ for q, k, v, mask, causal, scale in [
     run = lambda q, k, v: attention(q, k, v, mask, causal, scale)
     case("attention", run, [q, k, v], mask=mask, causal=causal, scale=scale)
 
+case("linear", F.linear, [(1, 1), (1, 1), (1,)])
+case("linear", F.linear, [(3, 5, 7), (4, 7), (4,)])
+case("linear", F.linear, [(6, 9), (11, 9)])
+
+# Shapes of x, weight and bias, stride, padding, dilation, groups.
+CONVOLUTIONS = [
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1,), 1, 0, 1, 1),
+    ((2, 3, 7, 6), (4, 3, 3, 3), (4,), 1, 1, 1, 1),
+    ((2, 3, 7, 8), (4, 3, 1, 1), None, 2, 0, 1, 1),
+    ((2, 2, 9, 8), (3, 2, 3, 3), (3,), 2, 1, 1, 1),
+    ((1, 2, 8, 9), (2, 2, 4, 2), None, 1, 2, 1, 1),
+    ((2, 2, 11, 10), (2, 2, 2, 2), (2,), 3, 0, 1, 1),
+    ((1, 3, 9, 9), (2, 3, 3, 3), None, 1, 2, 2, 1),
+    ((2, 4, 6, 7), (6, 2, 3, 3), (6,), 1, 1, 1, 2),
+    ((2, 5, 7, 6), (5, 1, 3, 3), (5,), 1, 1, 1, 5),
+    ((1, 4, 9, 11), (4, 1, 3, 3), None, 2, 2, 2, 4),
+    ((1, 3, 8, 8), (6, 1, 3, 3), (6,), 2, 1, 1, 3),
+    ((1, 2, 40, 30), (2, 2, 3, 3), (2,), 1, 1, 1, 1),
+]
+for x, weight, bias, stride, padding, dilation, groups in CONVOLUTIONS:
+    same = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    run = lambda *inputs: F.conv2d(*inputs, **same)
+    case("conv2d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, dilation, groups in [
+    ((1, 1, 1), (1, 1, 1), (1,), 1, 0, 1, 1),
+    ((2, 3, 9), (4, 3, 3), (4,), 2, 1, 1, 1),
+    ((2, 4, 12), (4, 1, 4), None, 1, 3, 2, 4),
+]:
+    same = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    run = lambda *inputs: F.conv1d(*inputs, **same)
+    case("conv1d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, output_padding, dilation in [
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1,), 1, 0, 0, 1),
+    ((2, 3, 4, 5), (3, 2, 3, 3), (2,), 2, 1, 1, 1),
+    ((1, 2, 5, 4), (2, 3, 4, 4), None, 2, 1, 0, 1),
+    ((2, 2, 3, 3), (2, 2, 2, 2), (2,), 3, 0, 2, 1),
+    ((1, 2, 6, 5), (2, 2, 3, 3), None, 1, 2, 0, 2),
+]:
+    same = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    run = lambda *inputs: F.conv_transpose2d(*inputs, **same)
+    case("conv_transpose2d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, output_padding, groups in [
+    ((2, 3, 5), (3, 2, 3), (2,), 2, 1, 1, 1),
+    ((2, 4, 6), (4, 1, 4), None, 3, 2, 0, 2),
+]:
+    same = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
+    run = lambda *inputs: F.conv_transpose1d(*inputs, **same)
+    case("conv_transpose1d", run, [x, weight] + ([bias] if bias else []), **same)
+
+for shape in [(5, 1), (6, 20), (2, 3, 4), (3, 4, 6, 7), (2, 2, 2, 2, 3)]:
+    for train in [1, 0]:
+        affine = [(shape[1],), (shape[1],)]
+        def normalise(x, weight, bias):
+            mean, variance = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+            return F.batch_norm(x, mean, variance, weight, bias, bool(train), 0.1, 1e-3)
+        case("batch_norm", normalise, [shape] + affine, train=train)
+        case("batch_norm_relu", lambda *inputs: normalise(*inputs).relu(), [shape] + affine, train=train)
+        run = lambda x, weight, bias, z: (normalise(x, weight, bias) + z).relu()
+        case("batch_norm_add_relu", run, [shape] + affine + [shape], train=train)
+
 save_file(tensors, OUTPUT)
 print(f"{OUTPUT}: {len(tensors)} tensors, {OUTPUT.stat().st_size} bytes")

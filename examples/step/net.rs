@@ -1,6 +1,6 @@
 //! The models, built as in any candle program.
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{BatchNorm, Conv2d, batch_norm, conv2d_no_bias, linear};
+use candle_ddp::nn::{BatchNorm, Conv2d, batch_norm, conv2d_no_bias, linear, relu};
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
 
@@ -45,7 +45,7 @@ impl Model {
 
 fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {
     let layers = (0..6).map(|layer| linear(1024, 1024, vb.pp(layer))).collect::<Result<Vec<_>>>()?;
-    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())))
+    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
 }
 
 fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {

@@ -2,7 +2,7 @@
 use super::reducer::Reducer;
 use crate::Result;
 use crate::tensor::{copy, function};
-use candle_core::{DType, Storage, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use std::sync::Arc;
 
 /// Makes the replica of `var`, of dtype `dtype`, whose gradient goes to `reducer` as that of parameter `index`.
@@ -12,23 +12,7 @@ use std::sync::Arc;
 /// has to be brought up to date with the variable. The gradient is not stored for the variable: the reducer does so when
 /// it is averaged.
 pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: usize) -> Result<Tensor> {
-    let copy = {
-        let (storage, layout) = var.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => {
-                let (storage, shape) = copy::snapshot(storage, layout, dtype)?;
-                (Storage::Cpu(storage), shape)
-            }
-            Storage::Cuda(storage) => {
-                let (storage, shape) = copy::snapshot(storage, layout, dtype)?;
-                (Storage::Cuda(storage), shape)
-            }
-            Storage::Metal(storage) => {
-                let (storage, shape) = copy::snapshot(storage, layout, dtype)?;
-                (Storage::Metal(storage), shape)
-            }
-        }
-    };
+    let copy = copy::snapshot_tensor(var, dtype)?;
     let hook = move |gradient: &Tensor| Ok(reducer.autograd_hook(index, gradient)?);
     Ok(function::leaf(var, copy, hook)?)
 }

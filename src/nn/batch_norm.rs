@@ -24,15 +24,82 @@ pub struct BatchNorm {
     core: Core,
 }
 
+const INPUT: &str = "the input of BatchNorm";
+
 /// A [`BatchNorm`] for inputs with `num_features` channels. `config` is candle's, or only its `eps`.
 ///
 /// # Errors
 /// A config that [`candle_nn::BatchNorm`] refuses as well, and whatever `vb` refuses.
 pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: VarBuilder) -> Result<BatchNorm> {
-    Ok(BatchNorm { core: Core::new(num_features, config.into(), &vb)? })
+    Ok(BatchNorm { core: Core::new(INPUT, num_features, config.into(), &vb)? })
 }
 
 impl BatchNorm {
+    /// A layer of these parameters and running statistics, each of shape (`num_features`). Variables among the statistics are
+    /// shared; other tensors are copied.
+    ///
+    /// # Errors
+    /// A tensor of another shape, or a negative `eps`.
+    pub fn new(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: f64,
+    ) -> Result<Self> {
+        Self::new_with_momentum(num_features, running_mean, running_var, weight, bias, eps, 0.1)
+    }
+
+    /// A layer without parameters.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn new_no_bias(num_features: usize, running_mean: Tensor, running_var: Tensor, eps: f64) -> Result<Self> {
+        Self::new_no_bias_with_momentum(num_features, running_mean, running_var, eps, 0.1)
+    }
+
+    /// [`BatchNorm::new`] with a `momentum` from 0 to 1.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`], and a momentum outside of 0 to 1.
+    pub fn new_with_momentum(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        let config = BatchNormConfig { eps, momentum, ..Default::default() };
+        let core = Core::of(INPUT, num_features, config, [running_mean, running_var], Some((weight, bias)))?;
+        Ok(Self { core })
+    }
+
+    /// [`BatchNorm::new_no_bias`] with a `momentum` from 0 to 1.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new_with_momentum`].
+    pub fn new_no_bias_with_momentum(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        let config = BatchNormConfig { eps, momentum, affine: false, ..Default::default() };
+        Ok(Self { core: Core::of(INPUT, num_features, config, [running_mean, running_var], None)? })
+    }
+
+    /// `forward_t` in training mode.
+    ///
+    /// # Errors
+    /// As `forward_t`.
+    pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_t(x, true)
+    }
+
     /// The running mean of each channel.
     pub fn running_mean(&self) -> &Tensor {
         self.core.running_mean.as_tensor()
@@ -92,6 +159,8 @@ pub(super) struct Core {
     pub(super) running_var: Var,
     pub(super) weight_and_bias: Option<(Tensor, Tensor)>,
     pub(super) config: BatchNormConfig,
+    /// What messages call the input.
+    input: &'static str,
 }
 
 /// What the caller wants done in the same pass.
@@ -102,19 +171,43 @@ pub(super) enum Fused<'a> {
 }
 
 impl Core {
-    pub(super) fn new(num_features: usize, config: BatchNormConfig, vb: &VarBuilder) -> Result<Self> {
+    pub(super) fn new(
+        input: &'static str,
+        num_features: usize,
+        config: BatchNormConfig,
+        vb: &VarBuilder,
+    ) -> Result<Self> {
+        let get = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
+        // In this order, which is candle's: under DDP it numbers the parameters.
+        let statistics = [get("running_mean", 0.)?, get("running_var", 1.)?];
+        let weight_and_bias = if config.affine { Some((get("weight", 1.)?, get("bias", 0.)?)) } else { None };
+        Self::of(input, num_features, config, statistics, weight_and_bias)
+    }
+
+    fn of(
+        input: &'static str,
+        num_features: usize,
+        config: BatchNormConfig,
+        [running_mean, running_var]: [Tensor; 2],
+        weight_and_bias: Option<(Tensor, Tensor)>,
+    ) -> Result<Self> {
         if config.eps < 0. {
             return Err(Error::invalid("eps", format!("{} is negative", config.eps)).into());
         }
         if !(0. ..=1.).contains(&config.momentum) {
             return Err(Error::invalid("momentum", format!("{} is not between 0 and 1", config.momentum)).into());
         }
-        let get = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
-        // In this order, which is candle's: under DDP it numbers the parameters. `from_tensor` shares a variable.
-        let running_mean = Var::from_tensor(&get("running_mean", 0.)?)?;
-        let running_var = Var::from_tensor(&get("running_var", 1.)?)?;
-        let weight_and_bias = if config.affine { Some((get("weight", 1.)?, get("bias", 0.)?)) } else { None };
-        Ok(Self { running_mean, running_var, weight_and_bias, config })
+        let parameters = weight_and_bias.iter().flat_map(|(weight, bias)| [("weight", weight), ("bias", bias)]);
+        let statistics = [("running_mean", &running_mean), ("running_var", &running_var)];
+        for (name, tensor) in statistics.into_iter().chain(parameters) {
+            if tensor.dims() != [num_features] {
+                let is = crate::error::describe(tensor.dtype(), tensor.shape());
+                return Err(Error::invalid(name, format!("it is {is}, where ({num_features}) is expected")).into());
+            }
+        }
+        // `from_tensor` shares a variable.
+        let (running_mean, running_var) = (Var::from_tensor(&running_mean)?, Var::from_tensor(&running_var)?);
+        Ok(Self { running_mean, running_var, weight_and_bias, config, input })
     }
 
     /// With a `group`, the statistics are those of all its ranks' batches.
@@ -129,7 +222,7 @@ impl Core {
         if x.rank() < 2 || x.dim(1)? != features {
             let is = crate::error::describe(x.dtype(), x.shape());
             let reason = format!("it is {is}, where (N, {features}) or (N, {features}, …) is expected");
-            return Err(Error::invalid("the input of batch normalisation", reason).into());
+            return Err(Error::invalid(self.input, reason).into());
         }
         if let Fused::AddRelu(z) = fused
             && (z.shape() != x.shape() || z.dtype() != x.dtype() || !z.device().same_device(x.device()))
@@ -197,8 +290,9 @@ impl Core {
         };
         // Only where it is possible at all is it worth waiting for a GPU.
         if here < 2 && count.to_dtype(DType::F64)?.to_vec1::<f64>()?[0] < 2.0 {
-            let reason = "all ranks together have fewer than two values per channel, which have no variance";
-            return Err(Error::invalid("the input of batch normalisation in training mode", reason).into());
+            let reason =
+                "in training mode, all ranks together have fewer than two values per channel, which have no variance";
+            return Err(Error::invalid(self.input, reason).into());
         }
         let unbiased = variance.broadcast_mul(&(&count / (&count - 1.0)?)?)?;
         if self.config.remove_mean {

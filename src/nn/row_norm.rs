@@ -5,6 +5,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::kernels::{self, NormOperands, NormStatistics};
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::{op2, op3};
 use crate::tensor::{self, Element, Real, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
@@ -36,8 +37,8 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
     let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
     let x = x.contiguous()?;
     match bias {
-        Some(bias) => x.apply_op3(&weight, &bias, norm),
-        None => x.apply_op2(&weight, norm),
+        Some(bias) => op3(&x, &weight, &bias, norm),
+        None => op2(&x, &weight, norm),
     }
 }
 

@@ -37,6 +37,8 @@ pub struct SyncBatchNorm {
     core: Core,
 }
 
+const INPUT: &str = "the input of SyncBatchNorm";
+
 /// A [`SyncBatchNorm`] over the ranks of `group` for inputs with `num_features` channels. `config` is candle's, or only
 /// its `eps`.
 ///
@@ -48,7 +50,7 @@ pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     config: C,
     vb: VarBuilder,
 ) -> Result<SyncBatchNorm> {
-    Ok(SyncBatchNorm { group: group.clone(), core: Core::new(num_features, config.into(), &vb)? })
+    Ok(SyncBatchNorm { group: group.clone(), core: Core::new(INPUT, num_features, config.into(), &vb)? })
 }
 
 impl SyncBatchNorm {
@@ -103,7 +105,7 @@ impl SyncBatchNorm {
         let place = self.group.device();
         if self.group.world_size() > 1 && !x.device().same_device(place) {
             let reason = format!("it is on {:?}, its group's device is {:?}", x.device().location(), place.location());
-            return Err(Error::invalid("the input of SyncBatchNorm", reason).into());
+            return Err(Error::invalid(INPUT, reason).into());
         }
         self.core.forward(x, train, Some(&self.group), fused)
     }

@@ -4,7 +4,7 @@ use super::{Element, dispatch, vectorise};
 use crate::Result;
 use crate::kernels::{self, Assignment};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor, WithDType};
 
 type CandleResult<T> = candle_core::Result<T>;
 
@@ -76,6 +76,16 @@ where
     let mut copy = storage.device().zeros_impl(layout.shape(), storage.dtype())?;
     storage.copy_strided_src(&mut copy, 0, layout)?;
     Ok((copy, layout.shape().clone()))
+}
+
+/// [`snapshot`] of `tensor`.
+pub(crate) fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, Shape)> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cpu(copy), shape)),
+        Storage::Cuda(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cuda(copy), shape)),
+        Storage::Metal(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Metal(copy), shape)),
+    }
 }
 
 struct Copy;

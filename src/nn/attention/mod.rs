@@ -5,6 +5,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op3;
 use crate::tensor::{Element, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
@@ -48,7 +49,7 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
         return on_gpu([q, k, v], problem);
     }
     let op = Attention { problem, normalisers: OnceLock::new() };
-    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
+    op3(&q.contiguous()?, &k.contiguous()?, &v.contiguous()?, op)
 }
 
 fn on_gpu(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
@@ -170,8 +171,8 @@ impl CustomOp3 for Attention {
         let Problem { batch, heads, queries, .. } = self.problem;
         let storage = dispatch!(q.dtype(), self.name(), T => {
             let (q, k, v) = (slice::<T>(q, q_layout)?, slice::<T>(k, k_layout)?, slice::<T>(v, v_layout)?);
-            let forward = |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask));
-            let (y, normalisers) = cpu::with_mask(&self.problem, forward)?;
+            let (y, normalisers) =
+                cpu::with_mask(&self.problem, |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask)))?;
             let shape = (batch, heads, queries);
             let _ = self.normalisers.set(Tensor::from_vec(normalisers, shape, &candle_core::Device::Cpu)?);
             Ok(<T as candle_core::WithDType>::to_cpu_storage_owned(y))

@@ -47,11 +47,6 @@ impl Geometry {
         self.groups == self.ci && self.groups == self.co
     }
 
-    /// Whether the pixels that go into an output pixel are those at its place.
-    pub(super) fn is_pointwise(&self) -> bool {
-        self.kernel == [1, 1] && self.stride == [1, 1] && self.padding == [0, 0]
-    }
-
     /// Along an axis: which output positions see the input through tap `tap` of the kernel, instead of padding.
     pub(super) fn valid(&self, axis: usize, tap: usize) -> Range<usize> {
         let (stride, padding) = (self.stride[axis], self.padding[axis]);
