@@ -20,16 +20,18 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong, with the data a program needs to react.
 ///
-/// `Display` gives the whole sentence, with the cause in it: nothing is repeated where a program also prints
-/// [`source`](std::error::Error::source), which only candle's own errors have. `Debug` gives the variant's name before
-/// the sentence, for logs and for what Rust shows of an error that `main` returns:
+/// `Display` gives the whole message, which includes the cause. So only candle's own errors have a
+/// [`source`](std::error::Error::source), and reports that follow sources, as those of `anyhow` do, repeat nothing.
+/// `Debug` puts the variant's name before the message, for logs. This is also what Rust shows of an error that `main`
+/// returns:
 ///
 /// ```text
 /// Error: PeerGone: rank 1 is gone: its connection to rank 0 closed during all_reduce(f32[3]). Look for …
 /// ```
 ///
-/// A group that failed is [`Error::Group`], whatever the reason: all other errors concern one call, and the group can
-/// be used on.
+/// A group that has failed returns [`Error::Group`], whatever the reason was; make a new group to go on. After an
+/// [`Error::InvalidArgument`], [`Error::InvalidTensor`], [`Error::RankFailed`] or [`Error::Mismatch`] the group is as good
+/// as before.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -310,6 +312,7 @@ impl fmt::Debug for Error {
         write!(f, "{}: {self}", self.name())
     }
 }
+
 /// An error of ours that went through candle's `Result` comes out as what it was.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {

@@ -37,7 +37,7 @@ pub fn device_count() -> Result<usize> {
 /// The device of a rank: the one that was given, else the GPU whose number is the rank's place on its host, among those
 /// that `CUDA_VISIBLE_DEVICES` shows. A process that was shown exactly one GPU by that variable, as Slurm does it, takes
 /// that one.
-pub fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
+pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {
         Some(device) => match device.location() {
             DeviceLocation::Cuda { .. } => Ok(device),
