@@ -1,6 +1,7 @@
 //! Activation functions, each one operation forward and one backward.
 use super::channels::accumulator;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::op::{Gelu, GeluErf, Relu, Silu};
@@ -68,7 +69,7 @@ impl Activation {
         if x.elem_count() == 0 {
             return x.affine(1.0, 0.0);
         }
-        x.contiguous()?.apply_op1(self)
+        op1(&x.contiguous()?, self)
     }
 
     fn forward<T: Element>(self, x: &[T]) -> Vec<T> {

@@ -4,6 +4,7 @@ use super::softmax::{self, BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
 use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
@@ -95,7 +96,7 @@ pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &C
     let total: f64 = targets.iter().filter_map(|target| weights.get(*target as usize)).sum();
     let scale = if options.reduction == Reduction::Mean { 1.0 / total } else { 1.0 };
     let op = CrossEntropy { targets, weights, smoothing, scale, normalisers: OnceLock::new() };
-    logits.contiguous()?.apply_op1(op)
+    op1(&logits.contiguous()?, op)
 }
 
 /// Stands for the target of a sample that is ignored.

@@ -3,6 +3,7 @@ use super::attach::attach;
 use crate::Error;
 use crate::seed::{Draw, Generator};
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, ModuleT, Result, Shape, Tensor, WithDType};
@@ -31,11 +32,11 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     let draw = generator.draw(x.elem_count());
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
     let x = x.contiguous()?;
-    if x.device().is_cpu() { x.apply_op1(mask) } else { on_gpu(&x, mask) }
+    if x.device().is_cpu() { op1(&x, mask) } else { on_gpu(&x, mask) }
 }
 
 fn on_gpu(x: &Tensor, mask: Mask) -> Result<Tensor> {
-    attach(x, &mask.composite(&x.detach())?, "dropout", move |dy| mask.composite(&dy.contiguous()?))
+    attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
 }
 
 /// A drop-in for `candle_nn::Dropout` with a generator of its own or one that layers share: see [`dropout`].

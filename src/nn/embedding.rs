@@ -2,6 +2,7 @@
 use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType};
@@ -69,7 +70,7 @@ impl Module for Embedding {
         };
         let indices = indices.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let indices = indices.into_iter().map(index).collect::<Result<Vec<_>>>()?;
-        table.contiguous()?.apply_op1(Lookup { indices, size })?.reshape(shape)
+        op1(&table.contiguous()?, Lookup { indices, size })?.reshape(shape)
     }
 }
 

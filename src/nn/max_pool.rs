@@ -3,6 +3,7 @@ use super::pool::{Windows, windows};
 use super::resample::{plane, with_planes};
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{Element, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
@@ -46,7 +47,7 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) 
         columns: windows(width, kernel.1, stride.1, padding.1, ceil_mode)?,
         indices: OnceLock::new(),
     };
-    if x.device().is_cpu() { x.contiguous()?.apply_op1(op) } else { op.composite(x) }
+    if x.device().is_cpu() { op1(&x.contiguous()?, op) } else { op.composite(x) }
 }
 
 struct MaxPool {

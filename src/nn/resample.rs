@@ -3,6 +3,7 @@
 use super::channels::accumulator;
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{Element, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
@@ -77,7 +78,7 @@ pub(super) fn with_planes(shape: &Shape, height: usize, width: usize) -> Shape {
 /// Maps the planes of `x`, which [`plane`] has checked.
 pub(super) fn resample(x: &Tensor, name: &'static str, rows: Axis, columns: Axis) -> Result<Tensor> {
     let op = Resample { name, rows, columns };
-    if x.device().is_cpu() { x.contiguous()?.apply_op1(op) } else { op.composite(x) }
+    if x.device().is_cpu() { op1(&x.contiguous()?, op) } else { op.composite(x) }
 }
 
 struct Resample {

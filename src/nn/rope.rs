@@ -4,6 +4,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
@@ -73,14 +74,14 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     }
     let x = x.contiguous()?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
-    if x.device().is_cpu() { x.apply_op1(Rope { kind, cos, sin }) } else { on_gpu(&x, &cos, &sin, kind) }
+    if x.device().is_cpu() { op1(&x, Rope { kind, cos, sin }) } else { on_gpu(&x, &cos, &sin, kind) }
 }
 
 /// With candle's kernels, which rotate back by the opposite angles.
 fn on_gpu(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     let y = by_candle(&x.detach(), cos, sin, kind)?;
     let (cos, sin) = (cos.clone(), sin.neg()?);
-    attach(x, &y, "rope", move |dy| by_candle(&dy.contiguous()?, &cos, &sin, kind))
+    attach(&[x], &y, "rope", move |dy| Ok(vec![by_candle(dy, &cos, &sin, kind)?]))
 }
 
 fn by_candle(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {

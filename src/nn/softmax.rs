@@ -2,6 +2,7 @@
 use super::channels::accumulator;
 use super::rows::{dot, exponentials, larger, maximum, sum};
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::op1;
 use crate::tensor::{Element, Real, dispatch, vectorised};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
@@ -48,7 +49,7 @@ fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composite(x, dim, log);
     }
-    x.contiguous()?.apply_op1(Softmax { dim, log })
+    op1(&x.contiguous()?, Softmax { dim, log })
 }
 
 /// With candle's operations, whose gradients are right as long as none goes through the maximum.

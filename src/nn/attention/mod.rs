@@ -1,18 +1,17 @@
 //! Attention without the matrix of all weights: block by block forward, and backward from what the blocks are computed
 //! from again, as in T. Dao, "FlashAttention-2", 2023.
-use super::attach::attach3;
+use super::attach::attach;
 use super::channels::accumulator;
 use crate::Error;
 use crate::error::describe;
-use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::borrow::with_slice;
+use crate::tensor::function::{Function, apply};
 use crate::tensor::{Element, dispatch};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
-use std::sync::OnceLock;
+use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
+use std::sync::{Arc, OnceLock};
 
 mod composite;
 mod cpu;
-mod product;
 
 /// Options of [`scaled_dot_product_attention`]. The default is PyTorch's.
 #[derive(Clone, Debug, Default)]
@@ -47,15 +46,23 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     if !q.device().is_cpu() {
         return on_gpu([q, k, v], problem);
     }
-    let op = Attention { problem, normalisers: OnceLock::new() };
-    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
+    let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+    let qkv = [&q, &k, &v].map(Tensor::detach);
+    let (storage, normalisers) = forward(&problem, &qkv)?;
+    let (shape, result) = (problem.output_shape(), Arc::default());
+    let attention = Attention { problem, qkv, normalisers, result: Arc::clone(&result) };
+    let y = apply(&[&q, &k, &v], (Storage::Cpu(storage), shape), attention)?;
+    let _ = result.set(y.detach());
+    Ok(y)
 }
 
 fn on_gpu(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
     let detached = qkv.map(Tensor::detach);
     let (y, normalisers) = composite::forward(&problem, &detached)?;
     let result = y.clone();
-    attach3(qkv, &y, "attention", move |dy| composite::backward(&problem, &detached, &result, &normalisers, dy))
+    let backward =
+        move |dy: &Tensor| composite::backward(&problem, &detached, &result, &normalisers, dy).map(Vec::from);
+    attach(&qkv, &y, "scaled_dot_product_attention", backward)
 }
 
 /// Sizes, and which keys queries see.
@@ -147,65 +154,46 @@ fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DTy
     mask.to_dtype(dtype)?.contiguous()
 }
 
-struct Attention {
-    problem: Problem,
-    /// The logarithm of the sum of each query's weights: f32, or f64.
-    normalisers: OnceLock<Tensor>,
+/// On the CPU: the result, and the logarithm of the sum of each query's weights, in f32 or f64.
+fn forward(problem: &Problem, [q, k, v]: &[Tensor; 3]) -> Result<(CpuStorage, Tensor)> {
+    dispatch!(q.dtype(), "scaled_dot_product_attention", T => {
+        with_slice::<T, _>(q, |q| with_slice::<T, _>(k, |k| with_slice::<T, _>(v, |v| {
+            let (y, normalisers) = cpu::with_mask(problem, |mask| cpu::forward(problem, [q, k, v], mask))?;
+            let shape = (problem.batch, problem.heads, problem.queries);
+            Ok((T::to_cpu_storage_owned(y), Tensor::from_vec(normalisers, shape, &Device::Cpu)?))
+        })))
+    })
 }
 
-impl CustomOp3 for Attention {
+/// What the backward pass needs.
+struct Attention {
+    problem: Problem,
+    qkv: [Tensor; 3],
+    normalisers: Tensor,
+    result: Arc<OnceLock<Tensor>>,
+}
+
+impl Function for Attention {
     fn name(&self) -> &'static str {
         "scaled_dot_product_attention"
     }
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let Problem { batch, heads, queries, .. } = self.problem;
-        let storage = dispatch!(q.dtype(), self.name(), T => {
-            let (q, k, v) = (slice::<T>(q, q_layout)?, slice::<T>(k, k_layout)?, slice::<T>(v, v_layout)?);
-            let forward = |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask));
-            let (y, normalisers) = cpu::with_mask(&self.problem, forward)?;
-            let shape = (batch, heads, queries);
-            let _ = self.normalisers.set(Tensor::from_vec(normalisers, shape, &candle_core::Device::Cpu)?);
-            Ok(<T as candle_core::WithDType>::to_cpu_storage_owned(y))
-        })?;
-        Ok((storage, self.problem.output_shape()))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(normalisers) = self.normalisers.get() else {
-            candle_core::bail!("attention's forward pass did not run")
-        };
-        let dy = dy.contiguous()?;
+    fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { problem, qkv, normalisers, result } = self;
+        let Some(y) = result.get() else { candle_core::bail!("the result of attention is not there yet") };
+        let [q, k, v] = qkv;
         dispatch!(q.dtype(), self.name(), T => {
             type Acc = <T as Element>::Real;
             let gradients = with_slice::<T, _>(q, |q| with_slice::<T, _>(k, |k| with_slice::<T, _>(v, |v| {
-                with_slice::<T, _>(y, |y| with_slice::<T, _>(&dy, |dy| with_slice::<Acc, _>(normalisers, |normalisers| {
-                    cpu::with_mask(&self.problem, |mask| {
-                        Ok(cpu::backward(&self.problem, [q, k, v], [y, dy], normalisers, mask))
-                    })
+                with_slice::<T, _>(y, |y| with_slice::<T, _>(dy, |dy| with_slice::<Acc, _>(normalisers, |normalisers| {
+                    cpu::with_mask(problem, |mask| cpu::backward(problem, [q, k, v], [y, dy], normalisers, mask))
                 })))
             })))?;
-            let [dq, dk, dv] = gradients;
             // Without a copy where the dtype is the same.
-            let finish = |values: Vec<Acc>, like: &Tensor| {
-                Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
+            let finish = |(values, like): (Vec<Acc>, &Tensor)| {
+                Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype()).map(Some)
             };
-            Ok((Some(finish(dq, q)?), Some(finish(dk, k)?), Some(finish(dv, v)?)))
+            gradients.into_iter().zip(qkv).map(finish).collect()
         })
     }
 }
