@@ -1,5 +1,5 @@
 //! The loops of attention on the CPU.
-use super::Problem;
+use super::problem::Problem;
 use crate::nn::gemm::{Strides, gemm};
 use crate::nn::rows::{dot, maximum, sum};
 use crate::tensor::borrow::with_slice;
