@@ -36,7 +36,7 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
 }
 
 fn on_gpu(x: &Tensor, mask: Mask) -> Result<Tensor> {
-    attach(x, &mask.composite(&x.detach())?, "dropout", move |dy| mask.composite(&dy.contiguous()?))
+    attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
 }
 
 /// A drop-in for `candle_nn::Dropout` with a generator of its own or one that layers share: see [`dropout`].

@@ -81,7 +81,7 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
 fn on_gpu(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     let y = by_candle(&x.detach(), cos, sin, kind)?;
     let (cos, sin) = (cos.clone(), sin.neg()?);
-    attach(x, &y, "rope", move |dy| by_candle(&dy.contiguous()?, &cos, &sin, kind))
+    attach(&[x], &y, "rope", move |dy| Ok(vec![by_candle(dy, &cos, &sin, kind)?]))
 }
 
 fn by_candle(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {

@@ -4,7 +4,7 @@ use crate::golden_layers::check;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp::nn::{
     AttentionOptions, Embedding, embedding, gelu, gelu_erf, relu, rope, rope_i, rope_thd, scaled_dot_product_attention,
-    silu,
+    silu, softmax,
 };
 use candle_nn::{VarBuilder, VarMap, rotary_emb};
 
@@ -19,6 +19,25 @@ fn activations_are_pytorchs() {
     check("gelu", |_, x| gelu(&x[0]));
     check("gelu_erf", |_, x| gelu_erf(&x[0]));
     check("silu", |_, x| silu(&x[0]));
+}
+
+/// Results that several functions use, of this crate and of candle.
+#[test]
+fn gradients_of_several_uses_add_up() {
+    let x = Var::from_tensor(&tensor(&[3, 8], 1)).unwrap();
+    let run = |f: &dyn Fn(&Tensor) -> Result<Tensor>| {
+        let grads = (f(&x).unwrap() * tensor(&[3, 8], 2)).unwrap().sum_all().unwrap().backward().unwrap();
+        floats(grads.get(&x).unwrap())
+    };
+    let ours = run(&|x| {
+        let h = silu(x)?;
+        gelu(&h)? + ((softmax(&h, 1)? * &h)? + softmax(&(x + &h)?, 0)?)?
+    });
+    let candles = run(&|x| {
+        let h = x.silu()?;
+        h.gelu()? + ((candle_nn::ops::softmax(&h, 1)? * &h)? + candle_nn::ops::softmax(&(x + &h)?, 0)?)?
+    });
+    assert_close(&ours, &candles, 1e-5, "dx");
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Attention by candle's operations, some queries at a time.
-use super::Problem;
+use super::problem::Problem;
 use crate::nn::channels::accumulator;
 use candle_core::{D, DType, Result, Tensor};
 
@@ -97,57 +97,4 @@ fn scores(problem: &Problem, query: usize, q: &Tensor, k: &Tensor) -> Result<Ten
     let unseen = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(acc)?.broadcast_as(scores.shape())?;
     debug_assert_eq!(seen.dtype(), DType::U8);
     seen.where_cond(&scores, &unseen)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::*;
-    use candle_core::{Device, Var};
-
-    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around those of blocks.
-    #[test]
-    fn loops_agree_with_composites() {
-        let cases = [(1, 1, 1, 1), (3, 5, 1, 2), (65, 257, 2, 2), (130, 40, 2, 1), (600, 20, 1, 1), (20, 600, 1, 1)];
-        let dtypes = [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-2), (DType::BF16, 1e-1)];
-        for ((queries, keys, heads, group), (dtype, tolerance)) in
-            cases.into_iter().flat_map(|case| dtypes.map(|dtype| (case, dtype)))
-        {
-            let values = |shape: [usize; 4], step: f64| {
-                let values: Vec<f64> = (0..shape.iter().product()).map(|i: usize| (i as f64 * step).sin()).collect();
-                Tensor::from_vec(values, &shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
-            };
-            let var = |shape, step| Var::from_tensor(&values(shape, step)).unwrap();
-            let (q, k) = (var([2, heads * group, queries, 3], 1.7), var([2, heads, keys, 3], 0.9));
-            let (v, dy) = (var([2, heads, keys, 5], 0.3), values([2, heads * group, queries, 5], 0.4));
-            let seen = |i: usize| u8::from(i % 3 != 0 && i / keys % 7 != 2);
-            let seen =
-                Tensor::from_vec((0..queries * keys).map(seen).collect(), (queries, keys), &Device::Cpu).unwrap();
-            for (mask, is_causal) in [
-                (None, false),
-                (None, true),
-                (Some(seen), false),
-                (Some(values([2, 1, 1, keys], 1.1)), false),
-                (Some(values([1, heads * group, queries, 1], 1.3)), false),
-            ] {
-                let options = AttentionOptions { mask, is_causal, scale: None };
-                let run = |y: Tensor| {
-                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-                    let all = [Some(&y), grads.get(&q), grads.get(&k), grads.get(&v)];
-                    let flat =
-                        |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-                    all.map(|t| flat(t.unwrap()))
-                };
-                let loops = run(scaled_dot_product_attention(&q, &k, &v, &options).unwrap());
-                let problem = Problem::new([&q, &k, &v], &options).unwrap();
-                let composite = run(on_gpu([&q, &k, &v], problem).unwrap());
-                for (index, (a, b)) in loops.iter().zip(&composite).enumerate() {
-                    let largest = b.iter().fold(1f64, |largest, value| largest.max(value.abs()));
-                    for (a, b) in a.iter().zip(b) {
-                        let case = format!("{index} of {queries} × {keys}, {heads} × {group}, {dtype:?}, {options:?}");
-                        assert!((a - b).abs() <= tolerance * largest, "{a} and {b}, {case}");
-                    }
-                }
-            }
-        }
-    }
 }

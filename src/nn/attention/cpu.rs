@@ -1,6 +1,6 @@
 //! The loops of attention on the CPU.
-use super::Problem;
-use super::product::{Matrix, product};
+use super::problem::Problem;
+use crate::nn::gemm::{Strides, gemm};
 use crate::nn::rows::{dot, maximum, sum};
 use crate::tensor::borrow::with_slice;
 use crate::tensor::{Element, Real, vectorised};
@@ -89,12 +89,21 @@ fn wide<'a, T: Element>(values: &'a [T], buffer: &'a mut Vec<T::Real>) -> &'a [T
     buffer
 }
 
+/// The elements, converted into `buffer` and multiplied by `scale`.
+#[inline(always)]
+fn scaled<'a, T: Element>(values: &[T], scale: f64, buffer: &'a mut Vec<T::Real>) -> &'a [T::Real] {
+    let scale = T::Real::from_f64(scale);
+    buffer.clear();
+    buffer.extend(values.iter().map(|value| value.widen() * scale));
+    buffer
+}
+
 /// What a thread needs besides its results.
 struct Workspace<R> {
     scores: Vec<R>,
     gradients: Vec<R>,
     sums: Vec<R>,
-    wide: [Vec<R>; 4],
+    wide: [Vec<R>; 5],
 }
 
 impl<R: Real> Workspace<R> {
@@ -105,7 +114,7 @@ impl<R: Real> Workspace<R> {
             scores: zeros(block),
             gradients: zeros(if is_backward { block } else { 0 }),
             sums: zeros(if is_backward { 0 } else { QUERIES * problem.value_size }),
-            wide: [const { Vec::new() }; 4],
+            wide: [const { Vec::new() }; 5],
         }
     }
 }
@@ -115,7 +124,7 @@ pub(super) fn forward<T: Element>(
     problem: &Problem,
     [q, k, v]: [&[T]; 3],
     mask: Option<Mask<T::Real>>,
-) -> (Vec<T>, Vec<T::Real>) {
+) -> Result<(Vec<T>, Vec<T::Real>)> {
     let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
     let mut y = vec![T::from_f64(0.0); batch * heads * queries * value_size];
     let mut normalisers = vec![T::Real::from_f64(0.0); batch * heads * queries];
@@ -129,10 +138,10 @@ pub(super) fn forward<T: Element>(
         let q = &q[(head * queries + query) * size..][..normalisers.len() * size];
         let (k, v) = (&k[head / group * keys * size..], &v[head / group * keys * value_size..]);
         let block = Block { sample: head / heads, head: head % heads, query, queries: normalisers.len(), key: 0, keys };
-        forward_block(problem, block, [q, &k[..keys * size], &v[..keys * value_size]], mask, workspace, y, normalisers);
+        forward_block(problem, block, [q, &k[..keys * size], &v[..keys * value_size]], mask, workspace, y, normalisers)
     };
-    blocks.collect::<Vec<_>>().into_par_iter().for_each_init(|| Workspace::new(problem, false), work);
-    (y, normalisers)
+    blocks.collect::<Vec<_>>().into_par_iter().try_for_each_init(|| Workspace::new(problem, false), work)?;
+    Ok((y, normalisers))
 }
 
 fn forward_block<T: Element>(
@@ -143,12 +152,12 @@ fn forward_block<T: Element>(
     workspace: &mut Workspace<T::Real>,
     y: &mut [T],
     normalisers: &mut [T::Real],
-) {
+) -> Result<()> {
     let Problem { size, value_size, .. } = *problem;
-    let Workspace { scores, sums, wide: [wide_q, wide_k, wide_v, _], .. } = workspace;
+    let Workspace { scores, sums, wide: [wide_q, wide_k, wide_v, ..], .. } = workspace;
     let (zero, one) = (T::Real::from_f64(0.0), T::Real::from_f64(1.0));
     let infinity = T::Real::from_f64(f64::INFINITY);
-    let q = wide(q, wide_q);
+    let q = scaled(q, problem.scale, wide_q);
     let (mut max, mut total) = ([-infinity; QUERIES], [zero; QUERIES]);
     sums.fill(zero);
     for key in (0..block.keys).step_by(KEYS) {
@@ -158,16 +167,15 @@ fn forward_block<T: Element>(
         }
         let k = wide(&k[key * size..][..block.keys * size], wide_k);
         let v = wide(&v[key * value_size..][..block.keys * value_size], wide_v);
-        let scale = T::Real::from_f64(problem.scale);
-        let extents = [block.queries, block.keys, size];
-        product(scores, Matrix::Plain(q), Matrix::Transposed(k), extents, scale, false);
+        let (extents, transposed) = ((block.queries, block.keys, size), Strides::transposed(size));
+        gemm(extents, scores, false, (q, Strides::rows(size)), (k, transposed), 1)?;
         let rows = scores.chunks_exact_mut(block.keys).zip(sums.chunks_exact_mut(value_size)).take(block.queries);
         for (query, (scores, sums)) in rows.enumerate() {
             block.mask(problem, mask, query, scores);
             weigh(scores, sums, &mut max[query], &mut total[query]);
         }
-        let extents = [block.queries, value_size, block.keys];
-        product(sums, Matrix::Plain(scores), Matrix::Plain(v), extents, one, true);
+        let (extents, weights) = ((block.queries, value_size, block.keys), Strides::rows(block.keys));
+        gemm(extents, sums, true, (scores, weights), (v, Strides::rows(value_size)), 1)?;
     }
     let rows = y.chunks_exact_mut(value_size).zip(sums.chunks_exact(value_size)).zip(normalisers);
     for (((y, sums), normaliser), (max, total)) in rows.zip(max.iter().zip(&total)) {
@@ -176,6 +184,7 @@ fn forward_block<T: Element>(
         let scale = if sees_nothing { zero } else { one / *total };
         scale_row(y, sums, scale);
     }
+    Ok(())
 }
 
 vectorised! {
@@ -238,13 +247,13 @@ pub(super) fn backward<T: Element>(
     [y, dy]: [&[T]; 2],
     normalisers: &[T::Real],
     mask: Option<Mask<T::Real>>,
-) -> [Vec<T::Real>; 3] {
+) -> Result<[Vec<T::Real>; 3]> {
     let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
     let zeros = |count| vec![T::Real::from_f64(0.0); count];
     let pairs = batch * heads / group;
     let (mut dk, mut dv) = (zeros(pairs * keys * size), zeros(pairs * keys * value_size));
     if keys == 0 {
-        return [zeros(batch * heads * queries * size), dk, dv];
+        return Ok([zeros(batch * heads * queries * size), dk, dv]);
     }
     let mut products = zeros(batch * heads * queries);
     products
@@ -267,9 +276,9 @@ pub(super) fn backward<T: Element>(
     });
     let work = |workspace: &mut Workspace<T::Real>, (pair, key, gradients): (_, _, [&mut [T::Real]; 3])| {
         let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair };
-        task.run(key, gradients, workspace);
+        task.run(key, gradients, workspace)
     };
-    tasks.collect::<Vec<_>>().into_par_iter().for_each_init(|| Workspace::new(problem, true), work);
+    tasks.collect::<Vec<_>>().into_par_iter().try_for_each_init(|| Workspace::new(problem, true), work)?;
     if parts > 1 {
         let mut total = zeros(pairs * dq_len);
         total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).for_each(|(total, dq)| {
@@ -279,7 +288,7 @@ pub(super) fn backward<T: Element>(
         });
         dq = total;
     }
-    [dq, dk, dv]
+    Ok([dq, dk, dv])
 }
 
 /// The backward pass for one head of keys, and the heads of queries that see it.
@@ -296,10 +305,11 @@ struct BackwardTask<'a, T: Element> {
 
 impl<T: Element> BackwardTask<'_, T> {
     /// Adds to the gradients of the queries, and of the keys and values from `first` on.
-    fn run(&self, first: usize, [dq, dk, dv]: [&mut [T::Real]; 3], workspace: &mut Workspace<T::Real>) {
+    fn run(&self, first: usize, [dq, dk, dv]: [&mut [T::Real]; 3], workspace: &mut Workspace<T::Real>) -> Result<()> {
         let Problem { heads, group, queries, keys, size, value_size, .. } = *self.problem;
-        let Workspace { scores, gradients, wide: [wide_q, wide_k, wide_v, wide_dy], .. } = workspace;
-        let (scale, one) = (T::Real::from_f64(self.problem.scale), T::Real::from_f64(1.0));
+        let Workspace { scores, gradients, wide: [wide_q, wide_k, wide_v, wide_dy, scaled_q], .. } = workspace;
+        let scale = T::Real::from_f64(self.problem.scale);
+        let (by_key, by_value) = (Strides::rows(size), Strides::rows(value_size));
         let [q, k, v] = self.qkv;
         let (k, v) = (&k[self.pair * keys * size..], &v[self.pair * keys * value_size..]);
         let key_blocks = dk.chunks_mut(KEYS * size).zip(dv.chunks_mut(KEYS * value_size)).enumerate();
@@ -319,27 +329,30 @@ impl<T: Element> BackwardTask<'_, T> {
                         continue;
                     }
                     let place = head * queries + query;
-                    let q = wide(&q[place * size..][..rows * size], wide_q);
+                    let q = &q[place * size..][..rows * size];
+                    let (scaled_q, q) = (scaled(q, self.problem.scale, scaled_q), wide(q, wide_q));
                     let dy = wide(&self.dy[place * value_size..][..rows * value_size], wide_dy);
-                    product(scores, Matrix::Plain(q), Matrix::Transposed(k), [rows, count, size], scale, false);
+                    let transposed = Strides::transposed(size);
+                    gemm((rows, count, size), scores, false, (scaled_q, by_key), (k, transposed), 1)?;
                     let normalisers = &self.normalisers[place..][..rows];
                     for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate() {
                         block.mask(self.problem, self.mask, query, scores);
                         weights_of_row(scores, *normaliser);
                     }
-                    let extents = [count, value_size, rows];
-                    product(dv, Matrix::Transposed(scores), Matrix::Plain(dy), extents, one, true);
-                    let extents = [rows, count, value_size];
-                    product(gradients, Matrix::Plain(dy), Matrix::Transposed(v), extents, one, false);
+                    let transposed = Strides::transposed(count);
+                    gemm((count, value_size, rows), dv, true, (scores, transposed), (dy, by_value), 1)?;
+                    let of_value = Strides::transposed(value_size);
+                    gemm((rows, count, value_size), gradients, false, (dy, by_value), (v, of_value), 1)?;
                     let sums = &self.products[place..][..rows];
                     let rows_of = scores.chunks_exact_mut(count).zip(gradients.chunks_exact(count)).zip(sums);
                     for ((weights, gradients), sum) in rows_of {
                         gradients_of_row(weights, gradients, *sum, scale);
                     }
-                    product(dq, Matrix::Plain(scores), Matrix::Plain(k), [rows, size, count], one, true);
-                    product(dk, Matrix::Transposed(scores), Matrix::Plain(q), [count, size, rows], one, true);
+                    gemm((rows, size, count), dq, true, (scores, Strides::rows(count)), (k, by_key), 1)?;
+                    gemm((count, size, rows), dk, true, (scores, transposed), (q, by_key), 1)?;
                 }
             }
         }
+        Ok(())
     }
 }

@@ -1,45 +1,33 @@
 //! Attention without the matrix of all weights: block by block forward, and backward from what the blocks are computed
 //! from again, as in T. Dao, "FlashAttention-2", 2023.
-use super::attach::attach3;
-use super::channels::accumulator;
-use crate::Error;
-use crate::error::describe;
-use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::function::op3;
+use super::attach::attach;
+use crate::tensor::borrow::with_slice;
+use crate::tensor::function::{Function, apply};
 use crate::tensor::{Element, dispatch};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
-use std::sync::OnceLock;
+use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
+use std::sync::{Arc, OnceLock};
 
 mod composite;
 mod cpu;
-mod product;
+mod problem;
 
-/// Options of [`scaled_dot_product_attention`]. The default is PyTorch's.
-#[derive(Clone, Debug, Default)]
-pub struct AttentionOptions {
-    /// Which keys a query sees, in a shape that can be broadcast to (B, H, Tq, Tk): of the dtype u8, not 0 where it
-    /// does; or of a floating-point dtype, to be added to the scores. It gets no gradient. `None`, the default, is all.
-    pub mask: Option<Tensor>,
-    /// Whether query i sees the keys up to i only; not together with a mask.
-    pub is_causal: bool,
-    /// What products of queries and keys are multiplied by; 1 / √D by default.
-    pub scale: Option<f64>,
-}
+pub use problem::AttentionOptions;
+use problem::Problem;
 
 /// softmax(q kᵀ × scale + mask) v: `torch.nn.functional.scaled_dot_product_attention`, without its dropout.
 ///
 /// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq, E).
-/// H is a multiple of H′: neighbouring queries' heads share keys and values (PyTorch's `enable_gqa`). The dtype is f32,
-/// f64, f16 or bf16, that of all three; on the CPU everything is calculated in f32 (f64 for f64), on other devices
-/// products of matrices in the dtype itself. A query that sees no key has the result zero, and no gradient.
+/// H is a multiple of H′: neighbouring heads of queries share keys and values, as with PyTorch's `enable_gqa`. All three
+/// have the same dtype, f32, f64, f16 or bf16. The CPU calculates in f32 (f64 for f64); other devices multiply matrices in
+/// the dtype itself. The result of a query that sees no key is zero, and it has no gradient.
 ///
-/// Of the weights only a block is in memory at a time: 128 × 256 for each thread on the CPU, and (B, H, 512, Tk) on
-/// other devices. For the backward pass one number per query is kept.
+/// Only a block of the weights is in memory at a time: 128 × 256 for each thread on the CPU, and (B, H, 512, Tk) on other
+/// devices. One number per query is kept for the backward pass.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit each other, a mask
-/// together with `is_causal`, and a mask that wants a gradient; [`Error::UnsupportedDType`].
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for shapes and dtypes that do not
+/// fit each other, a mask together with `is_causal`, and a mask that wants a gradient;
+/// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
     let problem = Problem::new([q, k, v], options)?;
     if problem.is_empty() {
@@ -48,165 +36,118 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     if !q.device().is_cpu() {
         return on_gpu([q, k, v], problem);
     }
-    let op = Attention { problem, normalisers: OnceLock::new() };
-    op3(&q.contiguous()?, &k.contiguous()?, &v.contiguous()?, op)
+    let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+    let qkv = [&q, &k, &v].map(Tensor::detach);
+    let (storage, normalisers) = forward(&problem, &qkv)?;
+    let (shape, result) = (problem.output_shape(), Arc::default());
+    let attention = Attention { problem, qkv, normalisers, result: Arc::clone(&result) };
+    let y = apply(&[&q, &k, &v], (Storage::Cpu(storage), shape), attention)?;
+    let _ = result.set(y.detach());
+    Ok(y)
 }
 
 fn on_gpu(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
     let detached = qkv.map(Tensor::detach);
     let (y, normalisers) = composite::forward(&problem, &detached)?;
     let result = y.clone();
-    attach3(qkv, &y, "attention", move |dy| composite::backward(&problem, &detached, &result, &normalisers, dy))
+    let backward =
+        move |dy: &Tensor| composite::backward(&problem, &detached, &result, &normalisers, dy).map(Vec::from);
+    attach(&qkv, &y, "scaled_dot_product_attention", backward)
 }
 
-/// Sizes, and which keys queries see.
-#[derive(Debug)]
-struct Problem {
-    batch: usize,
-    /// Of queries.
-    heads: usize,
-    /// How many heads of queries share keys and values.
-    group: usize,
-    queries: usize,
-    keys: usize,
-    /// How long queries and keys are.
-    size: usize,
-    /// How long values are.
-    value_size: usize,
-    scale: f64,
-    is_causal: bool,
-    /// What is added to scores, of rank 4 and dtype [`accumulator`], contiguous.
-    mask: Option<Tensor>,
+/// On the CPU: the result, and the logarithm of the sum of each query's weights, in f32 or f64.
+fn forward(problem: &Problem, [q, k, v]: &[Tensor; 3]) -> Result<(CpuStorage, Tensor)> {
+    dispatch!(q.dtype(), "scaled_dot_product_attention", T => {
+        with_slice::<T, _>(q, |q| with_slice::<T, _>(k, |k| with_slice::<T, _>(v, |v| {
+            let (y, normalisers) = cpu::with_mask(problem, |mask| cpu::forward(problem, [q, k, v], mask))?;
+            let shape = (problem.batch, problem.heads, problem.queries);
+            Ok((T::to_cpu_storage_owned(y), Tensor::from_vec(normalisers, shape, &Device::Cpu)?))
+        })))
+    })
 }
 
-impl Problem {
-    fn new([q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Self> {
-        let invalid = |argument, reason: String| Err(Error::invalid(argument, reason).into());
-        let (&[batch, heads, queries, size], &[kb, key_heads, keys, key_size], &[vb, value_heads, values, value_size]) =
-            (q.dims(), k.dims(), v.dims())
-        else {
-            return invalid("the inputs of attention", refusal([q, k, v]));
-        };
-        let fits = [kb, vb] == [batch; 2] && key_heads == value_heads && keys == values && size == key_size;
-        let groups = key_heads > 0 && heads.is_multiple_of(key_heads);
-        if !fits || !groups || size == 0 || value_size == 0 || [k.dtype(), v.dtype()] != [q.dtype(); 2] {
-            return invalid("the inputs of attention", refusal([q, k, v]));
-        }
-        let mask = match &options.mask {
-            None => None,
-            Some(_) if options.is_causal => {
-                return invalid("the mask of attention", "there is one, and is_causal as well".to_string());
-            }
-            Some(mask) => Some(additive(mask, [batch, heads, queries, keys], accumulator(q.dtype()))?),
-        };
-        let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt());
-        let (group, is_causal) = (heads / key_heads, options.is_causal);
-        Ok(Self { batch, heads, group, queries, keys, size, value_size, scale, is_causal, mask })
-    }
-
-    fn is_empty(&self) -> bool {
-        self.batch * self.heads * self.queries == 0
-    }
-
-    fn output_shape(&self) -> Shape {
-        Shape::from((self.batch, self.heads, self.queries, self.value_size))
-    }
-}
-
-fn refusal(qkv: [&Tensor; 3]) -> String {
-    let [q, k, v] = qkv.map(|t| describe(t.dtype(), t.shape()));
-    format!(
-        "they are {q}, {k} and {v}, where (B, H, Tq, D), (B, H′, Tk, D) and (B, H′, Tk, E) of one dtype are expected, \
-         H is a multiple of H′, and none of H′, D and E is 0"
-    )
-}
-
-/// What is to be added to scores.
-fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DType) -> Result<Tensor> {
-    let is = describe(mask.dtype(), mask.shape());
-    let expected = [batch, heads, queries, keys];
-    let given = mask.dims();
-    let fits = given.len() <= 4
-        && given.iter().rev().zip(expected.iter().rev()).all(|(given, expected)| *given == 1 || given == expected);
-    if !fits || !(mask.dtype() == DType::U8 || mask.dtype().is_float()) {
-        let reason = format!(
-            "it is {is}, where u8 or floating-point numbers that can be broadcast to {expected:?} are expected"
-        );
-        return Err(Error::invalid("the mask of attention", reason).into());
-    }
-    if mask.track_op() {
-        let reason = format!("it is {is} and wants a gradient, which is not computed: `detach` it");
-        return Err(Error::invalid("the mask of attention", reason).into());
-    }
-    let mask = mask.reshape([&[1, 1, 1, 1][given.len()..], given].concat())?;
-    let mask = if mask.dtype() == DType::U8 {
-        let (seen, unseen) = (Tensor::new(0f32, mask.device())?, Tensor::new(f32::NEG_INFINITY, mask.device())?);
-        mask.where_cond(&seen.broadcast_as(mask.shape())?, &unseen.broadcast_as(mask.shape())?)?
-    } else {
-        mask
-    };
-    mask.to_dtype(dtype)?.contiguous()
-}
-
+/// What the backward pass needs.
 struct Attention {
     problem: Problem,
-    /// The logarithm of the sum of each query's weights: f32, or f64.
-    normalisers: OnceLock<Tensor>,
+    qkv: [Tensor; 3],
+    normalisers: Tensor,
+    result: Arc<OnceLock<Tensor>>,
 }
 
-impl CustomOp3 for Attention {
+impl Function for Attention {
     fn name(&self) -> &'static str {
         "scaled_dot_product_attention"
     }
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let Problem { batch, heads, queries, .. } = self.problem;
-        let storage = dispatch!(q.dtype(), self.name(), T => {
-            let (q, k, v) = (slice::<T>(q, q_layout)?, slice::<T>(k, k_layout)?, slice::<T>(v, v_layout)?);
-            let (y, normalisers) =
-                cpu::with_mask(&self.problem, |mask| Ok(cpu::forward(&self.problem, [q, k, v], mask)))?;
-            let shape = (batch, heads, queries);
-            let _ = self.normalisers.set(Tensor::from_vec(normalisers, shape, &candle_core::Device::Cpu)?);
-            Ok(<T as candle_core::WithDType>::to_cpu_storage_owned(y))
-        })?;
-        Ok((storage, self.problem.output_shape()))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(normalisers) = self.normalisers.get() else {
-            candle_core::bail!("attention's forward pass did not run")
-        };
-        let dy = dy.contiguous()?;
+    fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { problem, qkv, normalisers, result } = self;
+        let Some(y) = result.get() else { candle_core::bail!("the result of attention is not there yet") };
+        let [q, k, v] = qkv;
         dispatch!(q.dtype(), self.name(), T => {
             type Acc = <T as Element>::Real;
             let gradients = with_slice::<T, _>(q, |q| with_slice::<T, _>(k, |k| with_slice::<T, _>(v, |v| {
-                with_slice::<T, _>(y, |y| with_slice::<T, _>(&dy, |dy| with_slice::<Acc, _>(normalisers, |normalisers| {
-                    cpu::with_mask(&self.problem, |mask| {
-                        Ok(cpu::backward(&self.problem, [q, k, v], [y, dy], normalisers, mask))
-                    })
+                with_slice::<T, _>(y, |y| with_slice::<T, _>(dy, |dy| with_slice::<Acc, _>(normalisers, |normalisers| {
+                    cpu::with_mask(problem, |mask| cpu::backward(problem, [q, k, v], [y, dy], normalisers, mask))
                 })))
             })))?;
-            let [dq, dk, dv] = gradients;
             // Without a copy where the dtype is the same.
-            let finish = |values: Vec<Acc>, like: &Tensor| {
-                Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
+            let finish = |(values, like): (Vec<Acc>, &Tensor)| {
+                Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype()).map(Some)
             };
-            Ok((Some(finish(dq, q)?), Some(finish(dk, k)?), Some(finish(dv, v)?)))
+            gradients.into_iter().zip(qkv).map(finish).collect()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Var};
+
+    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around those of blocks.
+    #[test]
+    fn loops_agree_with_composites() {
+        let cases = [(1, 1, 1, 1), (3, 5, 1, 2), (65, 257, 2, 2), (130, 40, 2, 1), (600, 20, 1, 1), (20, 600, 1, 1)];
+        let dtypes = [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-2), (DType::BF16, 1e-1)];
+        for ((queries, keys, heads, group), (dtype, tolerance)) in
+            cases.into_iter().flat_map(|case| dtypes.map(|dtype| (case, dtype)))
+        {
+            let values = |shape: [usize; 4], step: f64| {
+                let values: Vec<f64> = (0..shape.iter().product()).map(|i: usize| (i as f64 * step).sin()).collect();
+                Tensor::from_vec(values, &shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+            };
+            let var = |shape, step| Var::from_tensor(&values(shape, step)).unwrap();
+            let (q, k) = (var([2, heads * group, queries, 3], 1.7), var([2, heads, keys, 3], 0.9));
+            let (v, dy) = (var([2, heads, keys, 5], 0.3), values([2, heads * group, queries, 5], 0.4));
+            let seen = |i: usize| u8::from(!i.is_multiple_of(3) && i / keys % 7 != 2);
+            let seen =
+                Tensor::from_vec((0..queries * keys).map(seen).collect(), (queries, keys), &Device::Cpu).unwrap();
+            for (mask, is_causal) in [
+                (None, false),
+                (None, true),
+                (Some(seen), false),
+                (Some(values([2, 1, 1, keys], 1.1)), false),
+                (Some(values([1, heads * group, queries, 1], 1.3)), false),
+            ] {
+                let options = AttentionOptions { mask, is_causal, scale: None };
+                let run = |y: Tensor| {
+                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+                    let all = [Some(&y), grads.get(&q), grads.get(&k), grads.get(&v)];
+                    let flat =
+                        |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                    all.map(|t| flat(t.unwrap()))
+                };
+                let loops = run(scaled_dot_product_attention(&q, &k, &v, &options).unwrap());
+                let problem = Problem::new([&q, &k, &v], &options).unwrap();
+                let composite = run(on_gpu([&q, &k, &v], problem).unwrap());
+                for (index, (a, b)) in loops.iter().zip(&composite).enumerate() {
+                    let largest = b.iter().fold(1f64, |largest, value| largest.max(value.abs()));
+                    for (a, b) in a.iter().zip(b) {
+                        let case = format!("{index} of {queries} × {keys}, {heads} × {group}, {dtype:?}, {options:?}");
+                        assert!((a - b).abs() <= tolerance * largest, "{a} and {b}, {case}");
+                    }
+                }
+            }
+        }
     }
 }
