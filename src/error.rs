@@ -256,10 +256,22 @@ pub enum Error {
     #[error(
         "the gradient of parameter {parameter} came out of a backward pass that DistributedDataParallel did not start, \
          so it would not be synchronised: call ddp.backward(&loss) and give its gradients to optimizer.step, \
-         instead of loss.backward() or optimizer.backward_step(&loss)"
+         instead of loss.backward() or optimizer.backward_step(&loss). If this model is not to be trained, keep it out \
+         with `let _frozen = ddp.freeze();` until the backward pass is over"
     )]
     BackwardOutsideDdp {
         /// The first parameter that was reached.
+        parameter: String,
+    },
+
+    /// A backward pass of one DDP model would go through another, of which it was not told. Nothing has been sent.
+    #[error(
+        "the loss depends on {parameter} of another DistributedDataParallel model, whose gradients this backward pass \
+         would not average: train both models with candle_ddp::backward(&loss, &[&a, &b]), or keep the other one's \
+         parameters out with `let _frozen = b.freeze();` until the backward pass is over. Nothing was sent"
+    )]
+    OtherModelInGraph {
+        /// The other model's name for its parameter.
         parameter: String,
     },
 

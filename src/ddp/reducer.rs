@@ -1,6 +1,8 @@
 //! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
 use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use super::comm_hook::{CommHook, CommHookTraffic};
+use super::graph::Identity;
+use super::groups::Groups;
 use super::reduction::Reduction;
 use super::reduction::hook::{HookReduction, RunningHook};
 use super::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
@@ -15,7 +17,8 @@ use std::time::Instant;
 
 /// Collects gradients in buckets and sends off each bucket as soon as it is full and its turn has come.
 pub(crate) struct Reducer {
-    group: ProcessGroup,
+    identity: Arc<Identity>,
+    groups: Groups,
     state: Mutex<State>,
     trace: OnceLock<Trace>,
 }
@@ -36,8 +39,14 @@ struct State {
     reduction: Reduction,
     /// The next bucket in line to be sent.
     next: usize,
+    /// Whether the buckets of all models before this one have been sent.
+    is_open: bool,
+    /// Of the model whose buckets are sent after this one's in the same backward pass.
+    successor: Option<Arc<Reducer>>,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     accumulated: Vec<bool>,
+    /// Which parameters this rank used, once candle's backward pass is over.
+    used: Vec<bool>,
     rebuild: Rebuild,
 }
 
@@ -74,7 +83,19 @@ pub(super) enum Gradient {
 
 impl Reducer {
     pub(super) fn new(group: ProcessGroup) -> Self {
-        Self { group, state: Mutex::default(), trace: OnceLock::new() }
+        Self { identity: Arc::default(), groups: Groups::new(group), state: Mutex::default(), trace: OnceLock::new() }
+    }
+
+    pub(super) fn identity(&self) -> &Arc<Identity> {
+        &self.identity
+    }
+
+    pub(super) fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    fn world_size(&self) -> usize {
+        self.groups.main().world_size()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -89,7 +110,7 @@ impl Reducer {
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
-        state.rebuild_buckets(&order, self.group.world_size())
+        state.rebuild_buckets(&order, self.world_size())
     }
 
     /// Whether a communication hook may be registered now.
@@ -147,6 +168,10 @@ impl Reducer {
             Reduction::AllReduce if state.accumulated.contains(&true) => {
                 "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
             }
+            Reduction::AllReduce if self.groups.are_two() => {
+                "its variables are on the CPU and on a GPU, and a ZeroRedundancyOptimizer works on one device: use another \
+                 optimizer, or put all of the model on one device"
+            }
             Reduction::AllReduce => return Ok(()),
         };
         Err(Error::invalid("ddp", reason))
@@ -158,9 +183,9 @@ impl Reducer {
         self.check_shard()?;
         let mut state = self.lock();
         if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
-            state.rebuild_buckets(&order, self.group.world_size())?;
+            state.rebuild_buckets(&order, self.world_size())?;
         }
-        let reduction = ShardReduction::new(&state.buckets, &self.group)?;
+        let reduction = ShardReduction::new(&state.buckets, self.groups.main())?;
         let shards = reduction.shards();
         state.reduction = Reduction::Shard(reduction);
         Ok(shards)
@@ -169,6 +194,11 @@ impl Reducer {
     /// Gradients are all-reduced again.
     pub(crate) fn unshard(&self) {
         self.lock().reduction = Reduction::AllReduce;
+    }
+
+    /// Whether a ZeroRedundancyOptimizer has the gradients.
+    pub(super) fn is_sharded(&self) -> bool {
+        matches!(self.lock().reduction, Reduction::Shard(_))
     }
 
     /// What the shards hold.
@@ -213,18 +243,28 @@ impl Reducer {
         state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
     }
 
-    /// Opens a backward pass.
-    pub(super) fn prepare_for_backward(&self, synchronise: bool) -> Result<()> {
+    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: somebody holds the gradients of the
+    /// last pass. `adds_up`: they are those to which the gradients of this pass will be added.
+    pub(super) fn prepare_for_backward(
+        &self,
+        synchronise: bool,
+        successor: Option<Arc<Self>>,
+        is_held: bool,
+        adds_up: bool,
+    ) -> Result<()> {
         let mut state = self.lock();
         if let Rebuild::Due(order) = &state.rebuild {
             let order = order.clone();
-            state.rebuild_buckets(&order, self.group.world_size())?;
+            state.rebuild_buckets(&order, self.world_size())?;
             state.rebuild = Rebuild::Done;
+        } else if is_held && !matches!(state.reduction, Reduction::Shard(_)) && !state.accumulated.contains(&true) {
+            state.renew_buckets(self.world_size())?;
         }
         state.buckets.iter_mut().for_each(Bucket::reset);
-        state.reduction.begin();
+        state.reduction.begin(adds_up)?;
         state.begun = true;
         state.next = 0;
+        (state.is_open, state.successor) = (false, successor);
         state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
         if synchronise && matches!(state.rebuild, Rebuild::Recording) {
             state.rebuild = Rebuild::Recorded(Vec::new());
@@ -232,19 +272,44 @@ impl Reducer {
         Ok(())
     }
 
-    /// Takes a gradient from a hook.
-    pub(super) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
-        let mut state = self.lock();
-        if state.phase == Phase::Outside {
-            let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
-            return Err(Error::BackwardOutsideDdp { parameter }.into());
-        }
-        Ok(self.mark_parameter_ready(&mut state, index, gradient)?)
+    /// The buckets of all models before this one have been sent: from now on this one's are, each when it is full.
+    pub(super) fn open(&self) -> Result<()> {
+        self.advance(|state| {
+            state.is_open = true;
+            self.launch_full_buckets(state)
+        })
     }
 
-    /// Takes the gradient of a parameter without a hook.
+    /// Takes a gradient from a hook.
+    pub(super) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
+        {
+            let state = self.lock();
+            if state.phase == Phase::Outside {
+                if self.identity.is_frozen() {
+                    return Ok(());
+                }
+                let parameter =
+                    state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
+                return Err(Error::BackwardOutsideDdp { parameter }.into());
+            }
+        }
+        Ok(self.gradient(index, gradient)?)
+    }
+
+    /// Takes the gradient of a parameter.
     pub(super) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        self.mark_parameter_ready(&mut self.lock(), index, gradient)
+        self.advance(|state| self.mark_parameter_ready(state, index, gradient))
+    }
+
+    /// Does `work`, and lets the next model send its buckets if all of this one have been sent.
+    fn advance(&self, work: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
+        let successor = {
+            let mut state = self.lock();
+            work(&mut state)?;
+            let is_through = state.phase == Phase::Synchronised && state.next == state.buckets.len();
+            if is_through { state.successor.take() } else { None }
+        };
+        successor.map_or(Ok(()), |next| next.open())
     }
 
     fn mark_parameter_ready(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
@@ -256,7 +321,7 @@ impl Reducer {
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
         let synchronised = state.phase == Phase::Synchronised;
-        let scale = if synchronised { state.reduction.scale(self.group.world_size()) } else { 1.0 };
+        let scale = if synchronised { state.reduction.scale(self.world_size()) } else { 1.0 };
         state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
         match state.phase {
             Phase::Synchronised => {
@@ -274,7 +339,7 @@ impl Reducer {
 
     /// Sends off every bucket whose turn has come. Strictly in order, so that all ranks agree.
     fn launch_full_buckets(&self, state: &mut State) -> Result<()> {
-        while state.buckets.get(state.next).is_some_and(|bucket| bucket.missing == 0) {
+        while state.is_open && state.buckets.get(state.next).is_some_and(|bucket| bucket.missing == 0) {
             self.launch(state, None)?;
         }
         Ok(())
@@ -286,7 +351,9 @@ impl Reducer {
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
-        state.reduction.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
+        let bucket = &mut state.buckets[number];
+        let group = self.groups.of(bucket.tensor.device());
+        state.reduction.launch(number, bucket, used, group, self.trace())?;
         state.next += 1;
         Ok(())
     }
@@ -295,6 +362,7 @@ impl Reducer {
     pub(super) fn cancel(&self) {
         let mut state = self.lock();
         state.phase = Phase::Outside;
+        state.successor = None;
         state.accumulated.fill(false);
         state.buckets.iter_mut().for_each(Bucket::reset);
         if let Rebuild::Recorded(_) = state.rebuild {
@@ -302,7 +370,23 @@ impl Reducer {
         }
     }
 
-    /// Closes a backward pass: launches what is left, waits for everything, and returns each parameter's gradient in
+    /// candle's backward pass is over, and the buckets of all models before this one have been sent: sends what is left of
+    /// this one's, and then lets the next model send its own.
+    pub(super) fn launch_remaining(&self) -> Result<()> {
+        self.advance(|state| {
+            if state.phase != Phase::Synchronised {
+                return Ok(());
+            }
+            state.used = vec![true; state.parameters.len()];
+            while state.next < state.buckets.len() {
+                self.complete(state)?;
+                self.launch_full_buckets(state)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Ends a backward pass whose buckets have all been sent: waits for them, and returns each parameter's gradient in
     /// registration order.
     pub(super) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         let mut state = self.lock();
@@ -310,16 +394,12 @@ impl Reducer {
         if state.phase == Phase::Local {
             state.phase = Phase::Outside;
             state.buckets.iter_mut().try_for_each(Bucket::flush)?;
-            let gradients = state.gradients()?;
             let accumulated = |(gradient, accumulated)| if accumulated { gradient } else { Gradient::Absent };
-            return Ok(gradients.into_iter().zip(state.accumulated.iter().copied()).map(accumulated).collect());
+            let gradients = state.gradients()?.into_iter().zip(state.accumulated.iter().copied());
+            return Ok(gradients.map(accumulated).collect());
         }
-        let mut used = vec![true; state.parameters.len()];
-        while state.next < state.buckets.len() {
-            self.complete(state, &mut used)?;
-            self.launch_full_buckets(state)?;
-        }
-        state.reduction.finish(&state.buckets, &used, &self.group, self.trace())?;
+        let mut used = std::mem::take(&mut state.used);
+        state.reduction.finish(&state.buckets, &used, &self.groups, self.trace())?;
         state.phase = Phase::Outside;
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
@@ -327,7 +407,7 @@ impl Reducer {
             // Only a rank that did not contribute has to ask.
             *used = *used || state.anybody_used(index)?;
         }
-        if !std::mem::replace(&mut state.trained, true) && self.group.rank() == 0 {
+        if !std::mem::replace(&mut state.trained, true) && self.groups.main().rank() == 0 {
             state.warn_of_unused(&used);
         }
         if let Reduction::Shard(reduction) = &mut state.reduction {
@@ -339,8 +419,9 @@ impl Reducer {
     }
 
     /// Fills up the next bucket, of which not all gradients have come, and sends it off.
-    fn complete(&self, state: &mut State, used: &mut [bool]) -> Result<()> {
-        let scale = state.reduction.scale(self.group.world_size());
+    fn complete(&self, state: &mut State) -> Result<()> {
+        let used = &mut state.used;
+        let scale = state.reduction.scale(self.world_size());
         let bucket = &mut state.buckets[state.next];
         bucket.flush()?;
         for (slot, &index) in bucket.members.iter().enumerate() {
@@ -369,8 +450,8 @@ impl Reducer {
         // Those that did not come keep the order in which they were expected.
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
-        let tensor = Tensor::new(order, self.group.device())?;
-        self.group.broadcast(&tensor, 0)?;
+        let tensor = Tensor::new(order, self.groups.main().device())?;
+        self.groups.main().broadcast(&tensor, 0)?;
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::PeerFailed {
             peer: 0,
             reason: format!(
@@ -386,7 +467,7 @@ impl Reducer {
 }
 
 /// `order`, if each of `count` indices is in it once.
-fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
+pub(super) fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
     let mut missing = vec![true; count];
     let order = order.iter().map(|index| {
         let index = *index as usize;
@@ -411,6 +492,14 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// The same buckets in new memory: somebody holds the gradients in the old.
+    fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
+        for bucket in &mut self.buckets {
+            *bucket = Bucket::new(&self.parameters, std::mem::take(&mut bucket.members), world_size)?;
+        }
+        self.reduction.set_buckets(&self.buckets, &self.parameters)
     }
 
     /// What is in the buckets for each parameter, in registration order.
