@@ -4,9 +4,12 @@
 mod common;
 #[path = "../golden/model.rs"]
 mod model;
+#[path = "../common/programs.rs"]
+mod programs;
 #[path = "../common/weights.rs"]
 mod weights;
 
+mod accumulate;
 mod amp;
 mod amp_grad_scaler;
 mod candle_backward;
@@ -18,6 +21,7 @@ mod comm_hooks_feedback;
 mod data_parallel;
 mod ddp;
 mod ddp_golden;
+mod freezing;
 mod golden_model;
 mod loader;
 mod nn_norms;
@@ -27,4 +31,5 @@ mod optim_golden;
 mod optim_state;
 mod resume;
 mod sampler;
+mod several_models;
 mod zero;
