@@ -159,8 +159,9 @@ fn check_variable(reducer: &Reducer, name: &str, var: &Var) -> Result<()> {
 
 fn elsewhere(is: &Device, belongs: &Device) -> String {
     let (is, works) = (is.location(), belongs.location());
+    let what = if is == works { ", with another candle Device" } else { "" };
     format!(
-        "it is on {is:?}, but the process group works on {works:?}: a rank's model may have parts on the device of its \
-         group and on the CPU. Build it with the VarBuilder that is handed to it, which is on the device of the group"
+        "it is on {is:?}{what}, but the process group works on {works:?}, and a rank's model may be there and on the CPU: \
+         build it with the VarBuilder that is handed to it, which is on the device of the group, `pg.device()`"
     )
 }
