@@ -6,7 +6,7 @@ use super::{order, sync};
 use crate::panic::panic_message;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -158,7 +158,10 @@ fn check(graph: &Graph, models: &[&Core]) -> Result<()> {
         }
     }
     let identities: Vec<_> = models.iter().map(|model| model.reducer.identity()).collect();
-    match graph.foreign_parameter(&identities) {
+    // The graph contains the variables behind replicas as well, and these may be another model's too.
+    let own: HashSet<TensorId> =
+        models.iter().flat_map(|model| model.variables.shared()).map(|(_, var)| var.id()).collect();
+    match graph.foreign_parameter(&identities, &own) {
         Some(parameter) => Err(Error::OtherModelInGraph { parameter: parameter.to_string() }),
         None => Ok(()),
     }

@@ -9,7 +9,7 @@ const MIB: f64 = (1 << 20) as f64;
 
 /// What the plan needs to know about a parameter.
 #[derive(Clone, Debug)]
-pub(super) struct ParameterInfo {
+pub(crate) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
     /// In which its gradient is all-reduced.
@@ -29,7 +29,7 @@ impl ParameterInfo {
 
 /// The sizes at which a bucket is full, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct BucketCaps {
+pub(crate) struct BucketCaps {
     first: usize,
     others: usize,
 }

@@ -3,7 +3,6 @@ use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
 use super::options::DdpOptions;
-use super::order::AgreedOrders;
 use super::parameter::Variables;
 use super::reducer::Reducer;
 use super::{sync, verify};
@@ -25,8 +24,8 @@ pub struct Core {
     pub(super) no_sync: AtomicUsize,
     /// Which of the models that were built with this group it is. All ranks have the same.
     pub(super) number: u64,
-    /// Of backward passes for this model and others.
-    pub(super) orders: AgreedOrders,
+    /// The orders of models in backward passes of which this one is the first given: under the numbers of all, their places.
+    pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
     pub(super) marks: Mutex<Marks>,
     pub(super) first: Mutex<FirstGradients>,
 }
@@ -44,7 +43,7 @@ impl Core {
             options.mixed_precision.unwrap_or_default().check()?;
             check_variables(&reducer, &variables)?;
             if let Some(folder) = &options.trace {
-                reducer.set_trace(Trace::create(folder, group.rank())?);
+                reducer.set_trace(Trace::open(folder, group.rank())?);
             }
             Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
         });
@@ -60,7 +59,7 @@ impl Core {
         reducer.set_parameters(parameters, caps)?;
         sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var))?.finish()?;
         let number = agreed_number(group)?;
-        let (no_sync, orders) = (AtomicUsize::new(0), AgreedOrders::default());
+        let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
         Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first }))
     }

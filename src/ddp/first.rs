@@ -21,7 +21,7 @@ impl FirstGradients {
         if !matches!(self, Self::Unused) {
             return Ok(());
         }
-        for parameter in parameters {
+        for parameter in parameters.iter().filter(|parameter| parameter.var.elem_count() > 0) {
             let Some(replica) = parameter.replica() else { continue };
             let differs = parameter.var.to_dtype(replica.dtype())?.ne(&replica.detach())?.to_dtype(DType::F32)?;
             if differs.sum_all()?.to_scalar::<f32>()? > 0. {

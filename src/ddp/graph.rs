@@ -16,7 +16,7 @@ struct Owner {
 
 /// Tells a model from the others of the process.
 #[derive(Default)]
-pub(super) struct Identity {
+pub(crate) struct Identity {
     /// How many guards keep its parameters out of graphs.
     frozen: AtomicUsize,
 }
@@ -77,12 +77,14 @@ impl<'a> Graph<'a> {
         Self { parameters: nodes.into_iter().filter_map(owned).collect(), variables }
     }
 
-    /// The name of the first parameter that belongs to none of `models`, and whose model is not frozen.
-    pub(super) fn foreign_parameter(&self, models: &[&Arc<Identity>]) -> Option<&str> {
-        let is_listed = |owner: &Owner| models.iter().any(|model| Arc::ptr_eq(model, &owner.model));
-        let foreign =
-            |(_, owners): &&(&Tensor, Vec<Owner>)| !owners.iter().any(|own| is_listed(own) || own.model.is_frozen());
-        self.parameters.iter().find(foreign).map(|(_, owners)| &*owners[0].parameter)
+    /// The name of the first parameter that belongs to none of `models`, is no variable among `own`, and whose model is not
+    /// frozen.
+    pub(super) fn foreign_parameter(&self, models: &[&Arc<Identity>], own: &HashSet<TensorId>) -> Option<&str> {
+        let may_stay =
+            |owner: &Owner| owner.model.is_frozen() || models.iter().any(|model| Arc::ptr_eq(model, &owner.model));
+        let mut parameters = self.parameters.iter().filter(|(tensor, _)| !own.contains(&tensor.id()));
+        let (_, owners) = parameters.find(|(_, owners)| !owners.iter().any(may_stay))?;
+        owners.first().map(|owner| &*owner.parameter)
     }
 
     /// The tensors that stand for parameters of frozen models only.

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 /// The group that a model was built with, and one of the same ranks for its variables on the CPU where that group works on
 /// GPUs: as PyTorch has a backend for each type of device (`"cpu:gloo,cuda:nccl"`).
-pub(super) struct Groups {
+pub(crate) struct Groups {
     main: ProcessGroup,
     cpu: OnceLock<ProcessGroup>,
 }

@@ -5,11 +5,7 @@ use super::reducer::permutation;
 use super::verify;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use std::sync::{Mutex, PoisonError};
-
-/// The orders on which all ranks have agreed, each under the numbers of its models as they were given.
-#[derive(Default)]
-pub(super) struct AgreedOrders(Mutex<Vec<(Vec<u64>, Vec<usize>)>>);
+use std::sync::PoisonError;
 
 /// The places in `models` in the order in which their buckets are sent: the model first with whose gradients the backward
 /// pass on rank 0 is through first, since all others wait for it. Ranks agree on it when they give these models for the
@@ -23,8 +19,7 @@ pub(super) fn agree(graph: &Graph, models: &[&Core]) -> Result<Vec<usize>> {
         return Ok(given);
     }
     let numbers: Vec<u64> = synchronised.iter().map(|index| models[*index].number).collect();
-    let orders = &models[first].orders.0;
-    let mut orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut orders = models[first].orders.lock().unwrap_or_else(PoisonError::into_inner);
     let agreed = match orders.iter().position(|(of, _)| *of == numbers) {
         Some(known) => &orders[known].1,
         None => {

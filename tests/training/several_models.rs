@@ -299,3 +299,30 @@ fn collectives_refuse_to_change_a_tensor_of_a_graph() {
     })
     .unwrap();
 }
+
+#[test]
+fn models_of_one_rank_share_a_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = DdpOptions { trace: Some(folder.path().to_path_buf()), ..Default::default() };
+    ranks(2, |pg| autoencoder(&pg, &options).map(drop)).unwrap();
+    let text = std::fs::read_to_string(folder.path().join("rank1.trace.json")).unwrap();
+    let events: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+    let all_reduces =
+        |event: &&serde_json::Value| event["name"].as_str().is_some_and(|name| name.starts_with("all-reduce"));
+    // Eight steps, of two models with one bucket each.
+    assert_eq!(events.iter().filter(all_reduces).count(), 16);
+}
+
+/// As when a model is thawed while the old wrapper is still there.
+#[test]
+fn models_of_the_same_variables_may_exist_beside_each_other() {
+    ranks(1, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb| Mlp::new([4, 5, 4], vb);
+        let new = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, tiny())?;
+        let _old = DistributedDataParallel::from_vars(&pg, (), new.named_parameters(), tiny())?;
+        new.backward(&loss(&new.forward(&x(0))?)?)?;
+        Ok(())
+    })
+    .unwrap();
+}

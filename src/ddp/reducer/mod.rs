@@ -1,17 +1,19 @@
-//! The state machine between candle's backward pass and the communicator. See `README.md` beside this file.
-use super::bucket::{self, Bucket, BucketCaps, ParameterInfo};
-use super::comm_hook::{CommHook, CommHookTraffic};
-use super::graph::Identity;
-use super::groups::Groups;
-use super::reduction::Reduction;
-use super::reduction::hook::{HookReduction, RunningHook};
-use super::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
-use super::usage;
+//! The state machine between candle's backward pass and the communicator. See `src/ddp/README.md`.
+mod state;
+mod strategy;
+
+pub(crate) use state::Gradient;
+
+use crate::ddp::bucket::{Bucket, BucketCaps, ParameterInfo};
+use crate::ddp::graph::Identity;
+use crate::ddp::groups::Groups;
+use crate::ddp::reduction::Reduction;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::Tensor;
+use state::{Phase, Rebuild, State};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -20,78 +22,27 @@ pub(crate) struct Reducer {
     identity: Arc<Identity>,
     groups: Groups,
     state: Mutex<State>,
-    trace: OnceLock<Trace>,
-}
-
-#[derive(Default)]
-struct State {
-    caps: BucketCaps,
-    parameters: Vec<ParameterInfo>,
-    buckets: Vec<Bucket>,
-    /// For each parameter, its bucket and its place among that bucket's members.
-    slot_of: Vec<(usize, usize)>,
-    phase: Phase,
-    /// Whether there was a backward pass.
-    begun: bool,
-    /// Whether the first synchronised backward pass is over.
-    trained: bool,
-    /// How buckets are sent.
-    reduction: Reduction,
-    /// The next bucket in line to be sent.
-    next: usize,
-    /// Whether the buckets of all models before this one have been sent.
-    is_open: bool,
     /// Of the model whose buckets are sent after this one's in the same backward pass.
-    successor: Option<Arc<Reducer>>,
-    /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
-    accumulated: Vec<bool>,
-    /// Which parameters this rank used, once candle's backward pass is over.
-    used: Vec<bool>,
-    rebuild: Rebuild,
-}
-
-#[derive(Clone, Copy, Default, PartialEq)]
-enum Phase {
-    /// No backward pass of DDP's is running: a hook that fires now belongs to somebody else's.
-    #[default]
-    Outside,
-    /// Under `no_sync`: gradients add up in the buckets.
-    Local,
-    /// Buckets are sent.
-    Synchronised,
-}
-
-/// The first synchronised backward pass shows in which order gradients really come.
-#[derive(Default)]
-enum Rebuild {
-    /// The order so far.
-    #[default]
-    Recording,
-    Recorded(Vec<usize>),
-    /// Rank 0's order, to be used from the next backward pass on.
-    Due(Vec<usize>),
-    Done,
-}
-
-/// What became of one parameter's gradient.
-pub(super) enum Gradient {
-    /// It is there: a view of its bucket.
-    Present(Tensor),
-    /// No rank has used the parameter.
-    Absent,
+    successor: Mutex<Option<Arc<Self>>>,
+    trace: OnceLock<Arc<Trace>>,
 }
 
 impl Reducer {
-    pub(super) fn new(group: ProcessGroup) -> Self {
-        Self { identity: Arc::default(), groups: Groups::new(group), state: Mutex::default(), trace: OnceLock::new() }
+    pub(crate) fn new(group: ProcessGroup) -> Self {
+        let (identity, groups) = (Arc::default(), Groups::new(group));
+        Self { identity, groups, state: Mutex::default(), successor: Mutex::default(), trace: OnceLock::new() }
     }
 
-    pub(super) fn identity(&self) -> &Arc<Identity> {
+    pub(crate) fn identity(&self) -> &Arc<Identity> {
         &self.identity
     }
 
-    pub(super) fn groups(&self) -> &Groups {
+    pub(crate) fn groups(&self) -> &Groups {
         &self.groups
+    }
+
+    fn successor(&self) -> MutexGuard<'_, Option<Arc<Self>>> {
+        self.successor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn world_size(&self) -> usize {
@@ -104,7 +55,7 @@ impl Reducer {
 
     /// Tells the reducer which parameters there are, in registration order; gradients are expected in the reverse of
     /// it until the first backward pass has shown better.
-    pub(super) fn set_parameters(&self, parameters: Vec<ParameterInfo>, caps: BucketCaps) -> Result<()> {
+    pub(crate) fn set_parameters(&self, parameters: Vec<ParameterInfo>, caps: BucketCaps) -> Result<()> {
         let mut state = self.lock();
         state.caps = caps;
         state.accumulated = vec![false; parameters.len()];
@@ -113,131 +64,18 @@ impl Reducer {
         state.rebuild_buckets(&order, self.world_size())
     }
 
-    /// Whether a communication hook may be registered now.
-    pub(super) fn check_comm_hook(&self) -> Result<()> {
-        let state = self.lock();
-        let reason = match state.reduction {
-            Reduction::Hook(_) => "there is one already, and it cannot be replaced",
-            Reduction::Shard(_) => {
-                "a ZeroRedundancyOptimizer has the gradients reduce-scattered: it and a hook exclude each other"
-            }
-            Reduction::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
-            Reduction::AllReduce => return Ok(()),
-        };
-        Err(Error::invalid("comm_hook", reason))
-    }
-
-    /// From now on, buckets are `hook`'s business.
-    pub(super) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
-        let mut state = self.lock();
-        let state = &mut *state;
-        let reduction = HookReduction::new(hook);
-        if reduction.is_local() {
-            // An order that suits rank 0 need not suit the others, and telling it would be communication.
-            state.rebuild = Rebuild::Done;
-        }
-        state.reduction = Reduction::Hook(reduction);
-        state.reduction.set_buckets(&state.buckets, &state.parameters)
-    }
-
-    /// Gives the registered hook to `work`.
-    pub(super) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
-        match &mut self.lock().reduction {
-            Reduction::Hook(reduction) => work(reduction.hook()),
-            Reduction::AllReduce | Reduction::Shard(_) => {
-                Err(Error::invalid("comm_hook", "no communication hook is registered"))
-            }
-        }
-    }
-
-    pub(super) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
-        match &self.lock().reduction {
-            Reduction::AllReduce | Reduction::Shard(_) => None,
-            Reduction::Hook(reduction) => Some(reduction.traffic()),
-        }
-    }
-
-    /// Whether [`shard`](Self::shard) is possible now.
-    pub(crate) fn check_shard(&self) -> Result<()> {
-        let state = self.lock();
-        let reason = match state.reduction {
-            Reduction::Hook(_) => {
-                "a communication hook has its gradients: a ZeroRedundancyOptimizer and a hook exclude each other"
-            }
-            Reduction::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
-            Reduction::AllReduce if state.accumulated.contains(&true) => {
-                "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
-            }
-            Reduction::AllReduce if self.groups.are_two() => {
-                "its variables are on the CPU and on a GPU, and a ZeroRedundancyOptimizer works on one device: use another \
-                 optimizer, or put all of the model on one device"
-            }
-            Reduction::AllReduce => return Ok(()),
-        };
-        Err(Error::invalid("ddp", reason))
-    }
-
-    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the buckets stay as
-    /// they are.
-    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<Staging>)> {
-        self.check_shard()?;
-        let mut state = self.lock();
-        if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
-            state.rebuild_buckets(&order, self.world_size())?;
-        }
-        let reduction = ShardReduction::new(&state.buckets, self.groups.main())?;
-        let shards = reduction.shards();
-        state.reduction = Reduction::Shard(reduction);
-        Ok(shards)
-    }
-
-    /// Gradients are all-reduced again.
-    pub(crate) fn unshard(&self) {
-        self.lock().reduction = Reduction::AllReduce;
-    }
-
-    /// Whether a ZeroRedundancyOptimizer has the gradients.
-    pub(super) fn is_sharded(&self) -> bool {
-        matches!(self.lock().reduction, Reduction::Shard(_))
-    }
-
-    /// What the shards hold.
-    pub(crate) fn pending(&self) -> Result<PendingGradients> {
-        self.with_shards(|reduction| reduction.pending().cloned())
-    }
-
-    /// Has the next user of the shards' gradients multiply them by `factor`.
-    pub(crate) fn scale_pending(&self, factor: f64) -> Result<()> {
-        self.with_shards(|reduction| reduction.pending().map(|pending| pending.scale *= factor))
-    }
-
-    /// The shards' gradients were used.
-    pub(crate) fn clear_pending(&self) -> Result<()> {
-        self.with_shards(|reduction| {
-            reduction.clear_pending();
-            Ok(())
-        })
-    }
-
-    fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
-        match &mut self.lock().reduction {
-            Reduction::Shard(reduction) => work(reduction),
-            _ => Err(Error::invalid("ddp", "its gradients are not sharded")),
-        }
-    }
-
     /// From now on, what happens to the buckets is written down.
-    pub(super) fn set_trace(&self, trace: Trace) {
+    pub(crate) fn set_trace(&self, trace: Arc<Trace>) {
         // It is set once, at construction.
         let _ = self.trace.set(trace);
     }
 
-    pub(super) fn trace(&self) -> Option<&Trace> {
-        self.trace.get()
+    pub(crate) fn trace(&self) -> Option<&Trace> {
+        self.trace.get().map(|trace| &**trace)
     }
 
     /// The names of the parameters in each bucket, in the order in which they are sent.
-    pub(super) fn bucket_names(&self) -> Vec<Vec<String>> {
+    pub(crate) fn bucket_names(&self) -> Vec<Vec<String>> {
         let state = self.lock();
         let name = |index: &usize| state.parameters[*index].name.clone();
         state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
@@ -245,7 +83,7 @@ impl Reducer {
 
     /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: somebody holds the gradients of the
     /// last pass. `adds_up`: they are those to which the gradients of this pass will be added.
-    pub(super) fn prepare_for_backward(
+    pub(crate) fn prepare_for_backward(
         &self,
         synchronise: bool,
         successor: Option<Arc<Self>>,
@@ -264,7 +102,8 @@ impl Reducer {
         state.reduction.begin(adds_up)?;
         state.begun = true;
         state.next = 0;
-        (state.is_open, state.successor) = (false, successor);
+        state.is_open = false;
+        *self.successor() = successor;
         state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
         if synchronise && matches!(state.rebuild, Rebuild::Recording) {
             state.rebuild = Rebuild::Recorded(Vec::new());
@@ -273,7 +112,7 @@ impl Reducer {
     }
 
     /// The buckets of all models before this one have been sent: from now on this one's are, each when it is full.
-    pub(super) fn open(&self) -> Result<()> {
+    pub(crate) fn open(&self) -> Result<()> {
         self.advance(|state| {
             state.is_open = true;
             self.launch_full_buckets(state)
@@ -281,7 +120,7 @@ impl Reducer {
     }
 
     /// Takes a gradient from a hook.
-    pub(super) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
+    pub(crate) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
         {
             let state = self.lock();
             if state.phase == Phase::Outside {
@@ -297,7 +136,7 @@ impl Reducer {
     }
 
     /// Takes the gradient of a parameter.
-    pub(super) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
+    pub(crate) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
         self.advance(|state| self.mark_parameter_ready(state, index, gradient))
     }
 
@@ -307,7 +146,7 @@ impl Reducer {
             let mut state = self.lock();
             work(&mut state)?;
             let is_through = state.phase == Phase::Synchronised && state.next == state.buckets.len();
-            if is_through { state.successor.take() } else { None }
+            if is_through { self.successor().take() } else { None }
         };
         successor.map_or(Ok(()), |next| next.open())
     }
@@ -359,10 +198,10 @@ impl Reducer {
     }
 
     /// Ends a backward pass that failed: what was collected is forgotten.
-    pub(super) fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         let mut state = self.lock();
         state.phase = Phase::Outside;
-        state.successor = None;
+        *self.successor() = None;
         state.accumulated.fill(false);
         state.buckets.iter_mut().for_each(Bucket::reset);
         if let Rebuild::Recorded(_) = state.rebuild {
@@ -372,7 +211,7 @@ impl Reducer {
 
     /// candle's backward pass is over, and the buckets of all models before this one have been sent: sends what is left of
     /// this one's, and then lets the next model send its own.
-    pub(super) fn launch_remaining(&self) -> Result<()> {
+    pub(crate) fn launch_remaining(&self) -> Result<()> {
         self.advance(|state| {
             if state.phase != Phase::Synchronised {
                 return Ok(());
@@ -388,7 +227,7 @@ impl Reducer {
 
     /// Ends a backward pass whose buckets have all been sent: waits for them, and returns each parameter's gradient in
     /// registration order.
-    pub(super) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
+    pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         let mut state = self.lock();
         let state = &mut *state;
         if state.phase == Phase::Local {
@@ -467,65 +306,13 @@ impl Reducer {
 }
 
 /// `order`, if each of `count` indices is in it once.
-pub(super) fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
+pub(crate) fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
     let mut missing = vec![true; count];
     let order = order.iter().map(|index| {
         let index = *index as usize;
         std::mem::take(missing.get_mut(index)?).then_some(index)
     });
     order.collect::<Option<Vec<usize>>>().filter(|order| order.len() == count)
-}
-
-impl State {
-    /// Makes the buckets for gradients that come in `order`.
-    fn rebuild_buckets(&mut self, order: &[usize], world_size: usize) -> Result<()> {
-        // The old storage goes first, unless gradients of the last backward pass still hold on to it.
-        self.buckets.clear();
-        let plan = bucket::plan(&self.parameters, order, self.caps);
-        let bucket = |members| Bucket::new(&self.parameters, members, world_size);
-        self.buckets = plan.into_iter().map(bucket).collect::<Result<_>>()?;
-        self.reduction.set_buckets(&self.buckets, &self.parameters)?;
-        self.slot_of = vec![(0, 0); self.parameters.len()];
-        for (number, bucket) in self.buckets.iter().enumerate() {
-            for (slot, &index) in bucket.members.iter().enumerate() {
-                self.slot_of[index] = (number, slot);
-            }
-        }
-        Ok(())
-    }
-
-    /// The same buckets in new memory: somebody holds the gradients in the old.
-    fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
-        for bucket in &mut self.buckets {
-            *bucket = Bucket::new(&self.parameters, std::mem::take(&mut bucket.members), world_size)?;
-        }
-        self.reduction.set_buckets(&self.buckets, &self.parameters)
-    }
-
-    /// What is in the buckets for each parameter, in registration order.
-    fn gradients(&self) -> Result<Vec<Gradient>> {
-        let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
-        let converted = converted.collect::<Result<Vec<_>>>()?;
-        let gradient = |&(bucket, slot): &(usize, usize)| Gradient::Present(Tensor::clone(&converted[bucket][slot]));
-        Ok(self.slot_of.iter().map(gradient).collect())
-    }
-
-    /// Says once which parameters no rank used: hardly ever is that meant.
-    fn warn_of_unused(&self, used: &[bool]) {
-        if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
-            return; // Nobody knows what the others used.
-        }
-        let names = self.parameters.iter().map(|parameter| parameter.name.as_str());
-        if let Some(warning) = usage::unused(names, used) {
-            log::warn!("{warning}");
-        }
-    }
-
-    /// Whether any rank used a parameter that this one did not.
-    fn anybody_used(&self, index: usize) -> Result<bool> {
-        let (bucket, slot) = self.slot_of[index];
-        self.reduction.anybody_used(index, &self.buckets[bucket], slot)
-    }
 }
 
 #[cfg(test)]
