@@ -29,8 +29,8 @@ use std::sync::Arc;
 pub struct DataParallelOptions {
     /// Of what dtype the model's variables are made that are not in the `VarMap` yet. Default: f32.
     pub dtype: DType,
-    /// Which variables are buffers, and so no [`parameters`](DataParallel::parameters), beside those of integer type and those
-    /// whose names end in `running_mean`, `running_var` or `num_batches_tracked`. Default: none.
+    /// Which variables are buffers, and so no [`parameters`](DataParallel::parameters), beside those of integer type
+    /// and those whose names end in `running_mean`, `running_var` or `num_batches_tracked`. Default: none.
     pub is_buffer: NamePredicate,
 }
 

@@ -49,11 +49,12 @@ pub(super) mod sealed {
 /// # }
 /// ```
 ///
-/// Everything else is as with [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every rank
-/// calls it with the same models in the same order. Buckets are sent model by model; in the first pass with these models,
-/// ranks agree on the order in which gradients come on rank 0. (Models of different groups are sent in the order in which they are given: give
-/// the one nearest to the loss first.) A model under [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that
-/// belongs to two of the models gets the sum of both gradients.
+/// Everything else is as with [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every
+/// rank calls it with the same models in the same order. Buckets are sent model by model; in the first pass with these
+/// models, ranks agree on the order in which gradients come on rank 0. (Models of different groups are sent in the
+/// order in which they are given: give the one nearest to the loss first.) A model under
+/// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that belongs to two of the models
+/// gets the sum of both gradients.
 ///
 /// # Errors
 /// As with `DistributedDataParallel::backward`. On all ranks, before any gradient is sent: ranks gave different models, or

@@ -24,7 +24,8 @@ pub struct Core {
     pub(super) no_sync: AtomicUsize,
     /// Which of the models that were built with this group it is. All ranks have the same.
     pub(super) number: u64,
-    /// The orders of models in backward passes of which this one is the first given: under the numbers of all, their places.
+    /// The orders of models in backward passes of which this one is the first given: under the numbers of all, their
+    /// places.
     pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
     pub(super) marks: Mutex<Marks>,
     pub(super) first: Mutex<FirstGradients>,

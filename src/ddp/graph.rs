@@ -5,7 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
-/// Under each tensor that stands for a parameter in graphs, the models that it belongs to: a variable may belong to several.
+/// Under each tensor that stands for a parameter in graphs, the models that it belongs to: a variable may belong to
+/// several.
 static OWNERS: LazyLock<RwLock<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(RwLock::default);
 
 #[derive(Clone)]

@@ -52,8 +52,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Ranks may use different parameters in a step: a parameter that some rank used gets its averaged gradient on all,
 /// one that no rank used gets none, and no option needs to be set for it.
 ///
-/// What the model may not do: compute something from a parameter while it is constructed and keep the result (it would
-/// not follow the parameter), or ask for variables later on.
+/// A model must not compute something from a parameter while it is constructed and keep the result, which would not
+/// follow the parameter, nor ask for variables later on.
+///
+/// Several models in one graph are trained by [`candle_ddp::backward`](crate::backward()), or one of them while the others
+/// are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
     core: Core,
@@ -61,7 +64,8 @@ pub struct DistributedDataParallel<M> {
 
 impl<M> DistributedDataParallel<M> {
     /// Builds a model whose variables live in `varmap` (those that are not there are made), of dtype `dtype`, on the
-    /// device of `group`. Every rank calls it, and starts with the values of rank 0. With
+    /// device of `group`. A part of the model may be on the CPU where the group works on GPUs:
+    /// `vb.set_device(Device::Cpu)`. Every rank calls it, and starts with the values of rank 0. With
     /// [`DdpOptions::mixed_precision`] the model computes with copies of them in another dtype.
     ///
     /// A closure that ends in `Ok(…)` has to say which error it could have had:
@@ -196,15 +200,17 @@ impl<M> DistributedDataParallel<M> {
     /// the parameter counts as zero), or what the [communication hook](comm_hook) has made of it; parameters that no rank
     /// used are not in it. Gradients of other variables are this rank's own.
     ///
-    /// **The averaged gradients are views of the buckets.** As long as the store lives, the next pass leaves these buckets
-    /// alone and takes new memory: drop the store after the step, and the memory is used again. Tensors that were cloned out
-    /// of the store are valid until the next pass. (For all this the store holds a tensor more than there are gradients.)
+    /// **The averaged gradients are views of the buckets.** As long as the store lives, the next pass leaves these
+    /// buckets alone and takes new memory: drop the store after the step, and the memory is used again. Tensors that
+    /// were cloned out of the store are valid until the next pass. (For all this the store holds a tensor more than
+    /// there are gradients.)
     ///
-    /// The store has the gradients of this loss alone. Where PyTorch calls `backward` for several losses before one step,
-    /// use [`backward_into`](Self::backward_into). If the first gradients of a model are dropped and the second come without a
-    /// change of the variables, rank 0 warns of it, through `log`.
+    /// The store has the gradients of this loss alone. Where PyTorch calls `backward` for several losses before one
+    /// step, use [`backward_into`](Self::backward_into). If the first gradients of a model are dropped and the second
+    /// come without a change of the variables, rank 0 warns of it, through `log`.
     ///
-    /// With [`no_sync`](Self::no_sync) nothing is sent: gradients add up in the buckets, and the store holds this rank's sums.
+    /// With [`no_sync`](Self::no_sync) nothing is sent: gradients add up in the buckets, and the store holds this
+    /// rank's sums.
     ///
     /// # Errors
     /// [`Error::OtherModelInGraph`] when the loss depends on another DDP model: train both with
@@ -217,9 +223,9 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// [`backward`](Self::backward), whose gradients are added to those in `grads`: for a step after several losses, as
-    /// PyTorch's `loss.backward()` adds to `parameter.grad`. An empty store is `GradStore::default()`. Every call averages
-    /// its own gradients; under [`no_sync`](Self::no_sync) it leaves them in the buckets, and the next call without the guard
-    /// averages and adds their sum.
+    /// PyTorch's `loss.backward()` adds to `parameter.grad`. An empty store is `GradStore::default()`. Every call
+    /// averages its own gradients; under [`no_sync`](Self::no_sync) it leaves them in the buckets, and the next call
+    /// without the guard averages and adds their sum.
     ///
     /// ```no_run
     /// # fn step(d: &candle_ddp::DistributedDataParallel<candle_nn::Linear>, real: &candle_core::Tensor, fake: &candle_core::Tensor) -> candle_ddp::Result<()> {
@@ -240,9 +246,9 @@ impl<M> DistributedDataParallel<M> {
         backward::run_into(loss, &[&self.core], grads)
     }
 
-    /// Until the guard is dropped, this model's parameters get no gradients: for backward passes that go through it and train
-    /// another model, as that of a generator through its discriminator. PyTorch's `requires_grad_(False)`. The guard counts when
-    /// the backward pass runs, whenever the graph was made.
+    /// Until the guard is dropped, this model's parameters get no gradients: for backward passes that go through it and
+    /// train another model, as that of a generator through its discriminator. PyTorch's `requires_grad_(False)`. The
+    /// guard counts when the backward pass runs, whenever the graph was made.
     ///
     /// ```no_run
     /// # fn step<G: candle_core::Module, D: candle_core::Module>(g: &candle_ddp::DistributedDataParallel<G>, d: &candle_ddp::DistributedDataParallel<D>, noise: &candle_core::Tensor) -> candle_ddp::Result<()> {
@@ -285,9 +291,9 @@ impl<M> DistributedDataParallel<M> {
         NoSync(&self.core.no_sync)
     }
 
-    /// From now on, `hook` decides what is sent of a bucket and what comes out (see [`comm_hook`]); without, the mean
-    /// over the ranks. Gradients are then not divided by the number of ranks, unless the hook does it. Every rank calls
-    /// it, at most once, before the first backward pass. PyTorch's `register_comm_hook`.
+    /// From now on, `hook` decides what is sent of a bucket and what `backward` returns (see [`comm_hook`]). Gradients are
+    /// then not divided by the number of ranks, unless the hook does it. Every rank calls it, at most once, before the
+    /// first backward pass. PyTorch's `register_comm_hook`.
     ///
     /// # Errors
     /// On every rank: ranks gave different hooks ([`Error::CommHookMismatch`], which names the first difference), or one

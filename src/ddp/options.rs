@@ -12,7 +12,8 @@ use std::sync::Arc;
 /// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: unused parameters always work. Gradients
 /// always are views of the buckets (`gradient_as_bucket_view`).
 ///
-/// Where several of the predicates choose a variable, it is ignored before it is a buffer, and a buffer before it is frozen.
+/// Where several of the predicates choose a variable, it is ignored before it is a buffer, and a buffer before it is
+/// frozen.
 #[derive(Clone)]
 pub struct DdpOptions {
     /// How many MiB of gradients are all-reduced together. Default: 25. 0 puts every parameter into a bucket of its own.
@@ -25,8 +26,8 @@ pub struct DdpOptions {
     /// Which variables are frozen, as by PyTorch's `requires_grad_(False)` before the model is wrapped: at construction
     /// all ranks take over rank 0's values, and then nothing is sent of them. They are not among
     /// [`parameters`](crate::DistributedDataParallel::parameters), so that no optimizer gets them, and candle's backward
-    /// pass leaves out what depends on nothing else. Buffers stay buffers. To thaw them, build DDP and the optimizer anew from the same
-    /// `VarMap`. Default: none.
+    /// pass leaves out what depends on nothing else. Buffers stay buffers. To thaw them, build DDP and the optimizer
+    /// anew from the same `VarMap`. Default: none.
     pub is_frozen: NamePredicate,
     /// Which variables are buffers beside those of batch norms: without a gradient, and handed to the model as they are.
     /// Variables of integer type always are. Default: none.

@@ -7,9 +7,10 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use std::sync::PoisonError;
 
-/// The places in `models` in the order in which their buckets are sent: the model first with whose gradients the backward
-/// pass on rank 0 is through first, since all others wait for it. Ranks agree on it when they give these models for the
-/// first time, before anything else is sent, and keep to it. Models of different groups stay in the order in which they are given.
+/// The places in `models` in the order in which their buckets are sent: the model first with whose gradients the
+/// backward pass on rank 0 is through first, since all others wait for it. Ranks agree on it when they give these
+/// models for the first time, before anything else is sent, and keep to it. Models of different groups stay in the
+/// order in which they are given.
 pub(super) fn agree(graph: &Graph, models: &[&Core]) -> Result<Vec<usize>> {
     let given: Vec<usize> = (0..models.len()).collect();
     let synchronised: Vec<usize> = given.iter().copied().filter(|index| models[*index].synchronises()).collect();

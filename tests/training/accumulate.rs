@@ -153,8 +153,13 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
             let mut plain = AdamW::from_named(ddp.named_parameters(), options.clone())?;
             let mut shards = if sharded { Some(ZeroRedundancyOptimizer::new(&ddp, options)?) } else { None };
             for step in 0..4 {
-                // What an earlier pass has left is not added to a new store's.
-                ddp.backward(&loss(&ddp, &pg, 9)?)?;
+                // What an earlier pass has left is not added to a new store's, also where sums came after it.
+                let mut dropped = ddp.backward(&loss(&ddp, &pg, 9)?)?;
+                if step == 3 {
+                    let _guard = ddp.no_sync();
+                    ddp.backward_into(&loss(&ddp, &pg, 30)?, &mut dropped)?;
+                }
+                drop(dropped);
                 let mut grads = ddp.backward(&loss(&ddp, &pg, 2 * step)?)?;
                 {
                     let _guard = (step == 2).then(|| ddp.no_sync());

@@ -81,8 +81,8 @@ impl Reducer {
         state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
     }
 
-    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: somebody holds the gradients of the
-    /// last pass. `adds_up`: they are those to which the gradients of this pass will be added.
+    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: somebody holds the gradients
+    /// of the last pass. `adds_up`: they are those to which the gradients of this pass will be added.
     pub(crate) fn prepare_for_backward(
         &self,
         synchronise: bool,
