@@ -185,6 +185,16 @@ fn ranks_must_freeze_the_same_and_leave_something() {
         assert!(matches!(other, Error::ModelMismatch { rank: 1, .. }), "{other}");
         assert!(nothing.to_string().contains("is_frozen"), "{nothing}");
     }
+    let errors = ranks(2, |pg| {
+        let build = |vb: VarBuilder| {
+            linear(4, 5 + pg.rank(), vb.pp("features"))?;
+            linear(4, 2, vb.pp("head"))
+        };
+        let error = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, frozen()).err();
+        Ok(error.expect("an error").to_string())
+    })
+    .unwrap();
+    assert!(errors.iter().all(|text| text.contains("frozen 0: features.weight f32[6, 4] on rank 1")), "{errors:?}");
 }
 
 /// A predicate of one's own takes nothing away.
