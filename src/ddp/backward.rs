@@ -272,7 +272,7 @@ fn warn_of_lost(model: &Core, is_held: bool) -> Result<()> {
     Ok(())
 }
 
-fn named<'a>(model: &'a Core) -> impl Iterator<Item = (&'a String, &'a Var)> {
+fn named(model: &Core) -> impl Iterator<Item = (&String, &Var)> {
     model.variables.parameters.iter().map(|parameter| (&parameter.name, &parameter.var))
 }
 

@@ -59,7 +59,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
-    core: Core,
+    core: Box<Core>,
 }
 
 impl<M> DistributedDataParallel<M> {
@@ -109,7 +109,7 @@ impl<M> DistributedDataParallel<M> {
         let builder = VarBuilder::from_backend(Box::new(registry.clone()), held_as, group.device().clone());
         let built = build(builder).map_err(Error::from);
         let (module, core) = Core::connect(reducer, built, registry.seal(), options)?;
-        Ok(Self { module, core })
+        Ok(Self { module, core: Box::new(core) })
     }
 
     /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
@@ -144,7 +144,7 @@ impl<M> DistributedDataParallel<M> {
             }
         }
         let (module, core) = Core::connect(reducer, built, variables, options)?;
-        Ok(Self { module, core })
+        Ok(Self { module, core: Box::new(core) })
     }
 
     /// Runs `f` on the model, with every parameter up to date: for models whose forward pass takes other arguments

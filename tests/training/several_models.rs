@@ -61,7 +61,7 @@ fn expected(of: impl Fn(usize, &Mlp, &Mlp) -> Result<Tensor>) -> Vec<f32> {
     let vars = [of_a, of_b].concat();
     let sum = (of(0, &a, &b).unwrap() + of(1, &a, &b).unwrap()).unwrap();
     let grads = (sum / 2.).unwrap().backward().unwrap();
-    let gradient = |var: &Var| grads.get(var).map_or_else(|| vec![0.; var.elem_count()], |gradient| floats(gradient));
+    let gradient = |var: &Var| grads.get(var).map_or_else(|| vec![0.; var.elem_count()], floats);
     vars.iter().flat_map(gradient).collect()
 }
 
