@@ -5,6 +5,8 @@ mod cpu;
 mod depthwise;
 mod geometry;
 mod operation;
+mod parts;
+mod products;
 mod tile;
 mod winograd;
 
