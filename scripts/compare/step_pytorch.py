@@ -52,8 +52,80 @@ def mlp():
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
 
 
-# The function that builds a model, and the shape of its input.
-MODELS = {"mlp": (mlp, (256, 1024)), "resnet18": (resnet18, (32, 3, 32, 32))}
+class Separable(nn.Sequential):
+    """A depthwise layer and a pointwise one."""
+
+    def __init__(self, inputs, outputs, stride, dilation):
+        super().__init__(layer(inputs, inputs, 3, stride, dilation, inputs), layer(inputs, outputs, 1))
+
+
+def layer(inputs, outputs, kernel, stride=1, dilation=1, groups=1):
+    padding = dilation * (kernel // 2)
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class DeepLab(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = layer(3, 32, 3, 2)
+        self.low = Separable(32, 64, 2, 1)
+        self.body = nn.Sequential(Separable(64, 128, 2, 1), Separable(128, 256, 1, 2), Separable(256, 256, 1, 2))
+        kinds = [(1, 1), (3, 2), (3, 4), (3, 6)]
+        self.pyramid = nn.ModuleList(layer(256, 64, kernel, 1, dilation) for kernel, dilation in kinds)
+        self.pooled = layer(256, 64, 1)
+        self.joined = layer(5 * 64, 64, 1)
+        self.skip = layer(64, 24, 1)
+        self.decoder = Separable(64 + 24, 64, 1, 1)
+        self.head = nn.Conv2d(64, 21, 1)
+
+    def forward(self, images):
+        upsample = lambda x, like: F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
+        low = self.low(self.stem(images))
+        x = self.body(low)
+        branches = [layer(x) for layer in self.pyramid]
+        branches.append(upsample(self.pooled(F.adaptive_avg_pool2d(x, 1)), x))
+        x = upsample(self.joined(torch.cat(branches, 1)), low)
+        x = self.decoder(torch.cat([x, self.skip(low)], 1))
+        return upsample(self.head(x), images)
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        samples, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(samples, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(y.transpose(1, 2).reshape(samples, tokens, width))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocabulary=256, tokens=256, width=384, heads=6, layers=6):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(tokens, width))
+        self.blocks = nn.Sequential(*(GptBlock(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
+
+
+# What builds a model, and its input.
+MODELS = {
+    "mlp": (mlp, lambda: torch.randn(256, 1024)),
+    "resnet18": (resnet18, lambda: torch.randn(32, 3, 32, 32)),
+    "deeplab": (DeepLab, lambda: torch.randn(8, 3, 64, 64)),
+    "gpt": (Gpt, lambda: torch.randint(256, (8, 256))),
+}
 
 
 def step(model, optimizer, x):
