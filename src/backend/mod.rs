@@ -14,7 +14,6 @@ pub mod nccl;
 #[cfg(not(feature = "nccl"))]
 #[path = "nccl/absent.rs"]
 pub mod nccl;
-mod progress;
 mod wire;
 mod work;
 

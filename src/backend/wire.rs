@@ -2,7 +2,7 @@
 
 /// Appends fields to a buffer.
 #[derive(Default)]
-pub(super) struct Writer(pub(super) Vec<u8>);
+pub(crate) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
     pub(super) fn u8(&mut self, value: u8) -> &mut Self {
@@ -36,7 +36,7 @@ impl Writer {
 const TEXT_LIMIT: usize = 16 * 1024;
 
 /// Takes fields from the front of a buffer; `None` when it is too short.
-pub(super) struct Reader<'a>(pub(super) &'a [u8]);
+pub(crate) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl<'a> Reader<'a> {
     pub(super) fn u8(&mut self) -> Option<u8> {

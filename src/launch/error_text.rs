@@ -33,9 +33,10 @@ mod tests {
             timeout: std::time::Duration::from_secs(5),
             reason: reason.to_string(),
         };
-        let late = timed_out("rank 12 is not in this collective: its last was sequence 5, barrier()");
+        let late = timed_out("rank 12 has not started this collective: its last was sequence 5, barrier()");
         assert_eq!(named_in(&late.to_string()), Some(12));
-        for other in [timed_out("all ranks are in it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
+        for other in
+            [timed_out("all ranks have started it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
         {
             assert_eq!(named_in(&other.to_string()), None, "{other}");
         }

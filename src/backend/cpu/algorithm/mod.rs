@@ -1,23 +1,22 @@
-//! How each collective is made of exchanges.
+//! How each collective is carried out over each data path.
 //!
-//! All algorithms work on the bytes of the tensors, which they lock only while bytes move, and follow a schedule that depends on nothing but the call, the world
-//! size and the [`Tuning`], which are the same on all ranks. Reductions always take the ranks in order.
-mod all_reduce;
-mod broadcast;
-mod direct;
-pub(super) mod hosts;
-pub(super) mod shared;
+//! All algorithms work on the bytes of the tensors, whose storages they lock only while bytes move. Their schedules depend
+//! on nothing but the call, the world size and the [`Tuning`], which are the same on all ranks. Reductions always take the
+//! ranks in order.
+mod dispatch;
+mod flat;
+mod hierarchical;
+mod shm;
 
-pub(super) use all_reduce::all_reduce;
-pub(super) use broadcast::{broadcast_from_here, broadcast_to_here};
-pub(super) use direct::{
-    all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
-};
+pub(super) use dispatch::dispatch;
+pub(super) use flat::Flat;
+pub(super) use hierarchical::Hierarchical;
+pub(super) use shm::Shm;
 
 use super::shm::Layout;
 use std::ops::Range;
 
-/// Sizes that decide on algorithms.
+/// Sizes that choose between algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
     /// Bytes that travel at a time where data is reduced or handed on.
@@ -63,7 +62,7 @@ impl Tuning {
     }
 }
 
-/// Memory for what comes from the peers: one slot for each, aligned for every element type.
+/// Memory for the data of the peers: one slot for each, aligned for every element type.
 #[derive(Default)]
 pub(super) struct Scratch(Vec<u64>);
 

@@ -1,16 +1,16 @@
 use super::{Bridge, between};
-use crate::backend::cpu::algorithm::shared::{Parts, publish_parts};
+use crate::backend::cpu::algorithm::shm::{Parts, publish_parts};
 use crate::backend::cpu::algorithm::{Scratch, chunk, segment};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::kernels::Reduction;
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::backend::failure::Failure;
 use std::ops::Range;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// `data` becomes the reduction of all ranks' data.
     pub(super) fn all_reduce(
         &mut self,
@@ -96,7 +96,7 @@ impl Bridge<'_, '_> {
             if let Some(rail) = &mut rail
                 && step < steps + delay
             {
-                rail.exchange(self.session, data, step)?;
+                rail.exchange(&mut self.session, data, step)?;
                 if let Some(done) = step.checked_sub(delay) {
                     self.inside(|streams| streams.publish(|slot, _| slot.write_from(data.part(piece(own, done)))))?;
                 }
@@ -180,7 +180,7 @@ impl<'a> Rail<'a> {
 
     /// The exchange of step `step`: it waits for the first wave of the segment before and for the second wave of the one
     /// two before that, and sends those of this step ahead. Then the share of this host in the segment before is reduced.
-    fn exchange(&mut self, session: &mut Session, data: Region, step: usize) -> Result<(), Failure> {
+    fn exchange(&mut self, session: &mut TcpSession, data: Region, step: usize) -> Result<(), Failure> {
         let (hosts, own) = (self.hosts, self.hosts.own());
         let peer = |host: usize| hosts.all()[host][hosts.index()];
         let others = || (0..hosts.count()).filter(move |host| *host != own);

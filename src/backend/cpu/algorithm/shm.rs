@@ -1,53 +1,92 @@
-//! The collectives over shared memory.
+//! The collectives between the ranks of one host, through shared memory.
 //!
 //! Every rank has a stream of slots that all others read (`shm/stream.rs`). Where ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
+use super::dispatch::ByteCollectives;
 use super::{Tuning, chunk, segment};
-use crate::backend::Collective;
-use crate::backend::call::Call;
+use crate::backend::call::Element;
 use crate::backend::cpu::kernels::Reduction;
 use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
-use crate::backend::cpu::storage::{Locking, Region};
+use crate::backend::cpu::shm_session::ShmSession;
+use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
+use crate::backend::failure::Failure;
 use std::ops::Range;
 
-/// Carries out a collective; `Send` and `Recv` are none.
-pub(crate) fn execute(
-    streams: &mut Streams,
-    locking: Locking,
-    tuning: Tuning,
-    call: Call,
-    collective: &Collective,
-) -> Result<(), TransportError> {
-    let Some(element) = call.element else { return barrier(streams) };
-    let ranks = streams.world_size();
-    let reduction = |op: &_| Reduction { element, op: *op, ranks };
-    let is_root = call.root == Some(streams.rank());
-    let region = |tensor| Region::of(tensor, locking);
-    match collective {
-        Collective::AllReduce { tensor, op } => all_reduce(streams, tuning, region(tensor), reduction(op)),
-        Collective::Broadcast { tensor, .. } if is_root => publish(streams, region(tensor)),
-        Collective::Broadcast { tensor, root } => copy_from(streams, *root, region(tensor)),
-        Collective::Reduce { tensor, op, .. } if is_root => reduce_to_here(streams, region(tensor), reduction(op)),
-        Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            publish_to(streams, *root, region(input), streams.capacity())
-        }
-        Collective::Gather { output: Some(output), input, .. } => {
-            gather_to_here(streams, region(output), region(input))
-        }
-        Collective::Scatter { output, input: Some(input), .. } => {
-            scatter_from_here(streams, region(output), region(input))
-        }
-        Collective::Scatter { output, input: None, root } => scatter_to_here(streams, *root, region(output)),
-        Collective::AllGather { output, input } => all_gather(streams, region(output), region(input)),
-        Collective::ReduceScatter { output, input, op } => {
-            reduce_scatter(streams, region(output), region(input), reduction(op))
-        }
-        Collective::AllToAll { output, input } => all_to_all(streams, region(output), region(input)),
-        Collective::Barrier => barrier(streams),
-        Collective::Send { .. } | Collective::Recv { .. } => {
-            Err(TransportError::System("messages do not travel with the collectives".into()))
-        }
+/// One call through shared memory.
+pub(crate) struct Shm<'a> {
+    pub(crate) session: ShmSession<'a>,
+    pub(crate) tuning: Tuning,
+}
+
+impl Shm<'_> {
+    /// Does `work` with the streams of the collectives.
+    fn with_streams(&self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
+        // The streams are free again before the failure is looked into.
+        let result = work(&mut self.session.streams());
+        result.map_err(|error| self.session.session.failure_inside(error))
+    }
+
+    fn is_here(&self, root: usize) -> bool {
+        root == self.session.session.rank()
+    }
+}
+
+impl ByteCollectives for Shm<'_> {
+    fn all_reduce(&mut self, data: Region, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| all_reduce(streams, self.tuning, data, reduction))
+    }
+
+    fn broadcast(&mut self, data: Region, root: usize, _: Element) -> Result<(), Failure> {
+        self.with_streams(|streams| match self.is_here(root) {
+            true => publish(streams, data),
+            false => copy_from(streams, root, data),
+        })
+    }
+
+    fn reduce(&mut self, data: Region, root: usize, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| match self.is_here(root) {
+            true => reduce_to_here(streams, data, reduction),
+            false => publish_to(streams, root, data, streams.capacity()),
+        })
+    }
+
+    fn all_gather(&mut self, output: Region, input: Region, _: Element) -> Result<(), Failure> {
+        self.with_streams(|streams| all_gather(streams, output, input))
+    }
+
+    fn reduce_scatter(&mut self, output: Region, input: Region, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| reduce_scatter(streams, output, input, reduction))
+    }
+
+    fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure> {
+        self.with_streams(|streams| all_to_all(streams, output, input))
+    }
+
+    fn gather(&mut self, output: Option<Region>, input: Region, root: usize) -> Result<(), Failure> {
+        self.with_streams(|streams| match output {
+            Some(output) => gather_to_here(streams, output, input),
+            None => publish_to(streams, root, input, streams.capacity()),
+        })
+    }
+
+    fn scatter(&mut self, output: Region, input: Option<Region>, root: usize) -> Result<(), Failure> {
+        self.with_streams(|streams| match input {
+            Some(input) => scatter_from_here(streams, output, input),
+            None => scatter_to_here(streams, root, output),
+        })
+    }
+
+    fn send(&mut self, data: Region, peer: usize) -> Result<(), Failure> {
+        self.session.send(data, peer)
+    }
+
+    fn recv(&mut self, data: Region, peer: usize) -> Result<(), Failure> {
+        self.session.recv(data, peer)
+    }
+
+    fn barrier(&mut self) -> Result<(), Failure> {
+        self.with_streams(barrier)
     }
 }
 

@@ -1,15 +1,15 @@
 use super::{Bridge, between};
 use crate::backend::cpu::algorithm::Scratch;
-use crate::backend::cpu::algorithm::shared::{Parts, publish_parts, publish_to};
+use crate::backend::cpu::algorithm::shm::{Parts, publish_parts, publish_to};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::kernels::Reduction;
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::Recvs;
 use crate::backend::cpu::shm::{Source, pieces, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::Recvs;
 use crate::backend::failure::Failure;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others
     /// [`reduce_to`](Self::reduce_to) it. One rank of every other host sends that of its host.
     pub(super) fn reduce_to_here(

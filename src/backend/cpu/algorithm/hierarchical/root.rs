@@ -1,8 +1,8 @@
 //! Data of one rank for all, or of all for one.
 use super::Bridge;
 use crate::backend::call::Element;
-use crate::backend::cpu::algorithm::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
-use crate::backend::cpu::algorithm::{broadcast_from_here, broadcast_to_here};
+use crate::backend::cpu::algorithm::flat::{broadcast_from_here, broadcast_to_here};
+use crate::backend::cpu::algorithm::shm::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::shm::pieces;
@@ -10,7 +10,7 @@ use crate::backend::cpu::storage::Region;
 use crate::backend::failure::Failure;
 use std::ops::Range;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
     pub(super) fn gateway(&self, root: usize) -> usize {
         self.hosts.find(root).1 % self.hosts.members().len()
@@ -35,7 +35,7 @@ impl Bridge<'_, '_> {
         for block in pieces(data.len(), self.block(element)) {
             let data = data.part(block);
             self.inside(|streams| publish(streams, data))?;
-            broadcast_from_here(self.session, self.tuning, &gateways, data, element)?;
+            broadcast_from_here(&mut self.session, self.tuning, &gateways, data, element)?;
         }
         Ok(())
     }
@@ -49,7 +49,7 @@ impl Bridge<'_, '_> {
                 self.inside(|streams| copy_from(streams, gateway, data))?;
                 continue;
             }
-            broadcast_to_here(self.session, self.tuning, (root, &gateways), data, element)?;
+            broadcast_to_here(&mut self.session, self.tuning, (root, &gateways), data, element)?;
             self.inside(|streams| publish(streams, data))?;
         }
         Ok(())
