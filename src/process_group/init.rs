@@ -1,7 +1,7 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use crate::backend::{Construction, nccl};
-use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Store, absent_ranks};
+use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::time::Duration;
@@ -82,8 +82,8 @@ fn connect(
         Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
         _ => Device::Cpu,
     };
-    tell(&*found.store, found.rank, backend)?;
-    hear(&*found.store, found.rank, found.world_size)?;
+    let (rank, world_size) = (found.rank, found.world_size);
+    agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
         backend,
@@ -137,46 +137,28 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
     }
 }
 
-fn backend_key(rank: usize) -> String {
-    format!("backend/{rank}")
-}
-
-/// Tells the other ranks this one's engine.
-fn tell(store: &dyn Store, rank: usize, backend: Backend) -> Result<()> {
-    store.set(&backend_key(rank), format!("{backend:?}").as_bytes())
-}
-
-/// Checks that all ranks have the same engine.
-fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
-    let keys: Vec<String> = (0..world_size).map(backend_key).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    match store.wait(&keys, None) {
-        Err(Error::StoreTimeout { store: name, timeout, reason, .. }) => {
-            let reason = match absent_ranks(store, 0..world_size, &backend_key) {
-                Ok(absent) => format!(
-                    "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or \
-                     give them more time (timeout)"
-                ),
-                Err(_) => reason,
-            };
-            let operation = format!("init_process_group of rank {rank}");
-            return Err(Error::StoreTimeout { operation, store: name, timeout, reason });
-        }
-        result => result?,
-    }
-    let words = store.multi_get(&keys)?;
-    let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
-    match words.iter().position(|word| *word != words[0]) {
-        None => Ok(()),
-        Some(peer) => {
-            let (first, other) = (&words[0], &words[peer]);
+/// Tells the other ranks this one's engine, and checks that all have the same.
+fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
+    reports.tell(Ok(format!("{backend:?}").as_bytes()))?;
+    let rank = reports.rank;
+    let missing = |absent: Vec<usize>, late: Error| match late {
+        Error::StoreTimeout { store, timeout, .. } => {
             let reason = format!(
-                "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
-                 InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
+                "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or give them \
+                 more time (timeout)"
             );
-            Err(Error::invalid("backend", reason))
+            Error::StoreTimeout { operation: format!("init_process_group of rank {rank}"), store, timeout, reason }
         }
-    }
+        error => error,
+    };
+    let names = reports.hear(None, missing)?.map_err(|(peer, reason)| Error::PeerFailed { peer, reason })?;
+    let Some(peer) = names.iter().position(|name| *name != names[0]) else { return Ok(()) };
+    let [first, other] = [0, peer].map(|rank| String::from_utf8_lossy(&names[rank]));
+    let reason = format!(
+        "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
+         InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
+    );
+    Err(Error::invalid("backend", reason))
 }
 
 #[cfg(test)]
@@ -209,22 +191,29 @@ mod tests {
 
     #[test]
     fn ranks_with_different_engines_all_hear_of_it() {
-        let store = HashStore::new(Duration::from_secs(5));
-        tell(&store, 0, Backend::Nccl).unwrap();
-        tell(&store, 1, Backend::Cpu).unwrap();
-        for rank in 0..2 {
-            let error = hear(&store, rank, 2).unwrap_err().to_string();
-            assert!(error.contains("rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu"), "{error}");
+        use Backend::{Cpu, Nccl};
+        for (backends, are_equal) in [([Nccl, Cpu], false), ([Nccl, Nccl], true)] {
+            let store = HashStore::new(Duration::from_secs(5));
+            std::thread::scope(|scope| {
+                for rank in 0..2 {
+                    let reports = StoreReports { store: &store, topic: "backend", rank, world_size: 2 };
+                    scope.spawn(move || match agree_on_backend(&reports, backends[rank]) {
+                        Ok(()) => assert!(are_equal),
+                        Err(error) => {
+                            let text = "rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu";
+                            assert!(!are_equal && error.to_string().contains(text), "{error}");
+                        }
+                    });
+                }
+            });
         }
-        tell(&store, 1, Backend::Nccl).unwrap();
-        hear(&store, 0, 2).unwrap();
     }
 
     #[test]
     fn a_rank_without_a_word_is_named() {
         let store = HashStore::new(Duration::from_millis(20));
-        tell(&store, 1, Backend::Cpu).unwrap();
-        let error = hear(&store, 1, 3).unwrap_err().to_string();
+        let reports = StoreReports { store: &store, topic: "backend", rank: 1, world_size: 3 };
+        let error = agree_on_backend(&reports, Backend::Cpu).unwrap_err().to_string();
         assert!(error.contains("init_process_group of rank 1 timed out after 20ms"), "{error}");
         assert!(error.contains("rank(s) [0, 2] have not chosen their devices"), "{error}");
     }

@@ -15,7 +15,7 @@ pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, Construction, ReduceOp, Split, Work};
-use crate::rendezvous::{PrefixStore, Store};
+use crate::rendezvous::{PrefixStore, Store, decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use engine::Settings;
@@ -279,20 +279,9 @@ impl ProcessGroup {
         &self,
         report: std::result::Result<&str, &Error>,
     ) -> Result<std::result::Result<Vec<String>, (usize, String)>> {
-        const GOOD: char = '+';
-        let report = match report {
-            Ok(report) => format!("{GOOD}{report}"),
-            Err(error) => format!("-{error}"),
-        };
-        let mut reports = Vec::new();
-        for (rank, report) in self.all_gather_bytes(report.as_bytes())?.into_iter().enumerate() {
-            let report = String::from_utf8_lossy(&report);
-            match report.strip_prefix(GOOD) {
-                Some(report) => reports.push(report.to_string()),
-                None => return Ok(Err((rank, report.get(1..).unwrap_or_default().to_string()))),
-            }
-        }
-        Ok(Ok(reports))
+        let encoded = self.all_gather_bytes(&encode_report(report.map(str::as_bytes)))?;
+        let text = |report: Vec<u8>| String::from_utf8_lossy(&report).into_owned();
+        Ok(decode_reports(encoded).map(|reports| reports.into_iter().map(text).collect()))
     }
 
     /// Every rank's bytes, in rank order; they may differ in length.

@@ -103,10 +103,7 @@ impl NcclCommunicator {
         }
         let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?;
         let opened = open(device, rank);
-        let told = identity::tell(&*store, rank, opened.as_ref().map(|(_, identity)| identity));
-        let (streams, _) = opened?;
-        told?;
-        let identities = identity::hear(&*store, rank, world_size, options.timeout)?;
+        let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;
         let group = Arc::new(Group::new(rank, world_size, options.timeout));
         let base = Base { group, streams, store, device: device.clone(), options };
