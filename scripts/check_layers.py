@@ -14,7 +14,7 @@ from pathlib import Path
 
 # Lowest first. A module uses those before it; modules of one line do not use each other.
 LAYERS = [
-    ["error", "panic", "deadline"],
+    ["error", "panic", "deadline", "warnings"],
     ["random"],
     ["kernels"],
     ["tensor"],

@@ -30,9 +30,9 @@ pub(crate) fn takes(dtype: candle_core::DType) -> bool {
     call::Element::of(dtype).is_some()
 }
 
-/// What came of [`Communicator::split`].
+/// The result of [`Communicator::split`].
 pub enum Split {
-    /// The engine does not make groups out of others.
+    /// The engine cannot make groups out of others.
     Unsupported,
     /// This rank's engine of the new group.
     Member(Box<dyn Communicator>),
@@ -81,5 +81,15 @@ pub trait Communicator: Send + Sync {
     #[allow(unused_variables)]
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         Ok(Split::Unsupported)
+    }
+
+    /// Makes a second engine of the same ranks, whose calls are independent of this one's: MPI's `MPI_Comm_dup`. `store` is
+    /// the new group's own. Every rank of this group calls it, while calls of this group may be under way. By default, the
+    /// group of all ranks is [split](Self::split) off.
+    ///
+    /// # Errors
+    /// The group has failed, or the new one cannot be made.
+    fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
+        self.split(&(0..self.world_size()).collect::<Vec<_>>(), store)
     }
 }

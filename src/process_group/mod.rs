@@ -149,11 +149,8 @@ impl ProcessGroup {
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let communicator = match self.0.communicator.split(ranks, engine::engine_store(&store, &settings))? {
-            Split::Member(communicator) => Some(communicator),
-            Split::NotMember => None,
-            Split::Unsupported => place.map(|rank| self.connect_again(&store, rank, ranks.len())).transpose()?,
-        };
+        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings))?;
+        let communicator = self.member(split, &store, place, ranks.len())?;
         let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
         Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
     }
@@ -169,24 +166,33 @@ impl ProcessGroup {
         }
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
-        let made = match settings.backend {
-            Backend::Custom => {
-                let all: Vec<usize> = (0..self.world_size()).collect();
-                match self.0.communicator.split(&all, engine::engine_store(&store, &settings))? {
-                    Split::Member(communicator) => communicator,
-                    Split::NotMember | Split::Unsupported => self.connect_again(&store, self.rank(), all.len())?,
-                }
-            }
-            _ => self.connect_again(&store, self.rank(), self.world_size())?,
+        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
+        let Some(made) = self.member(duplicate, &store, Some(self.rank()), self.world_size())? else {
+            let reason = "Communicator::duplicate must make an engine for every rank".to_string();
+            return Err(Error::PeerFailed { peer: self.rank(), reason });
         };
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
 
-    /// The engine of another group of ranks of this one, with connections of its own.
-    fn connect_again(&self, store: &Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Box<dyn Communicator>> {
-        let failed = || self.failed();
-        let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-        engine::communicator(construction, Arc::clone(store), rank, world_size, &self.0.settings)
+    /// This rank's engine of a group that was split off, in which it has the number `place`. If this group's engine cannot
+    /// split, the new group gets connections of its own.
+    fn member(
+        &self,
+        split: Split,
+        store: &Arc<dyn Store>,
+        place: Option<usize>,
+        world_size: usize,
+    ) -> Result<Option<Box<dyn Communicator>>> {
+        match (split, place) {
+            (Split::Member(communicator), _) => Ok(Some(communicator)),
+            (Split::NotMember, _) | (Split::Unsupported, None) => Ok(None),
+            (Split::Unsupported, Some(rank)) => {
+                let failed = || self.failed();
+                let construction = Construction { cancelled: Some(&failed), ..Default::default() };
+                let store = Arc::clone(store);
+                engine::communicator(construction, store, rank, world_size, &self.0.settings).map(Some)
+            }
+        }
     }
 
     /// The failure of this group, if there was one: ranks then do not come to make another group of them.

@@ -187,7 +187,7 @@ impl NcclCommunicator {
         P2p::start(Worker { group, links, store, from, to, streams })
     }
 
-    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Option<Box<dyn Communicator>>> {
+    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         // NCCL splits a communicator that has nothing to do, and until then nothing new may begin.
         let mut turn = self.link.turn();
         if let Some(failure) = self.group.drain() {
@@ -201,13 +201,15 @@ impl NcclCommunicator {
         let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
         drop(turn);
         let handle = split.map_err(|stop| stop.tell(&self.group))?;
-        let (Some(handle), Some(rank), Some(health_store)) = (handle, place, health_store) else { return Ok(None) };
+        let (Some(handle), Some(rank), Some(health_store)) = (handle, place, health_store) else {
+            return Ok(Split::NotMember);
+        };
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.link.streams.another().map_err(driver)?;
         let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        Ok(Some(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
+        Ok(Split::Member(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
     }
 }
 
@@ -403,7 +405,13 @@ impl Communicator for NcclCommunicator {
     }
 
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        Ok(self.try_split(ranks, store)?.map_or(Split::NotMember, Split::Member))
+        self.try_split(ranks, store)
+    }
+
+    /// Connects anew: a split would wait for the calls that are under way.
+    fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
+        let Group { rank, world_size, .. } = *self.group;
+        Ok(Split::Member(Box::new(Self::new(store, rank, world_size, &self.device, self.options)?)))
     }
 }
 
