@@ -3,9 +3,11 @@ pub(crate) mod borrow;
 pub(crate) mod copy;
 pub(crate) mod element;
 mod float16;
+mod number;
 pub(crate) mod pack;
 mod simd;
 pub(crate) mod variables;
 
 pub(crate) use element::{DTYPES, Element, Real, dispatch};
+pub(crate) use number::{Arithmetic, Number};
 pub(crate) use simd::vectorise;

@@ -1,7 +1,7 @@
 //! From a collective on tensors to one on bytes.
 use crate::backend::Collective;
 use crate::backend::call::{Call, Element};
-use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::session::Session;
 use crate::backend::cpu::storage::Region;
 use crate::backend::failure::Failure;

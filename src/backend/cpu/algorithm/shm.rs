@@ -5,7 +5,7 @@
 use super::dispatch::ByteCollectives;
 use super::{Tuning, chunk, segment};
 use crate::backend::call::Element;
-use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
 use crate::backend::cpu::shm_session::ShmSession;
 use crate::backend::cpu::storage::Region;

@@ -1,6 +1,7 @@
 use crate::backend::cpu::algorithm::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
-use crate::backend::cpu::kernels::{self, Reduction};
 use crate::backend::cpu::piece::Piece;
+use crate::backend::cpu::reduction::Reduction;
+use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::backend::failure::Failure;
@@ -32,9 +33,8 @@ fn at_once(session: &mut TcpSession, scratch: &mut Scratch, data: Region, reduct
     let own = session.rank();
     let recvs = slots.iter_mut().enumerate().filter(|(peer, _)| *peer != own);
     session.exchange(&sends, recvs.map(|(peer, slot)| (peer, (&mut **slot).into())).collect())?;
-    let parts: Vec<Option<&[u8]>> =
-        slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&**slot)).collect();
-    session.move_bytes(data.write(|data| kernels::reduce(reduction, &parts, data)))
+    let parts = Source::by_rank(own, &slots, data.len());
+    session.move_bytes(data.write(|data| reduce(reduction, &parts, data, None)))
 }
 
 /// Rank `c` reduces chunk `c` and gives the result to all, segment by segment: while one segment is collected, the one
@@ -71,9 +71,8 @@ fn in_chunks(
         let [reduced, _] = both(own);
         sends.extend(session.peers().map(|peer| (peer, reduced.into())));
         session.exchange(&sends, recvs)?;
-        let parts: Vec<Option<&[u8]>> =
-            (slots.iter().enumerate()).map(|(rank, slot)| (rank != own).then_some(&slot[..collected.len()])).collect();
-        session.move_bytes(data.part(collected).write(|data| kernels::reduce(reduction, &parts, data)))?;
+        let parts = Source::by_rank(own, &slots, collected.len());
+        session.move_bytes(data.part(collected).write(|data| reduce(reduction, &parts, data, None)))?;
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! Collectives whose data goes straight from the rank that has it to the rank that wants it.
 use crate::backend::cpu::algorithm::{Scratch, Tuning, segment, whole_elements};
-use crate::backend::cpu::kernels::{self, Reduction};
 use crate::backend::cpu::piece::{Piece, PieceMut};
+use crate::backend::cpu::reduction::Reduction;
+use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::backend::failure::Failure;
@@ -26,7 +27,7 @@ pub(super) fn reduce_to_here(
     for step in 0..data.len().div_ceil(length).max(1) {
         let now = segment(&whole, length, step);
         let parts = collect(session, &mut slots, now.len(), &[])?;
-        session.move_bytes(data.part(now).write(|data| kernels::reduce(reduction, &parts, data)))?;
+        session.move_bytes(data.part(now).write(|data| reduce(reduction, &parts, data, None)))?;
     }
     Ok(())
 }
@@ -48,25 +49,25 @@ pub(super) fn reduce_scatter(
         let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, part_of(peer).into())).collect();
         let parts = collect(session, &mut slots, now.len(), &sends)?;
         session.move_bytes(output.part(now.clone()).write_from(part_of(own), |output, input| {
-            let mut parts: Vec<Option<&[u8]>> = parts;
-            parts[own] = Some(input);
-            kernels::reduce(reduction, &parts, output);
+            let mut parts: Vec<Source> = parts;
+            parts[own] = Source::Private(input);
+            reduce(reduction, &parts, output, None);
         }))?;
     }
     Ok(())
 }
 
-/// Receives `length` bytes from each peer, while `sends` go out; `None` stands for this rank.
+/// Receives `length` bytes from each peer, while `sends` go out. By rank; of this rank it is what the output holds.
 fn collect<'a>(
     session: &mut TcpSession,
     slots: &'a mut [&mut [u8]],
     length: usize,
     sends: &[(usize, Piece)],
-) -> Result<Vec<Option<&'a [u8]>>, Failure> {
+) -> Result<Vec<Source<'a>>, Failure> {
     let own = session.rank();
     let recvs = slots.iter_mut().enumerate().filter(|(peer, _)| *peer != own);
     session.exchange(sends, recvs.map(|(peer, slot)| (peer, (&mut slot[..length]).into())).collect())?;
-    Ok(slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&slot[..length])).collect())
+    Ok(Source::by_rank(own, slots, length))
 }
 
 /// `output` becomes all ranks' inputs in rank order.

@@ -8,7 +8,7 @@ pub(crate) use broadcast::{broadcast_from_here, broadcast_to_here};
 use super::dispatch::ByteCollectives;
 use super::{Scratch, Tuning};
 use crate::backend::call::Element;
-use crate::backend::cpu::kernels::Reduction;
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::TcpSession;
 use crate::backend::failure::Failure;
