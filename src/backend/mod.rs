@@ -14,6 +14,7 @@ pub mod nccl;
 #[cfg(not(feature = "nccl"))]
 #[path = "nccl/absent.rs"]
 pub mod nccl;
+pub(crate) mod single;
 mod wire;
 mod work;
 

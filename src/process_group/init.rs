@@ -48,7 +48,8 @@ impl Default for InitOptions {
 /// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
 ///
 /// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
-/// on its host, and the others with the CPU engine; all ranks have to come to the same.
+/// on its host, and the others with the CPU engine; all ranks have to come to the same. In a build without NCCL (feature
+/// `cuda`), a GPU as the device makes a group of one rank.
 ///
 /// # Errors
 /// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
@@ -59,7 +60,7 @@ pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;
     }
-    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count)?;
+    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count, nccl::version)?;
     let (found, watcher) = rendezvous::meet(&RendezvousOptions {
         init_method: options.init_method,
         rank: options.rank,
@@ -80,6 +81,7 @@ fn connect(
 ) -> Result<ProcessGroup> {
     let device = match backend {
         Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
+        Backend::Single => device.unwrap_or(Device::Cpu),
         _ => Device::Cpu,
     };
     let (rank, world_size) = (found.rank, found.world_size);
@@ -102,12 +104,25 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
     Error::Unavailable { what: what.to_string(), hint: hint.into() }
 }
 
-/// The engine that is meant; `device_count` says how many GPUs there are, or why none.
-fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> Result<usize>) -> Result<Backend> {
+/// The engine that is meant; `device_count` says how many GPUs there are, or why none, and `nccl_version` whether NCCL is
+/// there.
+fn choose(
+    backend: Backend,
+    device: Option<&Device>,
+    device_count: impl Fn() -> Result<usize>,
+    nccl_version: impl Fn() -> Result<i32>,
+) -> Result<Backend> {
     let is_cpu = device.map(Device::is_cpu);
     match (backend, is_cpu) {
         (Backend::Auto, Some(true)) => Ok(Backend::Cpu),
-        (Backend::Auto, Some(false)) => choose(Backend::Nccl, device, device_count),
+        (Backend::Auto, Some(false)) => match nccl_version() {
+            Ok(_) => Ok(Backend::Nccl),
+            Err(reason) => {
+                log::debug!("Backend::Auto takes Backend::Single: {reason}");
+                Ok(Backend::Single)
+            }
+        },
+        (Backend::Single, _) => Ok(Backend::Single),
         (Backend::Auto, None) => match device_count() {
             Ok(_) => Ok(Backend::Nccl),
             Err(reason) => {
@@ -127,7 +142,7 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
         )),
         (Backend::Nccl, _) => {
             // Whether there is a GPU is found out after the rendezvous, so that a rank without one can tell the others.
-            nccl::version()?;
+            nccl_version()?;
             Ok(Backend::Nccl)
         }
         (Backend::Custom, _) => Err(Error::invalid(
@@ -176,17 +191,30 @@ mod tests {
 
     #[test]
     fn auto_takes_a_gpu_where_there_is_one() {
-        assert_eq!(choose(Backend::Auto, None, two).unwrap(), Backend::Nccl);
-        assert_eq!(choose(Backend::Auto, None, none).unwrap(), Backend::Cpu);
-        assert_eq!(choose(Backend::Nccl, None, none).is_ok(), cfg!(feature = "nccl"));
-        assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two).unwrap(), Backend::Cpu);
-        assert_eq!(choose(Backend::Cpu, None, two).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Auto, None, two, nccl::version).unwrap(), Backend::Nccl);
+        assert_eq!(choose(Backend::Auto, None, none, nccl::version).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Nccl, None, none, nccl::version).is_ok(), cfg!(feature = "nccl"));
+        assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two, nccl::version).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Cpu, None, two, nccl::version).unwrap(), Backend::Cpu);
+    }
+
+    #[test]
+    fn one_rank_needs_no_nccl() {
+        assert_eq!(choose(Backend::Single, None, none, || Err(unavailable("NCCL", ""))).unwrap(), Backend::Single);
+        assert_eq!(choose(Backend::Single, Some(&Device::Cpu), two, || Ok(1)).unwrap(), Backend::Single);
     }
 
     #[test]
     fn what_cannot_be_is_refused() {
-        assert!(choose(Backend::Nccl, Some(&Device::Cpu), two).unwrap_err().to_string().contains("this is the CPU"));
-        assert!(choose(Backend::Custom, None, two).unwrap_err().to_string().contains("with_communicator"));
+        assert!(
+            choose(Backend::Nccl, Some(&Device::Cpu), two, nccl::version)
+                .unwrap_err()
+                .to_string()
+                .contains("this is the CPU")
+        );
+        assert!(
+            choose(Backend::Custom, None, two, nccl::version).unwrap_err().to_string().contains("with_communicator")
+        );
     }
 
     #[test]

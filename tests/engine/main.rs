@@ -12,6 +12,8 @@ mod order;
 mod process_group;
 mod processes;
 mod reproducible;
+#[path = "../common/single.rs"]
+mod single;
 mod slices;
 
 use engine::Engine;
