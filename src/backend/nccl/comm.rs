@@ -33,22 +33,22 @@ impl UniqueId {
 
 /// Why waiting for NCCL ended early.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(super) enum WaitError {
     /// NCCL failed.
     Nccl(NcclFailure),
     /// The group did, or its time was up.
     Group(Failure),
 }
 
-impl From<NcclFailure> for Stop {
+impl From<NcclFailure> for WaitError {
     fn from(failure: NcclFailure) -> Self {
         Self::Nccl(failure)
     }
 }
 
-impl Stop {
+impl WaitError {
     /// Makes it known to the whole group; the group's failure.
-    pub(super) fn tell(self, group: &Group) -> Failure {
+    pub(super) fn end_group(self, group: &Group) -> Failure {
         match self {
             Self::Nccl(failure) => {
                 // What is behind it is known to the peer that caused it.
@@ -70,7 +70,7 @@ impl Stop {
 }
 
 /// Asked again and again while waiting for NCCL: an error ends the wait.
-pub(super) type Patience<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
+pub(super) type CancellationCheck<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
 
 /// The beginning of `ncclConfig_t`, as of NCCL 2.18. NCCL reads no more than `size` bytes of it, and takes its defaults
 /// for what newer versions have behind; so one program works with all of them.
@@ -118,8 +118,8 @@ impl Comm {
         id: &UniqueId,
         rank: usize,
         world_size: usize,
-        patience: Patience,
-    ) -> std::result::Result<Self, Stop> {
+        check: CancellationCheck,
+    ) -> std::result::Result<Self, WaitError> {
         const CALL: &str = "ncclCommInitRankConfig";
         let mut config = Config::nonblocking();
         let mut comm: sys::ncclComm_t = std::ptr::null_mut();
@@ -140,10 +140,10 @@ impl Comm {
             begun?;
             return Err(NcclFailure::other(CALL, "NCCL made no communicator").into());
         }
-        let mut handle = Self(comm);
+        let mut comm = Self(comm);
         begun?;
-        handle.settle(CALL, patience)?;
-        Ok(handle)
+        comm.settle(CALL, check)?;
+        Ok(comm)
     }
 
     /// A communicator of those ranks that give a color, numbered in the order of `key`. All ranks call it, none with
@@ -152,8 +152,8 @@ impl Comm {
         &mut self,
         member: bool,
         key: usize,
-        patience: Patience,
-    ) -> std::result::Result<Option<Self>, Stop> {
+        check: CancellationCheck,
+    ) -> std::result::Result<Option<Self>, WaitError> {
         const CALL: &str = "ncclCommSplit";
         let (color, key) = (if member { 0 } else { NO_COLOR }, int(CALL, key)?);
         // A thread of NCCL's writes it, until this communicator has settled: not a variable on the stack, and never
@@ -167,16 +167,16 @@ impl Comm {
             drop(unsafe { Box::from_raw(slot) });
             return Err(failure.into());
         }
-        self.settle(CALL, &mut *patience)?;
+        self.settle(CALL, &mut *check)?;
         // SAFETY: it came from `Box::into_raw`, and NCCL is done with it.
         let comm = *unsafe { Box::from_raw(slot) };
         match (member, comm.is_null()) {
             (false, _) => Ok(None),
             (true, true) => Err(NcclFailure::other(CALL, "NCCL made no communicator").into()),
             (true, false) => {
-                let mut handle = Self(comm);
-                handle.settle(CALL, patience)?;
-                Ok(Some(handle))
+                let mut comm = Self(comm);
+                comm.settle(CALL, check)?;
+                Ok(Some(comm))
             }
         }
     }
@@ -191,7 +191,11 @@ impl Comm {
     }
 
     /// Waits until the communicator can take the next call: spinning at first, since launches take microseconds.
-    pub(super) fn settle(&mut self, operation: &'static str, patience: Patience) -> std::result::Result<(), Stop> {
+    pub(super) fn settle(
+        &mut self,
+        operation: &'static str,
+        check: CancellationCheck,
+    ) -> std::result::Result<(), WaitError> {
         const SPINS: u32 = 200;
         const LONGEST: Duration = Duration::from_millis(1);
         let mut pause = Duration::from_micros(20);
@@ -199,7 +203,7 @@ impl Comm {
             if self.status(operation)? == Status::Done {
                 break;
             }
-            patience().map_err(Stop::Group)?;
+            check().map_err(WaitError::Group)?;
             if round < SPINS {
                 std::thread::yield_now();
             } else {
@@ -211,10 +215,10 @@ impl Comm {
     }
 
     /// Leaves in good order: flushes what is under way, and frees everything. Ranks of one host wait for each other.
-    pub(super) fn finalize(mut self, patience: Patience) -> std::result::Result<(), Stop> {
+    pub(super) fn finalize(mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
         // SAFETY: the communicator is valid.
         status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
-        self.settle("ncclCommFinalize", patience)?;
+        self.settle("ncclCommFinalize", check)?;
         let comm = std::mem::replace(&mut self.0, std::ptr::null_mut());
         // SAFETY: the communicator is valid and finalized, and nothing has it any more.
         status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })?;

@@ -1,6 +1,6 @@
 //! A communicator and the stream that its calls go to: what a collective is started on.
 use super::calls::Target;
-use super::comm::{Comm, Patience, Stop};
+use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::lock;
 use super::status::{CallResult, Status};
@@ -21,20 +21,20 @@ pub(super) struct CommStream {
 }
 
 struct Open {
-    handle: Comm,
+    comm: Comm,
     /// Calls that have begun and then failed: until the communicator is aborted, NCCL may launch more parts of them.
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// A link whose turn it is: calls started on it come in the order in which they got it.
+/// A comm_stream whose turn it is: calls started on it come in the order in which they got it.
 pub(super) struct Turn<'a> {
     open: MutexGuard<'a, Option<Open>>,
     streams: &'a Streams,
 }
 
 impl CommStream {
-    pub(super) fn new(handle: Comm, streams: Streams) -> Self {
-        Self { open: Mutex::new(Some(Open { handle, stranded: Vec::new() })), streams }
+    pub(super) fn new(comm: Comm, streams: Streams) -> Self {
+        Self { open: Mutex::new(Some(Open { comm, stranded: Vec::new() })), streams }
     }
 
     pub(super) fn turn(&self) -> Turn<'_> {
@@ -48,17 +48,17 @@ impl CommStream {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        open.as_mut()?.handle.status("a collective").err().map(|failure| failure.to_string())
+        open.as_mut()?.comm.status("a collective").err().map(|failure| failure.to_string())
     }
 
     /// Ends all its calls; those to be [released](Self::release) later. Whoever waits in a call of NCCL's sees that the
     /// group has failed, and lets the lock go.
     fn abort(&self) -> Vec<Arc<NcclWork>> {
-        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return Vec::new() };
+        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
-        drop(handle);
+        drop(comm);
         stranded
     }
 
@@ -86,13 +86,13 @@ impl CommStream {
     }
 
     /// Leaves in good order, or aborts when the group's other ranks on this host do not leave too, or an error comes.
-    pub(super) fn finalize(&self, patience: Patience) {
-        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return };
-        let finalized = self.streams.bind().map_err(cuda_error).map(|()| handle.finalize(patience));
+    pub(super) fn finalize(&self, check: CancellationCheck) {
+        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return };
+        let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
             Ok(Ok(())) => {}
-            Ok(Err(Stop::Nccl(failure))) => log::debug!("leaving: {failure}"),
-            Ok(Err(Stop::Group(_))) => {
+            Ok(Err(WaitError::Nccl(failure))) => log::debug!("leaving: {failure}"),
+            Ok(Err(WaitError::Group(_))) => {
                 log::debug!("leaving: the other ranks of this host do not, so the rest is aborted")
             }
             Err(error) => log::debug!("leaving: {error}"),
@@ -110,17 +110,15 @@ impl Turn<'_> {
         ready: &CudaEvent,
         work: &Arc<NcclWork>,
         calls: impl FnOnce(&mut Comm, Target) -> CallResult,
-    ) -> Result<(), Stop> {
-        let Some(Open { handle, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
+    ) -> Result<(), WaitError> {
+        let Some(Open { comm, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
         let done = &work.done;
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(ready).map_err(cuda_failure)?;
         self.streams.begin(done).map_err(cuda_failure)?;
-        let launched = match calls(handle, self.streams.target()) {
+        let launched = match calls(comm, self.streams.target()) {
             Ok(Status::Done) => Ok(()),
-            Ok(Status::InProgress) => {
-                handle.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err))
-            }
+            Ok(Status::InProgress) => comm.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err)),
             Err(failure) => Err(failure.into()),
         };
         if launched.is_err() {
@@ -136,34 +134,34 @@ impl Turn<'_> {
         group: &Group,
         member: bool,
         key: usize,
-        patience: Patience,
-    ) -> Result<Option<Comm>, Stop> {
-        let Some(Open { handle, .. }) = self.open.as_mut() else { return Err(gone(group)) };
+        check: CancellationCheck,
+    ) -> Result<Option<Comm>, WaitError> {
+        let Some(Open { comm, .. }) = self.open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
-        handle.split(member, key, patience)
+        comm.split(member, key, check)
     }
 }
 
 /// The communicator was aborted: the group has failed.
-fn gone(group: &Group) -> Stop {
+fn gone(group: &Group) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
-    Stop::Group(group.root_cause().unwrap_or_else(closed))
+    WaitError::Group(group.root_cause().unwrap_or_else(closed))
 }
 
 /// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
 /// the same order on all ranks, which leave them one after the other.
-pub(super) struct Links(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
+pub(super) struct CommStreams(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
 
 /// From which rank to which; `None` is the communicator of the collectives.
 type Direction = Option<(usize, usize)>;
 
-impl Links {
+impl CommStreams {
     pub(super) fn new(collectives: Arc<CommStream>) -> Self {
         Self(Mutex::new(BTreeMap::from([(None, collectives)])))
     }
 
-    pub(super) fn add(&self, from: usize, to: usize, link: Arc<CommStream>) {
-        lock(&self.0).insert(Some((from, to)), link);
+    pub(super) fn add(&self, from: usize, to: usize, comm_stream: Arc<CommStream>) {
+        lock(&self.0).insert(Some((from, to)), comm_stream);
     }
 
     pub(super) fn all(&self) -> Vec<Arc<CommStream>> {
@@ -171,14 +169,14 @@ impl Links {
     }
 }
 
-impl Watched for Links {
+impl Watched for CommStreams {
     fn error(&self) -> Option<String> {
-        self.all().iter().find_map(|link| link.error())
+        self.all().iter().find_map(|comm_stream| comm_stream.error())
     }
 
     fn abort(&self) {
-        let links = self.all();
-        let stranded: Vec<_> = links.iter().map(|link| link.abort()).collect();
-        links.iter().zip(stranded).for_each(|(link, stranded)| link.release(stranded));
+        let comm_streams = self.all();
+        let stranded: Vec<_> = comm_streams.iter().map(|comm_stream| comm_stream.abort()).collect();
+        comm_streams.iter().zip(stranded).for_each(|(comm_stream, stranded)| comm_stream.release(stranded));
     }
 }

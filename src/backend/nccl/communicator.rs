@@ -1,6 +1,6 @@
 use super::calls::Memory;
-use super::comm::{Comm, OLDEST_VERSION, Stop, UniqueId};
-use super::comm_stream::{CommStream, Links};
+use super::comm::{Comm, OLDEST_VERSION, UniqueId, WaitError};
+use super::comm_stream::{CommStream, CommStreams};
 use super::group::{Group, SuspectedFailure};
 use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
@@ -69,8 +69,8 @@ impl Default for NcclOptions {
 pub struct NcclCommunicator {
     group: Arc<Group>,
     /// The one for collectives.
-    link: Arc<CommStream>,
-    links: Arc<Links>,
+    comm_stream: Arc<CommStream>,
+    comm_streams: Arc<CommStreams>,
     pairs: Mutex<HashMap<Channel, P2p>>,
     device: Device,
     store: Arc<dyn Store>,
@@ -108,8 +108,8 @@ impl NcclCommunicator {
         let group = Arc::new(Group::new(rank, world_size, options.timeout));
         let base = Base { group, streams, store, device: device.clone(), options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        let handle = base.connect();
-        base.assemble(handle, heartbeat_monitor)
+        let comm = base.connect();
+        base.assemble(comm, heartbeat_monitor)
     }
 
     fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
@@ -128,22 +128,22 @@ impl NcclCommunicator {
     }
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
-        let streams = &self.link.streams;
+        let streams = &self.comm_stream.streams;
         let plan = self.plan(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, collective, streams.clone(), blocks_host);
         let started = {
-            let mut turn = self.link.turn();
+            let mut turn = self.comm_stream.turn();
             self.group.begin(Channel::Collectives, call, work.done.clone())?;
-            let marked = streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)));
+            let marked = streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
             marked.and_then(|ready| {
-                turn.launch(&self.group, &ready, &work, |handle, target| {
+                turn.launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { plan.start(handle, target) }
+                    unsafe { plan.start(comm, target) }
                 })
             })
         };
-        started.map_err(|stop| stop.tell(&self.group))?;
+        started.map_err(|error| error.end_group(&self.group))?;
         work.done.set_started();
         Ok(work)
     }
@@ -152,19 +152,19 @@ impl NcclCommunicator {
         let mut pairs = lock(&self.pairs);
         let pair = match pairs.entry(channel) {
             Entry::Occupied(pair) => pair.into_mut(),
-            Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
+            Entry::Vacant(place) => place.insert(self.open_p2p(channel)?),
         };
         let plan = self.plan(&collective)?;
         let work = self.work(call, collective, pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
-        let ready = pair.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
+        let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
         pair.push(Job { plan, ready, work: work.clone() });
         Ok(work)
     }
 
     fn plan(&self, collective: &Collective) -> Result<Plan> {
         let Group { rank, world_size, .. } = *self.group;
-        let address = self.link.streams.address(&self.token);
+        let address = self.comm_stream.streams.address(&self.token);
         let token = Memory { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
         Ok(Plan::new(collective, &Place { rank, world_size, token })?)
     }
@@ -175,21 +175,21 @@ impl NcclCommunicator {
         Arc::new(NcclWork { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
-    fn open_lane(&self, channel: Channel) -> Result<P2p> {
+    fn open_p2p(&self, channel: Channel) -> Result<P2p> {
         let own = self.group.rank;
         let (from, to) = match channel {
             Channel::SendTo(peer) => (own, peer),
             Channel::RecvFrom(peer) => (peer, own),
             Channel::Collectives => (own, own),
         };
-        let streams = self.link.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
-        let (group, links, store) = (self.group.clone(), self.links.clone(), self.store.clone());
-        P2p::start(Worker { group, links, store, from, to, streams })
+        let streams = self.comm_stream.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
+        let (group, comm_streams, store) = (self.group.clone(), self.comm_streams.clone(), self.store.clone());
+        P2p::start(Worker { group, comm_streams, store, from, to, streams })
     }
 
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         // NCCL splits a communicator that has nothing to do, and until then nothing new may begin.
-        let mut turn = self.link.turn();
+        let mut turn = self.comm_stream.turn();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
@@ -197,19 +197,19 @@ impl NcclCommunicator {
         let prepared = place.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
         let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
-        let mut patience = patience(&self.group, what, "not all ranks of the group called it");
-        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
+        let mut check = cancellation_check(&self.group, what, "not all ranks of the group called it");
+        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut check);
         drop(turn);
-        let handle = split.map_err(|stop| stop.tell(&self.group))?;
-        let (Some(handle), Some(rank), Some(health_store)) = (handle, place, health_store) else {
+        let comm = split.map_err(|error| error.end_group(&self.group))?;
+        let (Some(comm), Some(rank), Some(health_store)) = (comm, place, health_store) else {
             return Ok(Split::NotMember);
         };
         let driver = |error| cuda_failure(error).into_error(rank);
-        let streams = self.link.streams.another().map_err(driver)?;
+        let streams = self.comm_stream.streams.another().map_err(driver)?;
         let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        Ok(Split::Member(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
+        Ok(Split::Member(Box::new(base.assemble(Ok(comm), heartbeat_monitor)?)))
     }
 }
 
@@ -228,7 +228,11 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
 }
 
 /// Until the group fails, or its time-out is over.
-fn patience(group: &Group, what: String, reason: &'static str) -> impl FnMut() -> std::result::Result<(), Failure> {
+fn cancellation_check(
+    group: &Group,
+    what: String,
+    reason: &'static str,
+) -> impl FnMut() -> std::result::Result<(), Failure> {
     let deadline = deadline_after(group.timeout);
     move || {
         if let Some(failure) = group.failure() {
@@ -254,9 +258,9 @@ struct Base {
 
 impl Base {
     /// Meets the other ranks in NCCL, by the id that rank 0 makes.
-    fn connect(&self) -> std::result::Result<Comm, Stop> {
+    fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
-        let cannot = |error: Error| Stop::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
+        let cannot = |error: Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
         if group.rank == 0 {
             let id = UniqueId::new();
@@ -266,8 +270,8 @@ impl Base {
             id?;
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
-        let mut patience = patience(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        Comm::connect(&id, group.rank, group.world_size, &mut patience)
+        let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
+        Comm::connect(&id, group.rank, group.world_size, &mut check)
     }
 
     fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
@@ -277,52 +281,52 @@ impl Base {
         })
     }
 
-    fn start_watchdog(&self, links: &Arc<Links>) -> Result<JoinHandle<()>> {
-        let (group, links, streams) = (self.group.clone(), links.clone(), self.streams.clone());
+    fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+        let (group, comm_streams, streams) = (self.group.clone(), comm_streams.clone(), self.streams.clone());
         spawn(&self.group, "watchdog", move || {
             if let Err(error) = streams.bind() {
                 group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
             let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
-            watchdog::run(&group, &*links, &unasked);
+            watchdog::run(&group, &*comm_streams, &unasked);
         })
     }
 
     /// The communicator, or the end of the group.
     fn assemble(
         self,
-        handle: std::result::Result<Comm, Stop>,
+        comm: std::result::Result<Comm, WaitError>,
         heartbeat_monitor: JoinHandle<()>,
     ) -> Result<NcclCommunicator> {
         let rank = self.group.rank;
         let token = self.streams.token();
-        let parts = handle.and_then(|handle| {
+        let parts = comm.and_then(|comm| {
             let token = token.map_err(cuda_failure)?;
-            Ok((handle, token))
+            Ok((comm, token))
         });
-        let (handle, token) = match parts {
+        let (comm, token) = match parts {
             Ok(parts) => parts,
-            Err(stop) => {
-                let failure = match &stop {
-                    Stop::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
-                    Stop::Group(failure) => failure.clone(),
+            Err(error) => {
+                let failure = match &error {
+                    WaitError::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
+                    WaitError::Group(failure) => failure.clone(),
                 };
                 let ours = self.group.fail(failure.clone()) == failure;
                 self.group.leave();
                 join(heartbeat_monitor);
                 // This rank's own error is told as what it is.
                 let other = self.group.failure().filter(|_| !ours);
-                return Err(other.map_or_else(|| stop.into_error(rank), Error::from));
+                return Err(other.map_or_else(|| error.into_error(rank), Error::from));
             }
         };
-        let link = Arc::new(CommStream::new(handle, self.streams.clone()));
-        let links = Arc::new(Links::new(link.clone()));
-        let watchdog = self.start_watchdog(&links)?;
+        let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
+        let comm_streams = Arc::new(CommStreams::new(comm_stream.clone()));
+        let watchdog = self.start_watchdog(&comm_streams)?;
         let Self { group, store, device, options, .. } = self;
         Ok(NcclCommunicator {
             group,
-            link,
-            links,
+            comm_stream,
+            comm_streams,
             pairs: Mutex::default(),
             device,
             store,
@@ -390,7 +394,8 @@ impl Communicator for NcclCommunicator {
     fn measure_spans(&self) -> Result<()> {
         let mut clock = lock(&self.clock);
         if clock.as_ref().is_none_or(|clock| clock.is_old()) {
-            let new = self.link.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
+            let new =
+                self.comm_stream.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
             *clock = Some(Arc::new(new));
         }
         Ok(())
@@ -429,16 +434,17 @@ impl Drop for NcclCommunicator {
             join_until(thread, deadline);
         }
         // On a thread of its own: NCCL may not come back from an abort.
-        let (rank, patience, links) = (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.links));
+        let (rank, patience, comm_streams) =
+            (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));
         let end = move || {
             if failed {
-                links.abort();
+                comm_streams.abort();
                 return;
             }
             let deadline = Instant::now() + patience;
             let late = Failure::PeerFailed { peer: rank, reason: "it left".to_string() };
-            for link in links.all() {
-                link.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
+            for comm_stream in comm_streams.all() {
+                comm_stream.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
             }
         };
         match spawn(&self.group, "end", end) {

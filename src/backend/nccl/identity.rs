@@ -1,5 +1,5 @@
 //! Who the ranks are, exchanged before they connect: where NCCL would only refuse or hang, an error here names the ranks.
-use super::comm::{Stop, UniqueId};
+use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
@@ -121,11 +121,11 @@ pub(super) fn await_id(
     key: &str,
     group: &Group,
     operation: &'static str,
-) -> std::result::Result<UniqueId, Stop> {
-    let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
+) -> std::result::Result<UniqueId, WaitError> {
+    let cannot = |reason: &dyn fmt::Display| WaitError::Nccl(NcclFailure::other(operation, &reason.to_string()));
     let ended = || group.failure().map_or(Ok(()), |failure| Err(Error::from(failure)));
     if let Err(error) = store.wait_cancellable(&[key], Some(group.timeout), &ended) {
-        return Err(group.failure().map_or_else(|| cannot(&error), Stop::Group));
+        return Err(group.failure().map_or_else(|| cannot(&error), WaitError::Group));
     }
     let bytes = store.get(key).map_err(|error| cannot(&error))?;
     UniqueId::from_bytes(&bytes).ok_or_else(|| cannot(&"the other rank could not make one"))
@@ -195,7 +195,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(50));
             group.fail(failure.clone());
             let stopped = waiting.join().unwrap().err();
-            assert!(matches!(&stopped, Some(Stop::Group(heard)) if *heard == failure), "{stopped:?}");
+            assert!(matches!(&stopped, Some(WaitError::Group(heard)) if *heard == failure), "{stopped:?}");
         });
     }
 

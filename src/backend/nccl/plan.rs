@@ -92,28 +92,26 @@ impl Plan {
     /// # Safety
     /// The tensors that the plan was made from, or copies of them that share their storage, must live until the stream
     /// has passed it.
-    pub(super) unsafe fn start(&self, handle: &mut Comm, target: Target) -> CallResult {
+    pub(super) unsafe fn start(&self, comm: &mut Comm, target: Target) -> CallResult {
         if self.is_empty() {
             return Ok(Status::Done);
         }
         // SAFETY, of all calls: the memory is that of tensors on the communicator's device, which the caller keeps
         // alive; their sizes were checked.
         match self {
-            Self::AllReduce { memory, op } => unsafe { handle.all_reduce(*memory, *op, target) },
-            Self::Broadcast { memory, root } => unsafe { handle.broadcast(*memory, *root, target) },
-            Self::Reduce { memory, op, root, is_root } => unsafe {
-                handle.reduce(*memory, *op, *root, *is_root, target)
-            },
-            Self::AllGather { output, input } => unsafe { handle.all_gather(*output, *input, target) },
-            Self::ReduceScatter { output, input, op } => unsafe { handle.reduce_scatter(*output, *input, *op, target) },
-            Self::Messages { sends, recvs } => handle.together(|handle| {
+            Self::AllReduce { memory, op } => unsafe { comm.all_reduce(*memory, *op, target) },
+            Self::Broadcast { memory, root } => unsafe { comm.broadcast(*memory, *root, target) },
+            Self::Reduce { memory, op, root, is_root } => unsafe { comm.reduce(*memory, *op, *root, *is_root, target) },
+            Self::AllGather { output, input } => unsafe { comm.all_gather(*output, *input, target) },
+            Self::ReduceScatter { output, input, op } => unsafe { comm.reduce_scatter(*output, *input, *op, target) },
+            Self::Messages { sends, recvs } => comm.together(|comm| {
                 for (peer, memory) in sends {
                     // SAFETY: as above.
-                    unsafe { handle.send(*memory, *peer, target) }?;
+                    unsafe { comm.send(*memory, *peer, target) }?;
                 }
                 for (peer, memory) in recvs {
                     // SAFETY: as above.
-                    unsafe { handle.recv(*memory, *peer, target) }?;
+                    unsafe { comm.recv(*memory, *peer, target) }?;
                 }
                 Ok(())
             }),
