@@ -14,19 +14,19 @@ pub struct InitOptions {
     pub backend: Backend,
     /// How ranks find each other: `env://` (default), `tcp://host:port` or `file:///path`.
     pub init_method: String,
-    /// This process's rank, when the environment does not say or says otherwise.
+    /// This process's rank. Default: from the environment.
     pub rank: Option<usize>,
-    /// The number of ranks, when the environment does not say or says otherwise.
+    /// The number of ranks. Default: from the environment.
     pub world_size: Option<usize>,
     /// How long to wait for the other ranks to come, and how long a collective may take. Default: 10 minutes.
     pub timeout: Duration,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
-    /// Has the kernel kill this process when its parent dies, however that happens: for launchers such as torchrun, whose
-    /// workers would go on when it is killed by SIGKILL. `ddprun` does so by itself. Linux only. Default: false.
+    /// Has the kernel kill this process when its parent dies, in whatever way. This is for launchers such as torchrun, whose
+    /// workers go on when it is killed by SIGKILL; `ddprun` does so by itself. Linux only. Default: false.
     ///
-    /// The parent is the thread that started this process, and the setting belongs to the thread that calls
-    /// [`init_process_group`]: it ends with that. A parent that died before the call is not noticed.
+    /// The parent is the thread that started this process. The setting belongs to the thread that calls
+    /// [`init_process_group`], and ends with that thread. A parent that died before the call is not noticed.
     pub die_with_parent: bool,
 }
 
@@ -48,14 +48,14 @@ impl Default for InitOptions {
 /// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
 ///
 /// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
-/// on its host, and the others with the CPU engine; all ranks have to come to the same. In a build without NCCL (feature
+/// on its host, and the others with the CPU engine. All ranks must end up with the same engine. In a build without NCCL (feature
 /// `cuda`), a GPU as the device makes a group of one rank.
 ///
 /// # Errors
-/// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
-/// the time-out: each says which variable, address or rank, and what to do. A rank that has come and then fails, because
-/// it has no device or another engine than the others, for example, is an error on all ranks at once
-/// ([`Error::PeerFailed`]), and one whose process dies within ten seconds. The time-out bounds all of it.
+/// A missing or contradictory environment, an engine that is not available, or ranks that do not come within the time-out;
+/// each error says which variable, address or rank, and what to do. If a rank has come and then fails, for example because it
+/// has no device or another engine than the others, all ranks get an error at once ([`Error::PeerFailed`]); if its process
+/// dies, they do within ten seconds. The time-out bounds all of it.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;
@@ -104,8 +104,7 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
     Error::Unavailable { what: what.to_string(), hint: hint.into() }
 }
 
-/// The engine that is meant; `device_count` says how many GPUs there are, or why none, and `nccl_version` whether NCCL is
-/// there.
+/// The engine to use. `device_count` says how many GPUs there are, or why none, and `nccl_version` whether NCCL is there.
 fn choose(
     backend: Backend,
     device: Option<&Device>,

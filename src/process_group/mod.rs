@@ -31,13 +31,13 @@ use std::time::Duration;
 /// are changed in place: every other tensor that shares their storage changes as well.
 ///
 /// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
-/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must be left alone until it was waited for. (With NCCL the
-/// first calls may wait until it has connected the ranks.)
+/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must not be touched until it was waited for. With NCCL, the
+/// first calls may wait until the ranks are connected.
 ///
 /// # Errors
-/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do
-/// ([`Error::Desync`]), when a rank is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own
-/// ([`Error::PeerFailed`]) or does not come in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
+/// A call fails on every rank, within the group's time-out, when ranks make different calls ([`Error::Desync`]), when a rank
+/// is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own ([`Error::PeerFailed`]) or does not come
+/// in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
 /// its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
 /// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
 #[derive(Clone)]
@@ -118,7 +118,7 @@ impl ProcessGroup {
         self.0.settings.timeout
     }
 
-    /// A key-value store that the ranks of this group share, with room for keys of the program's own.
+    /// A key-value store that the ranks of this group share, for keys of the program's own.
     pub fn store(&self) -> PrefixStore {
         PrefixStore::new("user", Arc::clone(&self.0.store))
     }
@@ -128,7 +128,7 @@ impl ProcessGroup {
     /// Every rank of this group calls it with the same `ranks`, also those that are not among them: they get `None`.
     ///
     /// # Errors
-    /// Ranks that do not exist; ranks that do not come within the time-out, or, at once, the failure of this group.
+    /// Ranks that do not exist, or do not come within the time-out; or, at once, the failure of this group.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
@@ -144,7 +144,7 @@ impl ProcessGroup {
         }
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
         let place = ranks.iter().position(|rank| *rank == self.rank());
-        // The ranks are part of the key, so that ranks which were given different ones do not meet by accident.
+        // The ranks are part of the key, so that processes which were given different ranks do not meet by accident.
         let members = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join("-");
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
@@ -155,10 +155,10 @@ impl ProcessGroup {
         Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
     }
 
-    /// A second group of the same ranks, for collectives inside of a model's forward and backward passes: DDP's buckets
-    /// go through the first at moments that differ from rank to rank, and ranks must make the calls of one group in
-    /// the same order. All layers share it. It is made by the first call, which waits for that of every other rank,
-    /// and ends with this group.
+    /// A second group of the same ranks, for collectives inside a model's forward and backward passes. DDP's buckets go
+    /// through the first group at moments that differ from rank to rank, but ranks must make the calls of one group in the
+    /// same order. All layers share it. The first call makes it and waits for that of every other rank; it ends with this
+    /// group.
     pub(crate) fn companion(&self) -> Result<Self> {
         let mut companion = self.0.companion.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(companion) = &*companion {
@@ -195,7 +195,7 @@ impl ProcessGroup {
         }
     }
 
-    /// The failure of this group, if there was one: ranks then do not come to make another group of them.
+    /// The failure of this group, if there was one, after which not all ranks will come to make another group.
     fn failed(&self) -> Result<()> {
         self.0.communicator.failure().map_or(Ok(()), Err)
     }
@@ -210,8 +210,8 @@ impl ProcessGroup {
         self.0.communicator.run(collective)
     }
 
-    /// Makes [`Work::span`] known for the collectives that are started from now on, also where that costs something: on
-    /// GPUs two events for each.
+    /// Has [`Work::span`] measured for the collectives that are started from now on, also on GPUs, where that costs two events
+    /// for each.
     ///
     /// # Errors
     /// An error of the GPU.
@@ -224,7 +224,7 @@ impl ProcessGroup {
     /// [`abort_on_error`](Self::abort_on_error) calls it where a whole program fails.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
-        // Without waiting: one who holds the lock connects, and hears of it from this group or its time-out.
+        // Without waiting: a thread that holds the lock is connecting, and learns of the failure from this group.
         if let Ok(companion) = self.0.companion.try_lock()
             && let Some(companion) = &*companion
         {
@@ -269,8 +269,7 @@ impl ProcessGroup {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 
-    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::PeerFailed`]. Every rank
-    /// calls it.
+    /// This rank's `result`, or, if another rank has an error, that error as [`Error::PeerFailed`]. Every rank calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let reports = self.gather_reports(result.as_ref().map(|_| ""));
         let value = result?;
@@ -293,7 +292,7 @@ impl ProcessGroup {
     /// Every rank's bytes, in rank order; they may differ in length.
     pub(crate) fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (world, device) = (self.world_size(), self.device());
-        // Not by `wait`, after which a GPU may still see what a call that failed has left.
+        // After a mere `wait`, a GPU might still read what a failed call has left.
         let all_gather = |output: &Tensor, input: &Tensor| self.all_gather_async(output, input)?.synchronize();
         let lengths = Tensor::zeros(world, DType::I64, device)?;
         all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
@@ -309,10 +308,10 @@ impl ProcessGroup {
     }
 }
 
-/// The bytes of the report of rank `rank`, which says that it has `length`: anything may stand there if that rank is in
-/// another call that looks alike.
+/// The number of bytes that rank `rank` says its report has. It may be anything if that rank is in another call that looks
+/// alike.
 fn report_length(rank: usize, length: i64) -> Result<usize> {
-    /// Far beyond a report of any model.
+    /// Far more than the report of any model.
     const LONGEST: usize = 64 << 20;
     usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::PeerFailed {
         peer: rank,

@@ -24,15 +24,15 @@ pub(super) struct Group {
     pub(super) hosts: Hosts,
     /// The memory that this rank shares with the others of its host, in place of data and direct connections.
     pub(super) shm: Option<ShmGroup>,
-    /// For collectives.
+    /// The connections for collectives.
     pub(super) data: Transport,
-    /// For `send` and `recv`, which must not wait for a collective.
+    /// The connections for `send` and `recv`, which must not wait for a collective.
     pub(super) direct: Transport,
     pub(super) control: Control,
-    /// For the locks of tensors.
+    /// This rank's waits for the locks of tensors.
     pub(super) locks: LockWaits,
     state: Mutex<State>,
-    /// A failure, an acknowledgement, an answer, or a closed connection.
+    /// Notified of a failure, an acknowledgement, an answer, or a closed connection.
     changed: Condvar,
 }
 
@@ -117,13 +117,13 @@ impl Group {
             return first.clone();
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
-        // A call that is being carried out returns it, and this rank knows what it did itself.
+        // A call that is being carried out returns the failure, and this rank knows what it did itself.
         let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
         self.changed.notify_all();
-        // First the reason, then the end of the data: peers that see the latter wait for the former.
+        // The reason is sent before the data connections close, since peers that see the latter wait for the reason.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
         self.locks.end();
@@ -163,7 +163,7 @@ impl Group {
         Some(left_since(peer, self.rank, history.begun(), history.call_at(history.begun())?))
     }
 
-    /// Why the group has ended, if it has, or why no more calls of all its ranks can succeed.
+    /// Why the group has failed, or why no more calls of all its ranks can succeed.
     pub(super) fn failure(&self) -> Option<Failure> {
         let state = lock(&self.state);
         let gone =
@@ -207,8 +207,8 @@ impl Group {
         answers.into_iter().enumerate().map(|(peer, answer)| state.rank_state(peer, answer)).collect()
     }
 
-    /// Says goodbye to all peers, or nothing when the group has failed and everybody knows. Returns once they have
-    /// read it, or after a short while: closing earlier could make the system throw it away.
+    /// Says goodbye to all peers, unless the group has failed, which they know already. Returns once they have read it, or
+    /// after a short while: closing the connections earlier could make the system discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
         let state = lock(&self.state);
@@ -228,7 +228,7 @@ impl Group {
         });
         let state = lock(&self.state);
         match &state.failure {
-            // After the last call, programs end in many ways.
+            // Programs end in many ways after their last call.
             None | Some(Failure::PeerGone { .. }) => {}
             Some(failure) if state.untold => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));

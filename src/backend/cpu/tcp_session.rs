@@ -19,11 +19,11 @@ pub(super) struct TcpSession<'a> {
     received_ahead: Vec<usize>,
 }
 
-/// Pieces of bytes with the peer that each goes to. Several for one peer follow each other in the order of the list,
-/// which is the same on both sides.
+/// Pieces of bytes with the peer that each is sent to. Several pieces for one peer are sent in the order of the list, which is
+/// the same on both sides.
 pub(super) type Sends<'a> = [(usize, Piece<'a>)];
 
-/// The same for what comes.
+/// Pieces of bytes with the peer that each is received from.
 pub(super) type Recvs<'a> = Vec<(usize, PieceMut<'a>)>;
 
 impl<'a> TcpSession<'a> {

@@ -120,7 +120,7 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Waits until all calls are over, at most until `deadline`; whether they are.
+    /// Waits until all calls are over, at most until `deadline`. Returns whether they are.
     pub(super) fn drain(&self, deadline: Instant) -> bool {
         let mut queue = lock(&self.shared.queue);
         while queue.busy || !queue.jobs.is_empty() {
@@ -133,7 +133,7 @@ impl WorkQueue {
         true
     }
 
-    /// Ends the thread, after the calls in the queue.
+    /// Ends the thread after the calls in the queue.
     pub(super) fn close(&self) {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_all();

@@ -1,4 +1,4 @@
-//! A communicator and the stream that its calls go to: what a collective is started on.
+//! A communicator and the stream for its calls, on which collectives are started.
 use super::calls::Target;
 use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
@@ -15,18 +15,18 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 pub(super) struct CommStream {
-    /// `None` once it was aborted or has left. The lock makes NCCL see one thread at a time.
+    /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
     pub(super) streams: Streams,
 }
 
 struct Open {
     comm: Comm,
-    /// Calls that have begun and then failed: until the communicator is aborted, NCCL may launch more parts of them.
+    /// Calls that failed after they had begun: NCCL may launch more parts of them until the communicator is aborted.
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// A comm_stream whose turn it is: calls started on it come in the order in which they got it.
+/// Exclusive use of a [`CommStream`]: calls run in the order in which they got it.
 pub(super) struct Turn<'a> {
     open: MutexGuard<'a, Option<Open>>,
     streams: &'a Streams,
@@ -41,7 +41,7 @@ impl CommStream {
         Turn { open: lock(&self.open), streams: &self.streams }
     }
 
-    /// What has broken since the last call. Nothing while another thread is in a call: it finds out itself.
+    /// The error that has occurred since the last call. `None` while another thread is in a call, which notices it itself.
     pub(super) fn error(&self) -> Option<String> {
         let mut open = match self.open.try_lock() {
             Ok(open) => open,
@@ -51,8 +51,8 @@ impl CommStream {
         open.as_mut()?.comm.status("a collective").err().map(|failure| failure.to_string())
     }
 
-    /// Ends all its calls; those to be [released](Self::release) later. Whoever waits in a call of NCCL's sees that the
-    /// group has failed, and lets the lock go.
+    /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in a call of NCCL's sees
+    /// that the group has failed, and unlocks.
     fn abort(&self) -> Vec<Arc<NcclWork>> {
         let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
@@ -62,7 +62,7 @@ impl CommStream {
         stranded
     }
 
-    /// Lets go of the tensors of `stranded` calls, to which nothing is added any more, once the GPU has passed them.
+    /// Drops the tensors of `stranded` calls once the GPU has passed them. No more parts of them may be launched.
     fn release(&self, stranded: Vec<Arc<NcclWork>>) {
         const PATIENCE: Duration = Duration::from_secs(10);
         const PAUSE: Duration = Duration::from_millis(1);
@@ -70,7 +70,7 @@ impl CommStream {
             return;
         }
         let (last, deadline) = (Done::new(None), Instant::now() + PATIENCE);
-        // After an error of the device nothing runs on it.
+        // After an error of the device, nothing runs on it any more.
         let marked = self.streams.end(&last).is_ok();
         while marked && matches!(last.is_over(), Ok(false)) {
             if Instant::now() >= deadline {
@@ -85,7 +85,7 @@ impl CommStream {
         }
     }
 
-    /// Leaves in good order, or aborts when the group's other ranks on this host do not leave too, or an error comes.
+    /// Leaves in good order, or aborts after an error, or when the group's other ranks on this host do not leave.
     pub(super) fn finalize(&self, check: CancellationCheck) {
         let Some(Open { comm, stranded }) = lock(&self.open).take() else { return };
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
@@ -102,8 +102,8 @@ impl CommStream {
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream: behind `ready`, and with the work's fence behind them. The host does not wait for
-    /// them, only until NCCL has launched them.
+    /// Puts `calls` on the stream, behind `ready`, and the work's fence behind them. The host waits only until NCCL has
+    /// launched them.
     pub(super) fn launch(
         &mut self,
         group: &Group,
@@ -142,14 +142,14 @@ impl Turn<'_> {
     }
 }
 
-/// The communicator was aborted: the group has failed.
+/// The error when the communicator was aborted because the group has failed.
 fn gone(group: &Group) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
     WaitError::Group(group.root_cause().unwrap_or_else(closed))
 }
 
-/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
-/// the same order on all ranks, which leave them one after the other.
+/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They are in the
+/// same order on all ranks, which finalize them one after the other.
 pub(super) struct CommStreams(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
 
 /// From which rank to which; `None` is the communicator of the collectives.

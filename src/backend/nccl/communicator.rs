@@ -29,21 +29,21 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Tells the id of the communicator, or why there is none.
+/// The key of NCCL's id; its value is empty if rank 0 could not make one.
 const ID: &str = "id";
 /// How long the end of a group waits for the other ranks of this host, which NCCL lets leave together.
 const LEAVING: Duration = Duration::from_secs(10);
-/// How long dropping a communicator waits for what should end at once, and may hang in NCCL or in the store: its threads,
-/// and then the end of NCCL's communicators.
+/// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should end at
+/// once, but may hang in NCCL or in the store.
 const ENDING: Duration = Duration::from_secs(30);
 
-/// How an [`NcclCommunicator`] works. The same on all ranks.
+/// How an [`NcclCommunicator`] works. The options must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails. 10 minutes by default, as with
     /// PyTorch's NCCL.
     pub timeout: Duration,
-    /// A rank that gives no sign of heartbeat for this long is taken for dead, and ends the group. 10 seconds by default.
+    /// A rank that sends no heartbeat for this long is taken for dead, which ends the group. 10 seconds by default.
     pub lost_after: Duration,
 }
 
@@ -57,18 +57,18 @@ impl Default for NcclOptions {
 ///
 /// Collectives are put on a stream of their own in the order in which they are started; messages (`Send`, `Recv`) have
 /// an order of their own for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes
-/// candle's stream wait and not the host; it is to be called on the thread that goes on with the tensors. A barrier, and
-/// [`Work::synchronize`], block the host.
+/// candle's stream wait, but not the host; call it on the thread that goes on with the tensors. A barrier and
+/// [`Work::synchronize`] block the host.
 ///
 /// The group ends for all its ranks with the first failure: an error of NCCL or of a GPU, a rank that dies or leaves
 /// early, a call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the
 /// culprit.
 ///
-/// Dropping it waits for what has been started and leaves in good order, or, while panicking, tells the others that this
-/// rank failed. What hangs in NCCL then is left behind after a minute, with a warning.
+/// Dropping it waits for the calls that were started and leaves in good order, or, while panicking, tells the others that this
+/// rank failed. Threads that hang in NCCL are left behind after a minute, with a warning.
 pub struct NcclCommunicator {
     group: Arc<Group>,
-    /// The one for collectives.
+    /// For collectives.
     comm_stream: Arc<CommStream>,
     comm_streams: Arc<CommStreams>,
     pairs: Mutex<HashMap<Channel, P2p>>,
@@ -76,7 +76,7 @@ pub struct NcclCommunicator {
     store: Arc<dyn Store>,
     options: NcclOptions,
     token: CudaSlice<f32>,
-    /// If times are measured.
+    /// There once times are measured.
     clock: Mutex<Option<Arc<Clock>>>,
     watchdog: Option<JoinHandle<()>>,
     heartbeat_monitor: Option<JoinHandle<()>>,
@@ -89,8 +89,8 @@ impl NcclCommunicator {
     /// `store` is shared by all ranks and private to this group; the ranks keep in touch through it until the group ends.
     ///
     /// # Errors
-    /// On all ranks alike when one cannot take part, when their versions of NCCL differ, or when two are on one GPU; when
-    /// some do not come in time, they are named.
+    /// All ranks get the same error when one of them cannot take part, when their versions of NCCL differ, or when two of them
+    /// are on one GPU. Ranks that do not come in time are named.
     pub fn new(
         store: Arc<dyn Store>,
         rank: usize,
@@ -188,7 +188,7 @@ impl NcclCommunicator {
     }
 
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        // NCCL splits a communicator that has nothing to do, and until then nothing new may begin.
+        // NCCL only splits a communicator without calls under way, and no new call may begin before the split.
         let mut turn = self.comm_stream.turn();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
@@ -213,7 +213,7 @@ impl NcclCommunicator {
     }
 }
 
-/// Opens the device, and sees who this rank is.
+/// Opens the device, and finds out who this rank is.
 fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     let nccl_version = version()?;
     if nccl_version < OLDEST_VERSION {
@@ -227,7 +227,7 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     Ok((streams, Identity { nccl_version, host: host(), pci_bus_id }))
 }
 
-/// Until the group fails, or its time-out is over.
+/// A check that ends a wait when the group has failed, or its time-out is over.
 fn cancellation_check(
     group: &Group,
     what: String,
@@ -247,7 +247,7 @@ fn cancellation_check(
     }
 }
 
-/// What a group has before its communicator.
+/// What a rank has before its communicator is connected.
 struct Base {
     group: Arc<Group>,
     streams: Streams,
@@ -257,14 +257,14 @@ struct Base {
 }
 
 impl Base {
-    /// Meets the other ranks in NCCL, by the id that rank 0 makes.
+    /// Connects to the other ranks in NCCL, by the id that rank 0 makes.
     fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
         let cannot = |error: Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
         if group.rank == 0 {
             let id = UniqueId::new();
-            // Nothing in place of an id: the others then hear of the failure.
+            // Empty if there is no id: then the others fail, too.
             let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
             self.store.set(ID, &bytes).map_err(cannot)?;
             id?;
@@ -292,7 +292,7 @@ impl Base {
         })
     }
 
-    /// The communicator, or the end of the group.
+    /// Makes the communicator, or ends the group.
     fn assemble(
         self,
         comm: std::result::Result<Comm, WaitError>,
@@ -314,7 +314,7 @@ impl Base {
                 let ours = self.group.fail(failure.clone()) == failure;
                 self.group.leave();
                 join(heartbeat_monitor);
-                // This rank's own error is told as what it is.
+                // This rank's own error is returned as what it is.
                 let other = self.group.failure().filter(|_| !ours);
                 return Err(other.map_or_else(|| error.into_error(rank), Error::from));
             }
@@ -339,7 +339,7 @@ impl Base {
     }
 }
 
-/// Starts one of the group's own threads; its end by a panic is the end of the group.
+/// Starts one of the group's own threads. A panic in it ends the group.
 fn spawn(group: &Arc<Group>, name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let (rank, group) = (group.rank, group.clone());
     std::thread::Builder::new()
@@ -358,7 +358,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// The same, but lets a thread be that is not over at `deadline`: it keeps what it needs.
+/// Like [`join`], but leaves a thread behind that has not ended at `deadline`.
 fn join_until(thread: JoinHandle<()>, deadline: Instant) {
     const PAUSE: Duration = Duration::from_millis(1);
     while !thread.is_finished() {
@@ -433,7 +433,7 @@ impl Drop for NcclCommunicator {
         for thread in self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()) {
             join_until(thread, deadline);
         }
-        // On a thread of its own: NCCL may not come back from an abort.
+        // On a thread of its own, since an abort may hang in NCCL.
         let (rank, patience, comm_streams) =
             (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));
         let end = move || {

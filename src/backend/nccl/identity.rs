@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Facts about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
-    /// As NCCL numbers it.
+    /// The version of NCCL, as NCCL numbers it.
     pub(super) nccl_version: i32,
     pub(super) host: String,
     /// Where the GPU sits, as `nvidia-smi` shows it: `0000:3b:00`.
@@ -20,7 +20,7 @@ pub(super) struct Identity {
 }
 
 /// Tells the other ranks who this one is, or why it cannot take part, and returns who all ranks are. If any of them cannot
-/// take part, all get an error that names it. `opened` is what this rank has got so far, and who it is.
+/// take part, all get an error that names it. `opened` holds what this rank has opened, and who it is.
 pub(super) fn exchange<T>(
     store: &dyn Store,
     rank: usize,
@@ -99,13 +99,13 @@ impl Identity {
     }
 }
 
-/// A version as NCCL numbers it, in the usual form.
+/// A version of NCCL, displayed in the usual form.
 pub(super) struct Version(pub(super) i32);
 
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(version) = *self;
-        // Up to 2.8 minor versions had one digit.
+        // Up to NCCL 2.8, minor versions had one digit.
         let (major, rest, base) = if version < 10_000 {
             (version / 1000, version % 1000, 100)
         } else {
@@ -143,7 +143,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// What each of two ranks gets, of which rank 1 tells `second`.
+    /// What each of two ranks gets when rank 1 tells `second`.
     fn exchanged(second: std::result::Result<Identity, &'static str>) -> [Result<Vec<Identity>>; 2] {
         let store = HashStore::new(TIMEOUT);
         let (store, second) = (&store, &second);

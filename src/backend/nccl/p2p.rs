@@ -1,9 +1,9 @@
 //! Messages between two ranks in one direction.
 //!
-//! NCCL carries out the calls on a communicator one after the other, so that two ranks which both send first and then
-//! receive would wait for each other, and a message behind a collective for all ranks. Messages are promised neither. So
-//! each pair of ranks gets, for each direction in which it has something to say, a communicator of two and a stream of
-//! their own. They are made with the first message; since both ranks have to be there for that, a thread does it.
+//! NCCL carries out the calls on a communicator one after the other. On one communicator, two ranks that both send first and
+//! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may happen. So
+//! each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends messages. They are
+//! made with the first message, by a thread, since both ranks have to be there for that.
 use super::comm::{Comm, UniqueId, WaitError};
 use super::comm_stream::{CommStream, CommStreams};
 use super::group::Group;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// The messages from one rank to another, on either of them.
+/// The messages from one rank to another, on either of the two.
 pub(super) struct P2p {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
@@ -66,12 +66,12 @@ impl P2p {
         Ok(Self { jobs, thread, streams })
     }
 
-    /// Puts a message behind those before it. A thread that is gone has left the reason in the group.
+    /// Queues a message. If the thread has ended, the group knows the reason.
     pub(super) fn push(&self, job: Job) {
         let _ = self.jobs.send(job);
     }
 
-    /// Ends the thread once everything is started, or the group has failed.
+    /// Ends the thread once all messages are started, or the group has failed.
     pub(super) fn end(self) {
         drop(self.jobs);
         if self.thread.join().is_err() {
@@ -83,7 +83,7 @@ impl P2p {
 impl Worker {
     fn run(self, queue: &Receiver<Job>) {
         let mut comm_stream: Option<Arc<CommStream>> = None;
-        // Nobody waits for these: they are kept here until the GPU has passed them.
+        // Works that nobody waits for are kept here until the GPU has passed them.
         let mut abandoned: Vec<NcclWork> = Vec::new();
         for Job { plan, ready, work } in queue {
             let opened = match &comm_stream {
@@ -98,7 +98,7 @@ impl Worker {
                 })
             });
             if let Err(error) = started {
-                // With the group: who waits for the rest of the queue hears of it.
+                // The whole group fails, so that waits for the rest of the queue end, too.
                 error.end_group(&self.group);
                 break;
             }
@@ -110,7 +110,7 @@ impl Worker {
         }
     }
 
-    /// Meets the peer.
+    /// Connects to the peer.
     fn connect(&self) -> std::result::Result<Arc<CommStream>, WaitError> {
         let sends = self.group.rank == self.from;
         let key = format!("message/{}-{}", self.from, self.to);

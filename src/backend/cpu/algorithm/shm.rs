@@ -22,7 +22,7 @@ pub(crate) struct Shm<'a> {
 impl Shm<'_> {
     /// Does `work` with the streams of the collectives.
     fn with_streams(&self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
-        // The streams are free again before the failure is looked into.
+        // The streams are unlocked before the root cause is looked for.
         let result = work(&mut self.session.streams());
         result.map_err(|error| self.session.session.failure_inside(error))
     }
@@ -90,7 +90,7 @@ impl ByteCollectives for Shm<'_> {
     }
 }
 
-/// Where in a slot a peer's part lies.
+/// Where each peer's part lies in a slot.
 #[derive(Clone, Copy)]
 pub(super) struct Parts {
     own: usize,
@@ -127,7 +127,7 @@ fn all_reduce(streams: &mut Streams, tuning: Tuning, data: Region, reduction: Re
     }
 }
 
-/// Everybody publishes everything, and reduces it.
+/// Every rank publishes all its data, and reduces that of all ranks.
 fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     streams.publish(|slot, _| slot.write_from(data))?;
     streams.receive_all()?;
@@ -137,9 +137,9 @@ fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction)
     Ok(())
 }
 
-/// Rank `c` reduces chunk `c`, step by step: everybody publishes its parts of all chunks; rank `c` reduces its part
-/// straight from the slots of all, and publishes the result, which the others copy. Parts are published one step ahead
-/// and results copied one step behind, so that nobody waits for what the others are doing right now.
+/// Rank `c` reduces chunk `c`, step by step: every rank publishes its parts of all chunks; rank `c` reduces its part straight
+/// from the slots of all ranks, and publishes the result, which the others copy. Parts are published one step ahead and
+/// results copied one step behind, so that no rank waits for what the others are doing at the moment.
 fn all_reduce_in_chunks(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     let (own, world_size, size) = (streams.rank(), streams.world_size(), reduction.element.size());
     let parts = Parts::new(streams);
@@ -182,7 +182,7 @@ pub(super) fn publish_parts<'a>(
     })
 }
 
-/// Copies from a slot of every peer what belongs to the range of `data` that `place` gives for it.
+/// Copies a slot of every peer to the range of `data` that `place` gives for that peer.
 fn copy_results(
     streams: &mut Streams,
     data: Region,
@@ -240,7 +240,7 @@ fn all_gather(streams: &mut Streams, output: Region, input: Region) -> Result<()
     Ok(())
 }
 
-/// Publishes `data` for everybody.
+/// Publishes `data` for all ranks.
 pub(super) fn publish(streams: &mut Streams, data: Region) -> Result<(), TransportError> {
     pieces(data.len(), streams.capacity())
         .try_for_each(|piece| streams.publish(|slot, _| slot.write_from(data.part(piece))))

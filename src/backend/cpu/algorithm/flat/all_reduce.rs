@@ -26,7 +26,7 @@ pub(super) fn all_reduce(
     }
 }
 
-/// Everybody sends everything to everybody, and reduces it.
+/// Every rank sends all its data to every other one, and reduces that of all ranks.
 fn at_once(session: &mut TcpSession, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
     let mut slots = scratch.slots(session.world_size(), data.len());
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, data.into())).collect();

@@ -67,7 +67,7 @@ pub(crate) fn broadcast_to_here(
         return session.exchange(&[], vec![(root, data.into())]);
     };
     for step in 0..=plan.steps {
-        // Of every chunk: the segment that came in the step before (empty in the first step) and is now handed on, and
+        // Of every chunk: the segment that came in the step before (empty in the first step) and is now passed on, and
         // the one that comes in this step (empty in the last).
         let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(plan.owners.len());
         let mut recvs = Recvs::with_capacity(plan.owners.len());

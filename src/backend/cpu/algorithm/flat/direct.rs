@@ -1,4 +1,4 @@
-//! Collectives whose data goes straight from the rank that has it to the rank that wants it.
+//! Collectives whose data is sent straight from the rank that has it to the rank that needs it.
 use crate::backend::cpu::algorithm::{Scratch, Tuning, segment, whole_elements};
 use crate::backend::cpu::piece::{Piece, PieceMut};
 use crate::backend::cpu::reduction::Reduction;

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 impl Bridge<'_> {
     /// `output` becomes all ranks' inputs in rank order. Every input goes to one rank of each other host, which passes
-    /// it on there; while it does, the next piece is on its way.
+    /// it on there while the next piece is being sent.
     pub(super) fn all_gather(&mut self, output: Region, input: Region, element: Element) -> Result<(), Failure> {
         let (hosts, each, rank) = (self.hosts, input.len(), self.session.rank());
         let length = self.length(element.size());

@@ -1,8 +1,7 @@
 //! The collectives of groups with several hosts: shared memory inside a host, TCP between hosts.
 //!
 //! Reductions take a host's ranks in order, and then the hosts in the order of their lowest ranks, whatever the
-//! collective and its size. What crosses from one host to another is of the tensors' type: f16 and bf16 are rounded
-//! there.
+//! collective and its size. Data crosses from one host to another in the tensors' dtype, so f16 and bf16 are rounded before.
 mod all_reduce;
 mod gather;
 mod reduce;
@@ -137,8 +136,7 @@ impl Bridge<'_> {
         work(streams).map_err(|error| self.session.failure_inside(error))
     }
 
-    /// `out` becomes this host's part of the reduction of `own` and of the parts of the slots that its other ranks have
-    /// published, or will.
+    /// `out` becomes the reduction of `own` and of the given parts of the slots that the other ranks of this host publish.
     fn reduce_inside(
         &mut self,
         reduction: Reduction,
@@ -158,13 +156,13 @@ impl Bridge<'_> {
         })
     }
 
-    /// Bytes that travel at a time, the same on all hosts.
+    /// Bytes that are sent at a time, the same on all hosts.
     fn length(&self, element_size: usize) -> usize {
         whole_elements(self.tuning.segment, element_size)
     }
 
-    /// By the numbers of this host's ranks: that rank, and the ranks of other hosts whose data it gets for all here, or
-    /// sends for all here.
+    /// For each rank of this host, by its number here: that rank itself, and the ranks of other hosts whose data it receives,
+    /// or sends, for all ranks of this host.
     fn proxied(&self) -> Vec<Vec<usize>> {
         let members = self.hosts.members();
         let mut proxied: Vec<Vec<usize>> = members.iter().map(|member| vec![*member]).collect();
@@ -176,8 +174,8 @@ impl Bridge<'_> {
         proxied
     }
 
-    /// Returns once all ranks have come: those of this host, and then one of every other host that knows the same of
-    /// its own.
+    /// Returns once all ranks have come: those of this host, and then one rank of every other host, which by then has waited
+    /// for its own host.
     fn barrier(&mut self) -> Result<(), Failure> {
         self.inside(shm::barrier)?;
         let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());

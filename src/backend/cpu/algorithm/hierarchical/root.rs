@@ -1,4 +1,4 @@
-//! Data of one rank for all, or of all for one.
+//! Collectives in which one rank sends to all, or all send to one.
 use super::Bridge;
 use crate::backend::call::Element;
 use crate::backend::cpu::algorithm::flat::{broadcast_from_here, broadcast_to_here};
@@ -11,20 +11,19 @@ use crate::backend::failure::Failure;
 use std::ops::Range;
 
 impl Bridge<'_> {
-    /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
+    /// The number, on this host, of the rank that exchanges data with `root` for all ranks here; `root` itself, if it is here.
     pub(super) fn gateway(&self, root: usize) -> usize {
         self.hosts.find(root).1 % self.hosts.members().len()
     }
 
-    /// The gateways of all hosts but that of `root`.
+    /// The gateways of all hosts except that of `root`.
     fn gateways(&self, root: usize) -> Vec<usize> {
         let (home, index) = self.hosts.find(root);
         let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
         others.map(|(_, ranks)| Hosts::proxy(ranks, index)).collect()
     }
 
-    /// Bytes that are sent over the network before they are passed on through shared memory, where that goes on while
-    /// the next are sent.
+    /// Bytes that are sent over the network before they are passed on through shared memory, while the next are being sent.
     fn block(&self, element: Element) -> usize {
         8 * self.length(element.size())
     }
