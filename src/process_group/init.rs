@@ -222,9 +222,9 @@ mod tests {
         for (backends, are_equal) in [([Nccl, Cpu], false), ([Nccl, Nccl], true)] {
             let store = HashStore::new(Duration::from_secs(5));
             std::thread::scope(|scope| {
-                for rank in 0..2 {
+                for (rank, backend) in backends.into_iter().enumerate() {
                     let reports = StoreReports { store: &store, topic: "backend", rank, world_size: 2 };
-                    scope.spawn(move || match agree_on_backend(&reports, backends[rank]) {
+                    scope.spawn(move || match agree_on_backend(&reports, backend) {
                         Ok(()) => assert!(are_equal),
                         Err(error) => {
                             let text = "rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu";

@@ -204,11 +204,14 @@ mod tests {
         Error::from(diagnose(expired, &ranks)).to_string()
     }
 
+    /// What it is about, the ranks whose part is missing, the other ranks, and what the failure says.
+    type Case = (&'static str, Option<&'static [usize]>, Vec<RankState>, &'static str);
+
     #[test]
     fn a_collective_that_expired_is_explained() {
         let mut early = vec![BARRIER; 20];
         early[4] = ALL_REDUCE;
-        let cases: [(&str, Option<&[usize]>, Vec<RankState>, &str); 13] = [
+        let cases: [Case; 13] = [
             (
                 "another call",
                 Some(&[1]),
