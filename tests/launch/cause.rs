@@ -26,7 +26,7 @@ fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
 /// The rank that hangs has not failed, but is what the others failed for.
 #[test]
 fn a_rank_that_others_waited_for_in_vain_is_named() {
-    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was \
+    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 has not started this collective: its last was \
                      sequence 3, barrier()";
     let script = format!(
         "case $RANK in
