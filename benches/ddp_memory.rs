@@ -1,21 +1,22 @@
-//! What DistributedDataParallel needs in memory beyond plain candle, as a formula and as measured.
+//! The memory that DistributedDataParallel needs in addition to plain candle, as a formula and as measured.
 //!
 //! ```text
 //! cargo bench --bench ddp_memory
 //! ```
 //!
-//! With parameters of `P` bytes, in `n` tensors:
+//! For parameters of `P` bytes in `n` tensors:
 //!
-//! - between steps: a replica of every parameter and the buckets of the gradients, with an element per parameter at
-//!   their ends: `2·P + 2·4·n` bytes;
-//! - at the peak of a step: the same less `P` at most, because plain candle then holds its gradients in memory of their
-//!   own, while those of DDP are views of the buckets; where the peak falls into the backward pass, before the optimizer,
-//!   it is less, because candle adds each variable's gradient to zeros first, which DDP's replicas spare.
+//! - between steps: a replica of every parameter, and the gradient buckets, each with one more element per parameter:
+//!   `2·P + 2·4·n` bytes;
+//! - at the peak of a step: at most this minus `P`, because plain candle then holds its gradients in memory of their
+//!   own, while DDP's gradients are views of the buckets. If the peak falls into the backward pass, before the
+//!   optimizer step, it is less, because candle first adds each variable's gradient to zeros, which DDP's replicas
+//!   avoid.
 //!
-//! With `ZeroRedundancyOptimizer` instead of AdamW, on `W` ranks, each rank has between steps `2·P/W` bytes of states
-//! instead of `2·P` (the formula), and its parts of up to two buckets, for what is on its way.
+//! With `ZeroRedundancyOptimizer` instead of AdamW on `W` ranks, each rank holds `2·P/W` bytes of state between steps
+//! instead of `2·P` (the formula), and its shards of up to two buckets for data in flight.
 //!
-//! Bytes are counted in the allocator, so that they are exact, whatever the allocator keeps back.
+//! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
 use candle_ddp::optim::{self, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
@@ -31,7 +32,7 @@ static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 const STEPS: usize = 3;
 
-/// Bytes beyond those before the model was built.
+/// The bytes in addition to those before the model was built.
 #[derive(Clone, Copy)]
 struct Usage {
     between_steps: usize,
@@ -55,7 +56,7 @@ fn main() -> ExitCode {
 
 fn bench(pg: &ProcessGroup, model: &Model) -> Result<()> {
     let input = model.input()?;
-    // candle's kernels keep work space for the next time.
+    // candle's kernels keep work space for reuse.
     plain(model, &input)?;
     let (plain, _) = usage(|| plain(model, &input))?;
     let (ddp, (bytes, tensors)) = usage(|| ddp(pg, model, &input))?;
@@ -73,7 +74,7 @@ fn bench(pg: &ProcessGroup, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Runs `train`, which returns what it keeps between steps, and a result.
+/// Runs `train`, which returns the state that it keeps between steps, and a result.
 fn usage<K, T>(train: impl FnOnce() -> Result<(K, T)>) -> Result<(Usage, T)> {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
@@ -112,7 +113,7 @@ fn ddp(pg: &ProcessGroup, model: &Model, input: &Tensor) -> Result<(impl Sized +
     Ok(((varmap, ddp, optimizer), (elements * DTYPE.size_in_bytes(), parameters.len())))
 }
 
-/// What a rank of several has between steps, with AdamW and with its states spread over the ranks.
+/// Measures the memory of one rank of several between steps, with AdamW and with sharded optimizer state.
 fn zero(world_size: usize, model: &Model) -> Result<()> {
     let input = model.input()?;
     let train = |zero: bool| -> Result<(usize, usize)> {
@@ -121,12 +122,12 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
             let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DTYPE, model.build, DdpOptions::default())?;
             let step = |ddp: &DistributedDataParallel<_>| ddp.backward(&loss(&ddp.forward(&input)?)?);
             let (mut plain, mut spread) = (None, None);
-            // The first pass finds the order of the buckets.
+            // The first pass determines the order of the buckets.
             step(&ddp)?;
             if zero {
                 let optimizer = spread.insert(ZeroRedundancyOptimizer::new(&ddp, adamw())?);
                 for _ in 1..STEPS {
-                    optimizer.step(&step(&ddp)?)?;
+                    optim::Optimizer::step(optimizer, &step(&ddp)?)?;
                 }
             } else {
                 let optimizer = plain.insert(optim::AdamW::from_named(ddp.named_parameters(), adamw())?);
@@ -134,7 +135,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
                     optimizer.step(&step(&ddp)?)?;
                 }
             }
-            // Of all ranks together, while none of them does anything.
+            // The total of all ranks while all of them are idle.
             pg.barrier()?;
             let usage = ALLOCATOR.current_usage().saturating_sub(before);
             pg.barrier()?;

@@ -1,12 +1,12 @@
-//! What DistributedDataParallel costs: a training step in a world of one, against the same model in plain candle.
+//! The cost of DistributedDataParallel: a training step with world size 1, compared with the same model in plain
+//! candle.
 //!
 //! ```text
 //! cargo bench --bench ddp_step [-- --rounds 30 --threads 1]
 //! ```
 //!
-//! Both train side by side in one process, a step of the one and a step of the other in alternating order, so that
-//! what else the machine does meets both alike. Without `--bench` (as `cargo test` runs it) it takes a few steps of small
-//! models, only to see that it works.
+//! Both train in one process and alternate steps, so that other load on the machine affects both equally. Without
+//! `--bench` (as under `cargo test`), it runs a few steps of small models as a smoke test.
 use candle_core::Tensor;
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
 use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
@@ -22,27 +22,27 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
-    /// How many steps of each are measured.
+    /// The number of measured steps of each.
     #[arg(long, default_value_t = 30)]
     rounds: usize,
-    /// How many threads candle's kernels use (RAYON_NUM_THREADS).
+    /// The number of threads of candle's kernels (RAYON_NUM_THREADS).
     #[arg(long, default_value_t = 1)]
     threads: usize,
 }
 
-/// Milliseconds of the parts of a step.
+/// The duration of a step's parts in milliseconds.
 type Times = [f64; PARTS.len()];
 const PARTS: [&str; 3] = ["forward", "backward", "optimizer"];
 
 fn main() -> ExitCode {
-    // Other arguments are meant for cargo test's own harness.
+    // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
     let Options { rounds, threads, .. } =
         if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1 } };
-    // candle reads the number of threads from the environment, which a program can set for its children only.
+    // candle reads the number of threads from the environment, which a program can only set for its children.
     if std::env::var("RAYON_NUM_THREADS").as_deref() != Ok(threads.to_string().as_str()) {
         return match restart(threads) {
             Ok(code) => code,
@@ -73,7 +73,7 @@ fn bench(pg: &ProcessGroup, model: &Model, rounds: usize) -> Result<()> {
     let input = model.input()?;
     let mut plain = Plain::new(model)?;
     let mut ddp = Ddp::new(pg, model)?;
-    // The first steps allocate, and DDP lays out its buckets anew after the first.
+    // The first steps allocate, and DDP rebuilds its buckets after the first.
     for _ in 0..2 {
         plain.step(&input)?;
         ddp.step(&input)?;
@@ -99,7 +99,7 @@ fn bench(pg: &ProcessGroup, model: &Model, rounds: usize) -> Result<()> {
     Ok(())
 }
 
-/// Prints medians; the ratio is the median of the rounds' ratios, whose steps were neighbours in time.
+/// Prints medians. The ratio is the median of the ratios of neighbouring steps.
 fn row(name: &str, times: impl Iterator<Item = (f64, f64)> + Clone) {
     let plain = median(times.clone().map(|(plain, _)| plain));
     let ddp = median(times.clone().map(|(_, ddp)| ddp));
@@ -118,7 +118,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-/// The model as candle trains it.
+/// The model, trained with plain candle.
 struct Plain {
     module: Sequential,
     optimizer: AdamW,
@@ -142,7 +142,7 @@ impl Plain {
     }
 }
 
-/// The model as this crate trains it.
+/// The model, trained with this crate.
 struct Ddp {
     module: DistributedDataParallel<Sequential>,
     optimizer: AdamW,
@@ -173,7 +173,7 @@ impl Clock {
         Self(Instant::now())
     }
 
-    /// Milliseconds since the start or the last lap.
+    /// Returns the milliseconds since the start or the last lap.
     fn lap(&mut self) -> f64 {
         let now = Instant::now();
         let elapsed = now - std::mem::replace(&mut self.0, now);

@@ -1,12 +1,12 @@
-//! LayerNorm and RMSNorm in training: the fused layers against candle's operations.
+//! LayerNorm and RMSNorm in training: the fused layers compared with candle's operations.
 //!
 //! ```text
 //! cargo bench --bench norms [-- --rounds 30 --threads 1]
 //! ```
 //!
-//! candle's own fused layers have no backward pass; what can be trained are `candle_nn::ops::layer_norm_slow` and
-//! `rms_norm_slow`. Both take turns in one process, so that what else the machine does meets both alike. Without
-//! `--bench` (as `cargo test` runs it) it takes two rounds of small tensors, only to see that it works.
+//! candle's own fused layers have no backward pass; only `candle_nn::ops::layer_norm_slow` and `rms_norm_slow` can be
+//! trained. Both alternate in one process, so that other load on the machine affects both equally. Without `--bench`
+//! (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp::nn::{LayerNorm, RmsNorm};
 use candle_nn::ops::{layer_norm_slow, rms_norm_slow};
@@ -19,13 +19,13 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
-    /// How often each is measured.
+    /// The number of measurements of each.
     #[arg(long, default_value_t = 30)]
     rounds: usize,
-    /// How many threads the kernels use (RAYON_NUM_THREADS).
+    /// The number of threads of the kernels (RAYON_NUM_THREADS).
     #[arg(long, default_value_t = 1)]
     threads: usize,
 }
@@ -33,11 +33,11 @@ struct Options {
 const EPS: f32 = 1e-5;
 
 fn main() -> ExitCode {
-    // Other arguments are meant for cargo test's own harness.
+    // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
     let Options { rounds, threads, .. } =
         if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1 } };
-    // The number of threads is read from the environment, which a program can set for its children only.
+    // The number of threads is read from the environment, which a program can only set for its children.
     let result = if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok(threads.to_string().as_str()) {
         bench(measure, rounds).map_err(|error| error.to_string())
     } else {
@@ -100,7 +100,7 @@ fn compare(
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    // The median of the rounds' ratios, whose parts were neighbours in time.
+    // The median of the ratios of neighbouring measurements.
     let ratio = median(|(candle, fused)| (candle[0] + candle[1]) / (fused[0] + fused[1]));
     println!(
         "| {what} | {:.2} | {:.2} | {:.2} | {:.2} | **{ratio:.1}** |",
@@ -112,7 +112,7 @@ fn compare(
     Ok(())
 }
 
-/// Milliseconds of a forward and of a backward pass.
+/// Returns the milliseconds of a forward and of a backward pass.
 fn time(forward: impl Fn() -> Result<Tensor>) -> Result<[f64; 2]> {
     let start = Instant::now();
     let y = forward()?;

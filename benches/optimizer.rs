@@ -1,14 +1,14 @@
-//! An AdamW step on 6.3 million parameters: this crate's and candle_nn's; and the other optimizers.
+//! An AdamW step on 6.3 million parameters, with this crate and with candle_nn; and the other optimizers.
 //!
 //! ```text
 //! cargo bench --bench optimizer [-- --rounds 30]
 //! python3 scripts/bench_optim.py    # alternates runs of this and of PyTorch
 //! ```
 //!
-//! The optimizers take turns in one process, on one thread. candle_nn's makes new tensors in every step, and depends on the
-//! allocator: here it is mimalloc, with which it is about six times as fast as with glibc's (20 against 117 ms, see
-//! `benches/results/optimizer_cpu.md`). Without `--bench` (as `cargo test` runs it) it takes a few steps of a small model,
-//! only to see that it works.
+//! The optimizers alternate in one process, on one thread. candle_nn's AdamW creates new tensors in every step, so its
+//! speed depends on the allocator: with mimalloc, used here, it is about six times as fast as with glibc's allocator
+//! (20 against 117 ms, see `benches/results/optimizer_cpu.md`). Without `--bench` (as under `cargo test`), it runs a
+//! few steps of a small model as a smoke test.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::optim::{self, Adam, Lamb, ParamsAdam, ParamsLamb, ParamsSgd, Sgd};
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The parameters of six linear layers, and gradients for them.
+/// The parameters of six linear layers, and their gradients.
 struct Parameters {
     vars: Vec<Var>,
     grads: GradStore,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compares an AdamW step on 6.3 million f32 parameters, one thread, with PyTorch's, in alternating runs.
+"""Compares an AdamW step on 6.3 million f32 parameters, on one thread, with PyTorch's, in alternating runs.
 
     pip install torch
     cargo build --release --bench optimizer     # or: cargo bench --no-run --bench optimizer
     python3 scripts/bench_optim.py target/release/deps/optimizer-* [--runs 5] [--rounds 30]
 
-Each run is a process of its own; the medians of the runs' medians are printed.
+Each run is a separate process; the script prints medians of the runs' medians.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 
 
 def pytorch(rounds):
-    """Medians of AdamW's step in PyTorch, in milliseconds: fused, and as it is by default on a CPU."""
+    """Returns PyTorch's median AdamW step in milliseconds: fused, and the default on a CPU."""
     import torch
 
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def pytorch(rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="?", type=pathlib.Path, help="the bench's binary")
+    parser.add_argument("bench", nargs="?", type=pathlib.Path, help="path of the bench's binary")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--pytorch", action="store_true", help=argparse.SUPPRESS)
@@ -51,7 +51,7 @@ def main():
     if arguments.pytorch:
         return pytorch(arguments.rounds)
     if arguments.bench is None:
-        parser.error("name the bench's binary")
+        parser.error("give the path of the bench's binary")
     rounds = str(arguments.rounds)
     commands = [[str(arguments.bench), "--bench", "--rounds", rounds],
                 [sys.executable, __file__, "--pytorch", "--rounds", rounds]]

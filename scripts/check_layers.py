@@ -3,41 +3,43 @@
 
     scripts/check_layers.py
 
-Each top-level module may use those of its own layer's list above it, and no others (`LAYERS`, lowest first). And no files
-may use each other in a circle. Paths in comments and doc comments do not count; neither do re-exports, whose names stand
-for the file that defines them, nor a module's own tests.
+Each top-level module may use only the modules before it in `LAYERS` (lowest first), and files must not use each other in a
+cycle. Paths in comments and doc comments do not count, nor do a module's own tests. A re-export counts as a use of the file
+that defines the name.
 """
 
 import re
 import sys
 from pathlib import Path
 
-# Lowest first. A module uses those before it; modules of one line do not use each other.
+# Lowest first. A module may use those before it; modules on the same line may not use each other.
 LAYERS = [
     ["error", "panic", "deadline", "warnings"],
     ["random"],
     ["kernels"],
     ["tensor"],
     ["state"],
+    ["seed"],
     ["rendezvous"],
     ["backend"],
     ["process_group"],
+    ["conformance"],
     ["trace"],
     ["ddp"],
-    ["nn", "data", "seed"],
+    ["nn", "data"],
     ["amp"],
     ["optim"],
     ["checkpoint", "data_parallel"],
     ["launch"],
 ]
-# The launcher stands beside the training: of what is below it, it uses these, and of `trace` the files.
+# The launcher is separate from training: of the modules below it, it may use these, and of `trace` only the files.
 LAUNCHER_USES = {("error",), ("panic",), ("deadline",), ("random",), ("rendezvous",), ("trace", "merge")}
 
 ROOT = Path(__file__).resolve().parent.parent / "src"
 
 
 def strip(text):
-    """The code without comments, strings and test modules."""
+    """Returns the code without comments, strings and test modules."""
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"pub\(in [^)]*\)", "pub", text)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
@@ -45,7 +47,7 @@ def strip(text):
 
 
 def flatten(tree, prefix=()):
-    """The paths of a use tree such as `a::{b, c::{self, d as e}}`."""
+    """Returns the paths of a use tree such as `a::{b, c::{self, d as e}}`."""
     tree = tree.strip()
     match = re.match(r"((?:\w+::)*)\{(.*)\}$", tree, re.S)
     if not match:
@@ -71,7 +73,7 @@ def module_of(file):
 
 
 def absolute(path, module):
-    """`crate::…` and `super::…` as a path from the root of the crate, others None."""
+    """Returns `crate::…` and `super::…` as paths from the root of the crate, and None for other paths."""
     if path and path[0] == "crate":
         return path[1:]
     base = module
@@ -92,7 +94,7 @@ def main():
             continue
         files[module] = strip(file.read_text())
 
-    # What modules re-export: (module, name) -> path.
+    # The modules' re-exports: (module, name) -> path.
     exports, uses = {}, {}
     for module, text in files.items():
         uses[module] = set()
@@ -117,7 +119,7 @@ def main():
                 uses[module].add(module + (path,))
 
     def resolve(path, hops=0):
-        """The file that defines what `path` names."""
+        """Returns the file that defines the item `path`."""
         for end in range(len(path), -1, -1):
             module = path[:end]
             if module not in files:
@@ -141,7 +143,7 @@ def main():
             if here is None or there is None:
                 problems.append(f"{'::'.join(module if here is None else target)} is in no layer")
             elif module[0] == "launch" and not {target[:1], target[:2]} & LAUNCHER_USES:
-                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}: the launcher stands beside it")
+                problems.append(f"{'::'.join(module)} uses {'::'.join(target)}: the launcher may not")
             elif there >= here:
                 problems.append(f"{'::'.join(module)} uses {'::'.join(target)}, which is not below it")
 
@@ -152,7 +154,7 @@ def main():
 
 
 def circles(edges):
-    """The strongly connected components of more than one file (Tarjan)."""
+    """Returns the strongly connected components with more than one file (Tarjan's algorithm)."""
     index, low, stack, on_stack, found = {}, {}, [], set(), []
 
     def visit(node):
@@ -175,7 +177,7 @@ def circles(edges):
                     break
             if len(component) > 1:
                 names = ", ".join(sorted("::".join(member) or "lib" for member in component))
-                found.append(f"a circle of files: {names}")
+                found.append(f"a cycle of files: {names}")
 
     sys.setrecursionlimit(10_000)
     for node in sorted(edges):

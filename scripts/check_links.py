@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that relative links in the repository's Markdown files lead somewhere, anchors included.
+"""Checks that relative links in the repository's Markdown files, including their anchors, have a target.
 
     scripts/check_links.py
 """

@@ -1,11 +1,12 @@
-"""All-reduce of candle-ddp, of Gloo (PyTorch) and of Open MPI, in alternating runs: one table and one picture.
+"""Compares the all-reduce of candle-ddp, Gloo (PyTorch) and Open MPI in alternating runs, in a table and a chart.
 
     python3 scripts/compare_allreduce.py --ranks 2 4
     python3 scripts/compare_allreduce.py --namespaces
 
-The first compares ranks on this machine; the second, which needs root, candle-ddp and Gloo on two hosts that are network
-namespaces joined by a veth pair. The results go to benches/results/. PyTorch is looked for in the Python that the
-environment variable CANDLE_DDP_PYTHON names, python3 otherwise; a peer that is not installed is left out, and said so.
+The first command compares ranks on this machine. The second, which needs root, compares candle-ddp and Gloo on two hosts,
+which are network namespaces joined by a veth pair. Results are written to benches/results/. The environment variable
+CANDLE_DDP_PYTHON names the Python interpreter with PyTorch (default: python3). Systems that are not installed are skipped
+with a message.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main():
                     rows = run(world_size)
                     wrong = sum(row["errors"] for row in rows)
                     if wrong or [row["bytes"] for row in rows] != options.sizes:
-                        sys.exit(f"{name}, {world_size} ranks: {wrong} wrong values, or sizes left out, in {rows}")
+                        sys.exit(f"{name}, {world_size} ranks: {wrong} wrong values, or missing sizes, in {rows}")
                     results.setdefault((name, world_size), []).append(rows)
         rows = {curve: harness.medians(runs, "bytes") for curve, runs in results.items()}
         options.output.mkdir(parents=True, exist_ok=True)
@@ -59,9 +60,9 @@ def main():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks on this machine")
-    parser.add_argument("--namespaces", action="store_true", help="two hosts with a rank each, instead")
+    parser.add_argument("--namespaces", action="store_true", help="measure two hosts with one rank each instead")
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of everything [5]")
-    parser.add_argument("--seconds", type=float, default=0.1, help="length of each of a size's five batches, about [0.1]")
+    parser.add_argument("--seconds", type=float, default=0.1, help="approximate length of each of a size's five batches [0.1]")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes of the tensors")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
     parser.add_argument("--output", type=Path, default=harness.ROOT / "benches" / "results", help="the folder")
@@ -71,7 +72,7 @@ def parse():
 
 
 def find_systems(options, folder, scratch, hosts):
-    """By name: version, and a function from the number of ranks to the rows of a run."""
+    """Returns, by name, the version and a function from the number of ranks to the rows of a run."""
     seconds, sizes = str(options.seconds), [str(size) for size in options.sizes]
 
     def ours(world_size):
@@ -85,27 +86,27 @@ def find_systems(options, folder, scratch, hosts):
         return harness.json_lines(harness.run_ranks(command, world_size, hosts))
 
     def mpi(world_size):
-        # Not bound to cores, as the others are not; more ranks than cores are wanted.
+        # Ranks are not bound to cores, like those of the others, and may outnumber the cores.
         command = ["mpirun", "--bind-to", "none", "--oversubscribe", "-n", str(world_size), scratch / "mpi", seconds]
         if os.geteuid() == 0:
             command.insert(1, "--allow-run-as-root")
         run = subprocess.run([*command, *sizes], stdout=subprocess.PIPE, text=True, timeout=harness.TIMEOUT)
         if run.returncode:
-            raise RuntimeError(f"mpirun ended with {run.returncode}")
+            raise RuntimeError(f"mpirun exited with {run.returncode}")
         return harness.json_lines(run.stdout)
 
     systems = {OURS: (harness.toolchain(), ours)}
     if version := harness.pytorch_version():
         systems["Gloo"] = (f"PyTorch {version}", gloo)
     else:
-        say(f"SKIPPED: Gloo, since {harness.PYTHON} has no PyTorch (set CANDLE_DDP_PYTHON)")
+        say(f"SKIPPED: Gloo, because {harness.PYTHON} has no PyTorch (set CANDLE_DDP_PYTHON)")
     if options.namespaces:
         return systems
     if version := harness.mpi_version():
         subprocess.run(["mpicc", "-O3", PEERS / "allreduce_mpi.c", "-o", scratch / "mpi"], check=True)
         systems["Open MPI"] = (version, mpi)
     else:
-        say("SKIPPED: Open MPI, since mpirun or mpicc is not installed (openmpi-bin, libopenmpi-dev)")
+        say("SKIPPED: Open MPI, because mpirun or mpicc is not installed (openmpi-bin, libopenmpi-dev)")
     return systems
 
 
@@ -128,9 +129,9 @@ def document(options, rows, results, versions, picture):
     lines = [
         f"# All-reduce on {where}",
         "",
-        f"f32, sum, in place; medians over {options.rounds} alternating rounds (lowest to highest round in brackets), each "
-        "of them the median of five batches' means on the slowest rank. Ratios above 1 mean that candle-ddp is faster. "
-        "GB/s is the size over the time (algbw).",
+        f"f32, sum, in place. Medians over {options.rounds} alternating rounds (lowest to highest round in brackets); each "
+        "round's value is the median of five batches' means on the slowest rank. Ratios above 1 mean that candle-ddp is "
+        "faster. GB/s is size over time (algbw).",
         "",
         f"- Date: {options.date}",
         f"- Machine: {harness.machine()}",

@@ -1,11 +1,11 @@
-"""All-reduce of the CPU engine as it is and with other settings, which are environment variables, in alternating runs.
+"""Compares the all-reduce of the CPU engine with default and other settings (environment variables) in alternating runs.
 
     python3 scripts/compare_settings.py --hosts 2 --set CANDLE_DDP_CPU_TRANSPORT=tcp
     python3 scripts/compare_settings.py --set CANDLE_DDP_CPU_SEGMENT_BYTES=131072 --set CANDLE_DDP_CPU_SEGMENT_BYTES=524288
 
-The first compares the hierarchical engine with TCP between all ranks, on two hosts that are network namespaces joined by
-a veth pair, which needs root. The second is how the sizes in src/backend/cpu/algorithm/mod.rs are tuned. The table goes to
-the standard output.
+The first command compares the hierarchical engine with TCP between all ranks, on two hosts, which are network namespaces
+joined by a veth pair; this needs root. The second command is how the sizes in src/backend/cpu/algorithm/mod.rs are tuned.
+The table is written to standard output.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from compare import harness
 from compare.harness import say
 
 KIB, MIB = 1 << 10, 1 << 20
-AS_IT_IS = "as it is"
+DEFAULT = "default"
 
 
 def main():
     options = parse()
-    settings = {AS_IT_IS: {}} | {text: dict(pair.split("=", 1) for pair in text.split(",")) for text in options.set}
+    settings = {DEFAULT: {}} | {text: dict(pair.split("=", 1) for pair in text.split(",")) for text in options.set}
     folder = harness.build("--example", "allreduce")
     hosts = harness.TwoHosts(options.ranks) if options.hosts == 2 else harness.OneHost()
     times = {}
@@ -39,7 +39,7 @@ def main():
                 harness.run_ranks(command, options.hosts * options.ranks, hosts, environment)
                 rows = harness.json_lines(results.read_text())
                 if sum(row["errors"] for row in rows) or [row["bytes"] for row in rows] != options.sizes:
-                    sys.exit(f"{name}: wrong values, or sizes left out, in {rows}")
+                    sys.exit(f"{name}: wrong values, or missing sizes, in {rows}")
                 for row in rows:
                     times.setdefault((name, row["bytes"]), []).append(row["time_us"])
     print(document(options, list(settings), times))
@@ -49,9 +49,9 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1, help="this machine, or two namespaces [1]")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [2]")
-    parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE[,…]", help="measure this, too")
+    parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE[,…]", help="additional settings to measure")
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of everything [5]")
-    parser.add_argument("--seconds", type=float, default=0.1, help="length of each of a size's five batches, about [0.1]")
+    parser.add_argument("--seconds", type=float, default=0.1, help="approximate length of each of a size's five batches [0.1]")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64 * KIB, MIB, 16 * MIB, 64 * MIB], help="in bytes")
     return parser.parse_args()
 
@@ -60,7 +60,7 @@ def document(options, names, times):
     median = {curve: statistics.median(found) for curve, found in times.items()}
     lines = [
         f"f32, sum, in place, {options.hosts} × {options.ranks} ranks; microseconds, medians over {options.rounds} "
-        "alternating rounds (lowest to highest round in brackets). Ratios are to the engine as it is.",
+        "alternating rounds (lowest to highest round in brackets). Ratios are relative to the default settings.",
         "",
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {harness.machine()}",
@@ -73,7 +73,7 @@ def document(options, names, times):
     for size in options.sizes:
         found = [times[name, size] for name in names]
         cells = [f"{number(statistics.median(runs))} ({number(min(runs))}–{number(max(runs))})" for runs in found]
-        ratios = [f"{median[name, size] / median[AS_IT_IS, size]:.2f}" for name in names[1:]]
+        ratios = [f"{median[name, size] / median[DEFAULT, size]:.2f}" for name in names[1:]]
         lines.append(row(f"{size // MIB} MiB" if size >= MIB else f"{size / KIB:g} KiB", *cells, *ratios))
     return "\n".join(lines)
 

@@ -1,13 +1,13 @@
-"""What DistributedDataParallel adds to a training step on two ranks: of candle-ddp, and of PyTorch over Gloo.
+"""Measures the overhead of DistributedDataParallel in a training step on two ranks, with candle-ddp and PyTorch over Gloo.
 
     python3 scripts/compare_step.py
     python3 scripts/compare_step.py --overlap
 
-The first measures on this machine, one thread per rank, the step of a plain model on every rank and the step with DDP.
-The second, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth pair) whose link
-is so slow that communication would take 80 % of the backward pass' time: what of it hides behind the backward pass. The
-results go to benches/results/. PyTorch is looked for in the Python that the environment variable CANDLE_DDP_PYTHON names,
-python3 otherwise; where it is not installed it is left out, and said so.
+The first command measures on this machine, with one thread per rank, the step of a plain model on every rank and the step
+with DDP. The second command, which needs root, measures candle-ddp alone on two hosts (network namespaces joined by a veth
+pair). Their link is so slow that communication would take 80 % of the backward pass's time; the result shows how much of
+it the backward pass hides. Results are written to benches/results/. The environment variable CANDLE_DDP_PYTHON names the
+Python interpreter with PyTorch (default: python3); without PyTorch, that part is skipped with a message.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PEERS = Path(__file__).resolve().parent / "compare"
 MODELS = {"mlp": "MLP 6×1024, batch 256", "resnet18": "ResNet-18 (32×32), batch 32"}
 STEPS = {"mlp": 30, "resnet18": 5}
 PARTS = ["forward", "backward", "optimizer", "step"]
-# Of the backward pass' time.
+# As a share of the backward pass's time.
 COMMUNICATION = 0.8
 
 
@@ -38,9 +38,9 @@ def main():
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--overlap", action="store_true", help="two hosts with a slow link, instead")
+    parser.add_argument("--overlap", action="store_true", help="measure two hosts with a slow link instead")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--steps", type=int, help="measured steps of each kind in a run [30 for mlp, 5 for resnet18]")
+    parser.add_argument("--steps", type=int, help="measured steps of each kind per run [30 for mlp, 5 for resnet18]")
     parser.add_argument("--rounds", type=int, default=3, help="alternating runs of everything [3]")
     parser.add_argument(
         "--bucket-caps", type=int, nargs="+", default=[25, 4], metavar="MIB", help="with --overlap [25, the default, and 4]"
@@ -51,7 +51,7 @@ def parse():
 
 
 def ours(options, folder, model, modes, hosts, *more):
-    """Rows by mode."""
+    """Returns the rows by mode."""
     steps = options.steps or STEPS[model]
     command = [folder / "examples" / "step", "--model", model, "--steps", steps, "--modes", ",".join(modes)]
     command += more
@@ -75,18 +75,18 @@ def overhead(options, folder):
         systems["PyTorch, Gloo"] = lambda model: pytorch(options, model, hosts)
         versions.append(f"- PyTorch: {version}")
     else:
-        say(f"SKIPPED: PyTorch, which {harness.PYTHON} does not have (set CANDLE_DDP_PYTHON)")
+        say(f"SKIPPED: PyTorch, because {harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
     runs = {(model, name): [] for model in options.models for name in systems}
     for number in range(1, options.rounds + 1):
         for model, name in runs:
             say(f"round {number} of {options.rounds}: {model}, {name}")
             runs[model, name].append(systems[name](model))
     lines = [
-        "# What DDP adds to a training step, 2 ranks on one machine",
+        "# The overhead of DDP in a training step, 2 ranks on one machine",
         "",
-        "Fused AdamW (PyTorch's: `fused=True`), one thread per rank. *plain*: every rank trains a model of its own at the same time; *DDP*: gradients are "
-        f"averaged. Both take turns in one process; medians over {options.rounds} alternating rounds of the median step of "
-        "the slower rank, in ms. In brackets: lowest to highest round.",
+        "Fused AdamW (in PyTorch, `fused=True`), one thread per rank. *plain*: every rank trains its own model at the same time; *DDP*: gradients are "
+        f"averaged. Both alternate in one process. Times are medians in ms over {options.rounds} alternating rounds of the "
+        "slower rank's median step, with the lowest and highest round in brackets.",
         "",
         *about(options, "scripts/compare_step.py", versions),
     ]
@@ -106,16 +106,16 @@ def overlap(options, folder):
         "# How much communication hides behind the backward pass, 2 ranks on two hosts",
         "",
         "Two network namespaces joined by a veth pair, AdamW, one thread per rank. The link is limited (tc tbf) to the rate "
-        f"at which the gradients, sent once each way, take {COMMUNICATION:.0%} of the time of a plain backward pass, which "
-        f"is measured beforehand. All kinds of step take turns in one process; medians over {options.rounds} rounds of the "
-        "median step of the slower rank, in ms. In brackets: lowest to highest round.",
+        f"at which sending the gradients once in each direction takes {COMMUNICATION:.0%} of the time of a plain backward "
+        f"pass, which is measured first. All kinds of steps alternate in one process. Times are medians in ms over "
+        f"{options.rounds} rounds of the slower rank's median step, with the lowest and highest round in brackets.",
         "",
         *about(options, "scripts/compare_step.py --overlap", [f"- Ours: {harness.toolchain()}"]),
     ]
-    modes = {"local": "no communication", "ddp": "DDP, overlapped", "after": "the same after backward"}
+    modes = {"local": "no communication", "ddp": "DDP, overlapped", "after": "DDP, reduced after backward"}
     for model in options.models:
         with harness.TwoHosts() as hosts:
-            say(f"{model}: the backward pass alone")
+            say(f"{model}: measuring the backward pass alone")
             plain = ours(options, folder, model, ["local"], hosts)["local"]
             seconds = COMMUNICATION * plain["backward_ms"] / 1e3
             rate = plain["gradient_bytes"] / seconds

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes examples/data/digits.safetensors from the handwritten digits that scikit-learn ships.
+"""Writes examples/data/digits.safetensors from scikit-learn's handwritten digits.
 
     pip install scikit-learn safetensors
     python3 scripts/convert_digits.py

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Assembles a CUDA toolkit from PyPI wheels, so that the feature `nccl` can be built, linked and started on a machine
-# without a GPU. Nothing is installed outside of the folder; running it again finishes what is missing.
+# without a GPU. Installs nothing outside the folder; running it again resumes an incomplete installation.
 #
 #     scripts/cuda_toolkit.sh FOLDER        # 1.4 GB
 #     source FOLDER/env.sh
 #     cargo build --release --features nccl
 #
-# The driver library, libcuda.so.1, comes with a GPU's driver and is in no wheel. A stand-in is made of which every
-# function answers CUDA_ERROR_NO_DEVICE, so that programs link and start. It is put on LD_LIBRARY_PATH by env.sh: on a
-# machine with a driver, leave that line out.
+# The driver library, libcuda.so.1, comes with a GPU's driver and is in no wheel. The script builds a stub whose functions
+# all return CUDA_ERROR_NO_DEVICE, so that programs link and start. env.sh adds the stub to LD_LIBRARY_PATH; on a machine
+# with a driver, remove that line.
 set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 home=$(mkdir -p "${1:?usage: cuda_toolkit.sh FOLDER}" && cd "$1" && pwd)
@@ -18,7 +18,7 @@ pins=(
   nvidia-nccl-cu13==2.28.9
 )
 
-# The wheels, once per set of pins.
+# Install the wheels, once per set of pins.
 if [ "$(cat "$home/pins" 2>/dev/null)" != "${pins[*]}" ]; then
   rm -rf "$home/wheels" "$home/pins"
   python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$home/wheels" "${pins[@]}"
@@ -26,7 +26,7 @@ if [ "$(cat "$home/pins" 2>/dev/null)" != "${pins[*]}" ]; then
 fi
 wheels=$home/wheels/nvidia
 
-# The layout that build scripts look for. Links are replaced one by one: a build may be using them.
+# Create the layout that build scripts expect. Links are replaced one by one, because a build may be using them.
 mkdir -p "$home/bin" "$home/lib64/stubs"
 ln -sf "$wheels"/cu13/bin/* "$home/bin/"
 chmod -R u+x "$wheels"/cu13/bin "$wheels"/cu13/nvvm/bin
@@ -35,7 +35,7 @@ ln -sfn "$wheels/cu13/nvvm" "$home/nvvm"
 for library in cublas.13 cublasLt.13 cudart.13 curand.10 nvrtc.13 nccl.2; do
   name=lib${library%.*}.so version=${library##*.}
   file=$(find "$wheels" -name "$name.$version" | head -n 1)
-  [ -n "$file" ] || { echo "error: no wheel holds $name.$version" >&2; exit 1; }
+  [ -n "$file" ] || { echo "error: no wheel contains $name.$version" >&2; exit 1; }
   ln -sf "$file" "$home/lib64/$name.$version"
   ln -sf "$file" "$home/lib64/$name"
 done
@@ -44,7 +44,7 @@ for archive in libcudadevrt.a libcudart_static.a; do
   ln -sf "$(find "$wheels" -name "$archive" | head -n 1)" "$home/lib64/$archive"
 done
 
-# The stand-in for the driver: every function that cudarc names.
+# Build the driver stub, with every function that cudarc names.
 cudarc=$(cd "$project" && cargo metadata --format-version 1 --locked --features nccl |
   python3 -c 'import json, sys; print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
 stub=$home/lib64/stubs/libcuda.c
@@ -60,7 +60,7 @@ export RUSTFLAGS="-L native=$home/lib64 -L native=$home/lib64/stubs \${RUSTFLAGS
 export LD_LIBRARY_PATH="$home/lib64:$home/lib64/stubs:\${LD_LIBRARY_PATH:-}"
 EOF
 
-# The check: a kernel compiles, the driver's stand-in answers, NCCL loads.
+# Check that a kernel compiles, the driver stub responds, and NCCL loads.
 (
   # shellcheck source=/dev/null
   source "$home/env.sh"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs a command with an emulated GPU, on a machine without one (see tests/emulated_gpu/README.md):
 #
-#     source FOLDER/env.sh        # of scripts/cuda_toolkit.sh
+#     source FOLDER/env.sh        # the folder of scripts/cuda_toolkit.sh
 #     scripts/emulated_gpu.sh cargo test --release --features nccl --test gpu --test gpu_data_parallel
 #
-# EMULATED_GPUS=2 makes it two GPUs. The tests fail then instead of skipping themselves. Needs a C compiler.
+# EMULATED_GPUS=2 emulates two GPUs. GPU tests then fail instead of being skipped. Needs a C compiler.
 set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$project/target}/emulated_gpu

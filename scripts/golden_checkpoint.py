@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/checkpoint*: checkpoints of a model under PyTorch's DistributedDataParallel, and what it computes.
+"""Writes tests/golden/checkpoint*: checkpoints of a model under PyTorch's DistributedDataParallel, and the model's outputs.
 
     pip install torch numpy safetensors
     python3 scripts/golden_checkpoint.py
 
-tests/golden/checkpoint.md says what the files hold.
+tests/golden/checkpoint.md describes the content of the files.
 """
 
 import pathlib
@@ -43,10 +43,10 @@ def main():
             optimizer.step()
         state = ddp.state_dict()
 
-        # What most training programs do, and what they should.
+        # What most training programs save, and what they should save.
         torch.save(state, FOLDER / "checkpoint.pt")
-        # A file with more than the weights, as it resumes a training run; some tensors are views, Fortran-ordered,
-        # expanded, or of another dtype.
+        # A file that resumes a run and so contains more than the weights. Some tensors are views, Fortran-ordered, expanded,
+        # or of another dtype.
         odd = {name.replace("module.", "module._orig_mod."): value for name, value in state.items()}
         weights = torch.arange(30, dtype=torch.float32)
         weights[3 : 3 + 24].view(12, 2)[:] = state["module.fc.weight"].t()

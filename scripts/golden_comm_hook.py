@@ -4,7 +4,7 @@
     pip install torch numpy safetensors
     python3 scripts/golden_comm_hook.py
 
-tests/golden/README.md says what the file holds.
+tests/golden/README.md describes the content of the file.
 """
 
 import math
@@ -20,7 +20,7 @@ OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "comm_hook.
 
 STEPS = 4
 SEED = 3
-# Shapes differ, since PyTorch goes through the matrices shape by shape.
+# All shapes differ, because PyTorch processes the matrices grouped by shape.
 SHAPES = {"wide": (6, 40), "bias": (6,), "conv": (16, 3, 3, 3), "small": (3, 4), "tall": (50, 7)}
 CASES = {
     "rank_1": {"matrix_approximation_rank": 1},
@@ -33,7 +33,7 @@ MASK = (1 << 64) - 1
 
 
 def factor(name, step, rank, columns):
-    """The crate's random first factor of a matrix (`PowerSgd::random`), as PyTorch keeps it: columns × rank."""
+    """Returns the crate's random initial factor of a matrix (`PowerSgd::random`) in PyTorch's layout: columns × rank."""
     state = 0xCBF29CE484222325
     for byte in name.encode():
         state = ((state ^ byte) * 0x100000001B3) & MASK
@@ -54,7 +54,7 @@ def factor(name, step, rank, columns):
 
 
 class Bucket:
-    """What the hook asks of `dist.GradBucket`."""
+    """The part of `dist.GradBucket`'s interface that the hook uses."""
 
     def __init__(self, gradients):
         self.flat = torch.cat([gradient.flatten() for gradient in gradients.values()])

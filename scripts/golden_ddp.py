@@ -4,7 +4,7 @@
     pip install torch safetensors
     python3 scripts/golden_ddp.py
 
-tests/golden/README.md says what is trained and what the file holds.
+tests/golden/README.md describes the training and the content of the file.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ DIGITS = ROOT / "examples" / "data" / "digits.safetensors"
 WORLD_SIZE = 2
 STEPS = 20
 SAMPLES = 60
-BATCH = 12  # of all ranks together
+BATCH = 12  # over all ranks
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
@@ -62,7 +62,7 @@ def initial():
 
 
 def train(net, optimizer, dtype, rank, world_size):
-    """Trains on rows [rank * B, (rank + 1) * B) of each whole batch, and returns the losses before each step."""
+    """Trains on rows [rank * B, (rank + 1) * B) of each whole batch, and returns the loss before each step."""
     images, labels = data()
     images, share, losses = images.to(dtype), BATCH // world_size, []
     for step in range(STEPS):
@@ -105,13 +105,13 @@ def main():
             assert torch.equal(value, ranks[1][f"{name}.final"][key]), f"the ranks disagree on {key}"
             tensors[f"{name}.{key}"] = value.numpy()
 
-        # How far float32 itself is from the truth: one process, the whole batch, float64.
+        # The error of float32 itself, compared with one process, the whole batch and float64.
         net = Net().double()
         net.load_state_dict({key: value.double() for key, value in initial().items()})
         losses = torch.tensor(train(net, optimizer(net.parameters()), torch.float64, 0, 1))
         off = max((final[key] - value).abs().max().item() for key, value in net.state_dict().items())
         mean = torch.from_numpy(tensors[f"{name}.losses"]).mean(0)
-        print(f"{name}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; against one process in float64: "
+        print(f"{name}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; compared with one process in float64: "
               f"losses {(mean - losses).abs().max().item():.1e}, weights {off:.1e}")
 
     save_file({key: numpy.ascontiguousarray(value) for key, value in tensors.items()}, OUTPUT,

@@ -4,7 +4,7 @@
     pip install torch safetensors
     python3 scripts/golden_nn.py
 
-tests/golden/README.md says what the file holds.
+tests/golden/README.md describes the content of the file.
 """
 
 import pathlib
@@ -16,19 +16,19 @@ from torch import nn
 
 OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "nn.safetensors"
 
-# Which steps of the scaler meet an overflow.
+# Steps in which the scaler meets an overflow.
 OVERFLOWS = [0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def layer(module, shape, generator):
-    """The module's outputs and gradients on random values, calculated in float64."""
+    """Returns the module's outputs and gradients for random inputs, computed in float64."""
     module = module.double()
     tensors = {}
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator).double())
         tensors[name] = parameter.detach().clone()
-    # Means far from zero, which a one-pass variance would not survive.
+    # Means far from zero, which reveal the errors of a one-pass variance.
     x = (torch.randn(shape, generator=generator) * 2 + 5).double().requires_grad_()
     dy = torch.randn(shape, generator=generator).double()
     y = module(x)
@@ -43,7 +43,7 @@ def layer(module, shape, generator):
 
 
 def scaler():
-    """The scale after each update, where OVERFLOWS says which gradients are infinite."""
+    """Returns the scale after each update; gradients are infinite in the steps OVERFLOWS."""
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=3)
@@ -63,7 +63,7 @@ def scaler():
 def main():
     generator = torch.Generator().manual_seed(0)
     groups = {
-        # SyncBatchNorm itself refuses CPU tensors: the whole batch in one process is what it stands for.
+        # SyncBatchNorm refuses CPU tensors; the whole batch in one process gives the same result.
         "batch_norm_1d": layer(nn.BatchNorm1d(5), (10, 5), generator),
         "batch_norm_2d": layer(nn.BatchNorm2d(4), (9, 4, 3, 6), generator),
         "layer_norm": layer(nn.LayerNorm(37), (7, 3, 37), generator),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/optim.safetensors: what PyTorch's optimizers, schedules, clipping and averages compute.
+"""Writes tests/golden/optim.safetensors: results of PyTorch's optimizers, schedules, clipping and weight averages.
 
     pip install torch safetensors
     python3 scripts/golden_optim.py
 
-tests/golden/optim.md says what the file holds. Everything is computed in float64.
+tests/golden/optim.md describes the content of the file. Everything is computed in float64.
 """
 
 import math
@@ -22,7 +22,7 @@ EVERY = 5
 SCHEDULE_STEPS = 60
 BASE_RATES = [0.1, 0.02]
 
-# Names of options are those of the Rust structs.
+# Options have the names of the Rust structs.
 RUNS = {
     "adamw.default": {},
     "adamw.strong": {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.3},
@@ -119,7 +119,7 @@ def optimizer(name, options, w, b):
 
 
 def run(name, options):
-    """Rows of w and b after every fifth step."""
+    """Returns w and b after every fifth step."""
     x, y, w, b = problem()
     w, b = w.clone().requires_grad_(), b.clone().requires_grad_()
     opt, rows = optimizer(name, options, w, b), []
@@ -135,7 +135,7 @@ def run(name, options):
 
 
 def metrics():
-    """A loss that falls, stalls, gets worse, falls again."""
+    """Returns losses that fall, stall, rise and fall again."""
     generator = torch.Generator().manual_seed(3)
     noise = torch.rand(SCHEDULE_STEPS, generator=generator, dtype=torch.float64)
     return [1 / (1 + 0.2 * min(step, 12)) + 0.02 * noise[step].item() - (0.1 if step > 45 else 0.0)
@@ -161,7 +161,7 @@ SCHEDULES = {
 
 
 def schedule(make):
-    """The rates before step 0, 1, … of the optimizer, for two groups."""
+    """Returns the learning rates before steps 0, 1, … of the optimizer, for two groups."""
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in BASE_RATES]
     opt = torch.optim.SGD(groups, lr=1.0)
     scheduler, rows = make(opt), []
@@ -188,7 +188,7 @@ def clipped(gradients, **arguments):
 
 
 def ema():
-    """A layer whose weights are moved 10 times: the weights, and their average after each time."""
+    """Changes a layer's weights 10 times; returns the weights and their average after each change."""
     layer = torch.nn.Linear(3, 2).double()
     average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     generator = torch.Generator().manual_seed(5)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/sampler.json: what PyTorch's DistributedSampler and randperm return.
+"""Writes tests/golden/sampler.json: the results of PyTorch's DistributedSampler and randperm.
 
     python3 scripts/golden_sampler.py          (needs PyTorch; about 1 GB of memory and half a minute)
 
-Long lists are kept as their first and last indices and a hash of all of them.
+Long lists are stored as their first and last indices and a hash of all indices.
 """
 
 import itertools
@@ -14,12 +14,12 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "sampler.json"
-WHOLE = 12  # lists up to this length are kept as they are
+WHOLE = 12  # lists up to this length are stored completely
 ENDS = 3
 
 
 def fold(indices):
-    """FNV-1a over the indices as 64-bit words, as 16 hexadecimal digits."""
+    """Returns the FNV-1a hash of the indices as 64-bit words, as 16 hexadecimal digits."""
     state = 0xCBF29CE484222325
     for index in indices:
         state = ((state ^ index) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -39,7 +39,7 @@ def permutation(n, seed):
 
 
 def large(n, seed):
-    """A permutation too long for a hash in Python: its ends, and single entries spread over it."""
+    """Returns the ends and some entries of a permutation that is too long to hash in Python."""
     indices = permutation(n, seed)
     positions = list(range(0, n, n // 64))
     return {
@@ -61,7 +61,7 @@ def sampler(n, world_size, rank, shuffle, drop_last, seed, epoch):
         "rank": rank,
         "shuffle": shuffle,
         "drop_last": drop_last,
-        # JSON numbers above 2^63 are not portable, and a negative seed is its two's complement.
+        # JSON numbers above 2^63 are not portable; a negative seed is stored as its two's complement.
         "seed": str(seed % 2**64),
         "epoch": epoch,
         "num_samples": len(it),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks that a program needs no function of NCCL that its oldest supported version, 2.18, does not have: the system's
-# loader would refuse to start the program with a missing one.
+# Checks that a program needs only functions that NCCL 2.18, the oldest supported version, has: with a missing function, the
+# dynamic loader would refuse to start the program.
 #
 #     scripts/nccl_symbols.sh PROGRAM
 set -euo pipefail

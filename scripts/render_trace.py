@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draws one training step of a merged trace as an SVG: what each rank's training thread does, and the all-reduces.
+"""Draws one training step of a merged trace as an SVG, with each rank's training thread and its all-reduces.
 
     CANDLE_DDP_TRACE=traces ddprun --nproc-per-node 2 PROGRAM
     ddprun --merge-traces traces
     scripts/render_trace.py traces/trace.json step.svg [--step 5]
 
-A step goes from one `refresh` (the beginning of a forward pass) to the next. Needs nothing but Python.
+A step lasts from one `refresh` (the beginning of a forward pass) to the next. Needs only Python.
 """
 import argparse
 import html
@@ -30,13 +30,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("svg")
-    parser.add_argument("--step", type=int, default=5, help="which step of rank 0, from 0 (default: 5)")
+    parser.add_argument("--step", type=int, default=5, help="index of the step on rank 0, from 0 (default: 5)")
     options = parser.parse_args()
     with open(options.trace) as file:
         events = json.load(file)
     begins = sorted(e["ts"] for e in events if e["pid"] == 0 and e["name"] == "refresh")
     if options.step + 1 >= len(begins):
-        raise SystemExit(f"error: the trace has {len(begins)} steps, so that --step goes to {len(begins) - 2}")
+        raise SystemExit(f"error: the trace has {len(begins)} steps, so --step can be at most {len(begins) - 2}")
     start, end = begins[options.step], begins[options.step + 1]
     ranks = sorted({e["pid"] for e in events})
     scale = (WIDTH - LEFT - 10) / (end - start)

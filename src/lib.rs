@@ -10,7 +10,7 @@
 //! use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
-//! // A program of its own begins with `let pg = init_process_group(InitOptions::default())?;` and is started with
+//! // A real program begins with `let pg = init_process_group(InitOptions::default())?;` and is started with
 //! // `ddprun --nproc-per-node 2 PROGRAM`. For a first step, ranks can be threads:
 //! candle_ddp::spawn(2, |pg| {
 //!     let varmap = VarMap::new();
@@ -39,7 +39,7 @@
 //! # Where to find what
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
-//! - [`comm_hook`]: other ways for gradients than an all-reduce, such as compression.
+//! - [`comm_hook`]: what replaces the all-reduce of gradients, such as compression.
 //! - [`DataParallel`]: one process that trains on several devices.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
@@ -47,15 +47,18 @@
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
-//! - [`seed_everything`]: random numbers that differ from rank to rank.
+//! - [`seed`]: random numbers that can be repeated and saved, and that differ from rank to rank.
 //! - [`trace`]: a time line of the training steps.
 //! - [`spawn()`]: ranks as threads of one process.
-//! - [`backend`]: what an engine has to do.
+//! - [`backend`]: the trait that engines implement. The feature `conformance` adds a test suite for them.
+//! - [`error`]: what can go wrong.
 //!
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
 pub mod checkpoint;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod data;
 pub mod data_parallel;
 pub mod ddp;
@@ -70,7 +73,7 @@ mod panic;
 pub mod process_group;
 mod random;
 pub mod rendezvous;
-mod seed;
+pub mod seed;
 mod state;
 mod tensor;
 pub mod trace;
@@ -94,6 +97,8 @@ mod pages {
     struct Readme;
     #[doc = include_str!("../docs/checkpoints.md")]
     struct Checkpoints;
+    #[doc = include_str!("../docs/evaluation.md")]
+    struct Evaluation;
     #[doc = include_str!("../docs/migrating.md")]
     struct Migrating;
     #[doc = include_str!("../docs/performance.md")]

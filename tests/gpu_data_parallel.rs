@@ -1,10 +1,10 @@
-//! DataParallel on GPUs, or on one GPU and the CPU:
+//! DataParallel on several GPUs, or on one GPU and the CPU:
 //!
 //! ```text
 //! cargo test --release --features cuda --test gpu_data_parallel
 //! ```
 //!
-//! Without a GPU every test says that it is skipped, or fails where CANDLE_DDP_REQUIRE_GPU is set.
+//! Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
@@ -19,7 +19,7 @@ use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, 
 
 const WIDTH: usize = 512;
 
-/// Deep enough that a stream that is not waited for has much left to do.
+/// Deep enough that a stream which is not waited for still has much work left.
 struct Deep(Vec<Linear>);
 
 fn build(vb: VarBuilder) -> candle_core::Result<Deep> {
@@ -35,7 +35,7 @@ impl Module for Deep {
     }
 }
 
-/// Weights with which neither values nor gradients vanish or explode.
+/// Fills weights so that neither values nor gradients vanish or explode.
 fn fill_small(varmap: &VarMap) {
     fill(varmap, 1);
     for var in varmap.all_vars() {
@@ -43,7 +43,7 @@ fn fill_small(varmap: &VarMap) {
     }
 }
 
-/// Lists of devices to train on, or none.
+/// Returns lists of devices to train on; none without a GPU.
 fn lists(test: &str) -> Vec<Vec<Device>> {
     let gpus: Vec<Device> = (0..8).map_while(|ordinal| Device::new_cuda_with_stream(ordinal).ok()).collect();
     let Some(first) = gpus.first() else {
@@ -61,8 +61,8 @@ fn lists(test: &str) -> Vec<Vec<Device>> {
 }
 
 #[test]
-fn steps_are_those_of_one_cpu() {
-    for devices in lists("steps_are_those_of_one_cpu") {
+fn steps_match_one_cpu() {
+    for devices in lists("steps_match_one_cpu") {
         for output_device in [&devices[0], &devices[devices.len() - 1]] {
             let (ours, plain) = (VarMap::new(), VarMap::new());
             let dp = DataParallel::new(&devices, output_device, &ours, build).unwrap();
@@ -71,7 +71,7 @@ fn steps_are_those_of_one_cpu() {
             fill_small(&plain);
             let mut our_steps = SGD::new(dp.parameters(), 0.5).unwrap();
             let mut plain_steps = SGD::new(plain.all_vars(), 0.5).unwrap();
-            // Looked at in the end: reading a value waits for the GPU, which would hide that nobody else does.
+            // Compared only at the end: reading a value waits for the GPU, which would hide a missing wait elsewhere.
             let mut losses = Vec::new();
             for step in 0..5 {
                 let (x, y) = (tensor(&[65, WIDTH], 2 * step), tensor(&[65, 16], 2 * step + 1));
@@ -95,24 +95,25 @@ fn steps_are_those_of_one_cpu() {
 }
 
 #[test]
-fn what_is_on_another_device_is_refused_with_advice() {
-    for devices in lists("what_is_on_another_device_is_refused_with_advice") {
+fn tensors_on_another_device_are_refused_with_advice() {
+    for devices in lists("tensors_on_another_device_are_refused_with_advice") {
         if devices[0].is_cpu() {
             continue;
         }
         let varmap = VarMap::new();
         let _on_the_cpu = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
         match DataParallel::new(&devices, &devices[0], &varmap, build).map(|_| ()) {
-            Err(Error::ParameterDevice { parameter, expected, found }) => {
-                assert_eq!((&*parameter, &*expected, &*found), ("0.weight", "cuda:0", "cpu"));
+            Err(Error::Parameter { parameter, reason }) => {
+                assert_eq!(parameter, "0.weight");
+                assert!(reason.contains("on device cuda:0 (devices[0])") && reason.contains("device: cpu"), "{reason}");
             }
             other => panic!("{other:?}"),
         }
         let dp = DataParallel::new(&devices, &devices[0], &VarMap::new(), build).unwrap();
         let output = dp.forward(&tensor(&[4, WIDTH], 1)).unwrap();
         match dp.loss(&output, &tensor(&[4, 16], 1), loss::mse) {
-            Err(Error::TargetDevice { found, output_device }) => {
-                assert_eq!((&*found, &*output_device), ("cpu", "cuda:0"));
+            Err(Error::InvalidArgument { argument: "target", reason }) => {
+                assert!(reason.contains("on device cpu") && reason.contains("outputs on device cuda:0"), "{reason}");
             }
             other => panic!("{other:?}"),
         }
@@ -126,7 +127,7 @@ fn what_is_on_another_device_is_refused_with_advice() {
     }
 }
 
-/// Inputs that want gradients get them where they are.
+/// Inputs that need gradients get them on their own device.
 #[test]
 fn gradients_go_back_to_the_inputs_device() {
     for devices in lists("gradients_go_back_to_the_inputs_device") {
@@ -142,10 +143,10 @@ fn gradients_go_back_to_the_inputs_device() {
     }
 }
 
-/// What the calling thread has on its stream is done before other threads see it.
+/// Work on the calling thread's stream is complete before other threads see its results.
 #[test]
-fn inputs_that_are_not_there_yet_are_waited_for() {
-    for devices in lists("inputs_that_are_not_there_yet_are_waited_for") {
+fn pending_inputs_are_waited_for() {
+    for devices in lists("pending_inputs_are_waited_for") {
         let ([gpu, Device::Cpu], true) = (&devices[..], devices[0].is_cuda()) else { continue };
         let replicas = replicate(&devices, &VarMap::new(), DType::F32, build).unwrap();
         let x = tensor(&[WIDTH, WIDTH], 1);

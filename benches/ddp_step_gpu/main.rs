@@ -1,15 +1,16 @@
-//! What DistributedDataParallel costs on a GPU: a training step in a world of one, against the same model in plain candle.
+//! The cost of DistributedDataParallel on a GPU: a training step with world size 1, compared with the same model in
+//! plain candle.
 //!
 //! ```text
 //! cargo bench --features nccl --bench ddp_step_gpu [-- --rounds 20 --model transformer]
 //! ```
 //!
-//! Both train side by side in one process, a few steps of the one and of the other in alternating order; the device is
-//! waited for at the end of each few, and not in between. Alone, NCCL has nothing to do for an all-reduce in place: what is
-//! measured is everything else. Without a GPU it says so and does nothing.
+//! Both train in one process and alternate batches of a few steps; the device is waited for at the end of each batch
+//! only. With a single rank, NCCL has nothing to do for an in-place all-reduce, so this measures everything else.
+//! Without a GPU, the bench says so and exits.
 //!
-//! A time line of a step on several GPUs, with the all-reduces beside the backward pass, comes from the example `step` with
-//! `CANDLE_DDP_TRACE`, or from NVIDIA's `nsys profile --trace=cuda` in front of it.
+//! For a timeline of a step on several GPUs, with the all-reduces next to the backward pass, use the example `step`
+//! with `CANDLE_DDP_TRACE`, or run it under NVIDIA's `nsys profile --trace=cuda`.
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
@@ -23,19 +24,19 @@ mod models;
 
 #[derive(Parser)]
 struct Options {
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
-    /// How often each is measured.
+    /// The number of measurements of each.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// How many steps a measurement takes.
+    /// The number of steps in a measurement.
     #[arg(long, default_value_t = 5)]
     steps: usize,
-    /// Only models whose names contain this.
+    /// Measures only models whose names contain this.
     #[arg(long, default_value = "")]
     model: String,
-    /// The batch size is divided by this, for smaller cards.
+    /// Divides the batch size, for smaller cards.
     #[arg(long, default_value_t = 1)]
     divide_batch: usize,
 }
@@ -45,7 +46,7 @@ fn main() -> ExitCode {
         println!("skipped: {reason}");
         return ExitCode::SUCCESS;
     }
-    // Other arguments are meant for cargo test's own harness, which only wants to see that it works.
+    // Other arguments are for cargo test's own harness, which only runs a smoke test.
     let measure = std::env::args().any(|argument| argument == "--bench");
     let smoke = Options { bench: false, rounds: 1, steps: 1, model: String::new(), divide_batch: 16 };
     let options = if measure { Options::parse() } else { smoke };
@@ -83,7 +84,7 @@ fn bench(pg: &ProcessGroup, model: &Model, options: &Options) -> Result<()> {
     let input = model.input(batch, pg.device())?;
     let mut plain = Plain::new(model, pg.device())?;
     let mut ddp = Ddp::new(pg, model)?;
-    // The first steps load kernels and allocate, and DDP lays out its buckets anew after the first.
+    // The first steps load kernels and allocate, and DDP rebuilds its buckets after the first.
     for _ in 0..3 {
         plain.step(&input)?;
         ddp.step(&input)?;
@@ -108,7 +109,7 @@ fn bench(pg: &ProcessGroup, model: &Model, options: &Options) -> Result<()> {
         });
     }
     let (plain, ddp) = (median(times.iter().map(|times| times.0)), median(times.iter().map(|times| times.1)));
-    // Of neighbours in time.
+    // The ratios of neighbouring measurements.
     let ratio = median(times.iter().map(|(plain, ddp)| ddp / plain));
     println!("| {} | {batch} | {plain:.2} | {ddp:.2} | {ratio:.3} |", model.name);
     Ok(())
@@ -125,7 +126,7 @@ fn adamw() -> ParamsAdamW {
     ParamsAdamW { lr: 1e-5, ..Default::default() }
 }
 
-/// The model as candle trains it.
+/// The model, trained with plain candle.
 struct Plain {
     net: Net,
     optimizer: AdamW,
@@ -144,7 +145,7 @@ impl Plain {
     }
 }
 
-/// The model as this crate trains it.
+/// The model, trained with this crate.
 struct Ddp {
     net: DistributedDataParallel<Net>,
     optimizer: AdamW,

@@ -1,19 +1,19 @@
-//! The models, as any candle program would build them, of operations that have a backward pass in candle.
+//! The models, built as in any candle program from operations that have a backward pass in candle.
 use candle_core::{D, DType, Device, Module, ModuleT, Result, Tensor};
 use candle_nn::{BatchNorm, Conv2d, Conv2dConfig, Init, VarBuilder, batch_norm, conv2d_no_bias, linear, ops};
 
-/// A model, from its input to its output.
+/// A model as a function from its input to its output.
 pub(crate) type Net = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
 
 pub(crate) struct Model {
-    /// What it is called in the results.
+    /// The name in the results.
     pub(crate) name: &'static str,
     pub(crate) dtype: DType,
-    /// How it is built.
+    /// The function that builds it.
     pub(crate) build: fn(VarBuilder) -> Result<Net>,
-    /// Of one example.
+    /// The shape of one example.
     shape: &'static [usize],
-    /// Examples in a batch that fills a large card.
+    /// The number of examples in a batch that fills a large card.
     pub(crate) batch: usize,
 }
 
@@ -25,14 +25,14 @@ pub(crate) const MODELS: [Model; 4] = [
 ];
 
 impl Model {
-    /// An input of normally distributed numbers.
+    /// Returns a normally distributed input.
     pub(crate) fn input(&self, batch: usize, device: &Device) -> Result<Tensor> {
         let shape = [&[batch], self.shape].concat();
         Tensor::randn(0f32, 1., shape, device)?.to_dtype(self.dtype)
     }
 }
 
-/// A loss that costs little: the mean square of the outputs.
+/// Returns a cheap loss: the mean square of the outputs.
 pub(crate) fn loss(outputs: &Tensor) -> Result<Tensor> {
     outputs.to_dtype(DType::F32)?.sqr()?.mean_all()
 }
@@ -47,7 +47,7 @@ const SEQUENCE: usize = 512;
 const LAYERS: usize = 8;
 const HEADS: usize = 16;
 
-/// Blocks of attention and a feed-forward net, each behind a norm and beside a shortcut.
+/// Blocks of attention and a feed-forward network, each with a preceding norm and a residual connection.
 fn transformer(vb: VarBuilder) -> Result<Net> {
     let blocks = (0..LAYERS).map(|layer| block(vb.pp(layer))).collect::<Result<Vec<_>>>()?;
     Ok(Box::new(move |x| blocks.iter().try_fold(x.clone(), |x, block| block(&x))))
@@ -64,7 +64,7 @@ fn block(vb: VarBuilder) -> Result<Net> {
         let part = |index| qkv.narrow(2, index, 1)?.squeeze(2)?.transpose(1, 2)?.contiguous();
         let (q, k, v) = (part(0)?, part(1)?, part(2)?);
         let scale = ((WIDTH / HEADS) as f64).sqrt().recip();
-        // `softmax_last_dim` is faster, and has no backward pass.
+        // `softmax_last_dim` is faster but has no backward pass.
         let weights = ops::softmax(&(q.matmul(&k.t()?)? * scale)?, D::Minus1)?;
         let mixed = weights.matmul(&v)?.transpose(1, 2)?.reshape((batch, sequence, WIDTH))?;
         let x = (x + projection.forward(&mixed)?)?;
@@ -73,7 +73,7 @@ fn block(vb: VarBuilder) -> Result<Net> {
     }))
 }
 
-/// candle's own one has no backward pass.
+/// candle's own layer norm has no backward pass.
 fn layer_norm(vb: VarBuilder) -> Result<Net> {
     let weight = vb.get_with_hints(WIDTH, "weight", Init::Const(1.))?;
     let bias = vb.get_with_hints(WIDTH, "bias", Init::Const(0.))?;
@@ -84,7 +84,7 @@ fn layer_norm(vb: VarBuilder) -> Result<Net> {
     }))
 }
 
-/// The form for small images: a 3×3 convolution in front, and no pooling but at the end.
+/// The variant for small images: starts with a 3×3 convolution, and pools only at the end.
 fn resnet18(vb: VarBuilder) -> Result<Net> {
     let stem = convolution(3, 64, 3, 1, vb.pp("stem"))?;
     let mut blocks = Vec::new();
@@ -116,7 +116,7 @@ fn residual(inputs: usize, outputs: usize, stride: usize, vb: VarBuilder) -> Res
     }))
 }
 
-/// With a batch norm behind it, as in training.
+/// A convolution followed by a batch norm in training mode.
 fn convolution(inputs: usize, outputs: usize, kernel: usize, stride: usize, vb: VarBuilder) -> Result<Net> {
     let config = Conv2dConfig { padding: kernel / 2, stride, ..Default::default() };
     let convolution: Conv2d = conv2d_no_bias(inputs, outputs, kernel, config, vb.pp("conv"))?;

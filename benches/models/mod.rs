@@ -1,12 +1,12 @@
-//! The models of the benches, as any candle program would build them.
+//! The models of the benches, built as in any candle program.
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Activation, Conv2dConfig, ParamsAdamW, Sequential, VarBuilder, conv2d, linear, seq};
 
 /// A model and the shape of its input.
 pub(crate) struct Model {
-    /// What it is called in the results.
+    /// The name in the results.
     pub(crate) name: &'static str,
-    /// How it is built.
+    /// The function that builds it.
     pub(crate) build: fn(VarBuilder) -> Result<Sequential>,
     input: &'static [usize],
 }
@@ -17,14 +17,14 @@ pub(crate) const MODELS: [Model; 2] = [
     Model { name: "convnet, batch 32", build: convnet, input: &[32, 3, 32, 32] },
 ];
 
-/// Small ones of the same kind, to see whether the bench works.
+/// Small models of the same kind, for smoke tests.
 pub(crate) const SMOKE_MODELS: [Model; 2] = [
     Model { name: "MLP 6×1024, batch 1", build: mlp, input: &[1, 1024] },
     Model { name: "convnet, batch 1", build: convnet, input: &[1, 3, 32, 32] },
 ];
 
 impl Model {
-    /// An input of normally distributed numbers.
+    /// Returns a normally distributed input.
     pub(crate) fn input(&self) -> Result<Tensor> {
         Tensor::randn(0f32, 1., self.input, &Device::Cpu)
     }
@@ -38,7 +38,7 @@ pub(crate) fn adamw() -> ParamsAdamW {
     ParamsAdamW { lr: 1e-5, ..Default::default() }
 }
 
-/// A loss that costs little: the mean square of the outputs.
+/// Returns a cheap loss: the mean square of the outputs.
 pub(crate) fn loss(outputs: &Tensor) -> Result<Tensor> {
     outputs.sqr()?.mean_all()
 }

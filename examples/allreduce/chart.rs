@@ -1,9 +1,9 @@
-//! Curves over two logarithmic axes, as SVG.
+//! Line charts with two logarithmic axes, as SVG.
 use crate::size;
 use std::fmt::Write;
 
-/// A label, and points of bytes and GB/s. Curves whose labels are equal up to a comma share a colour; what follows the
-/// comma chooses the dashes.
+/// A label, and points of bytes and GB/s. Curves whose labels are equal up to a comma share a colour; the rest of the
+/// label selects the dashes.
 pub(crate) type Curve = (String, Vec<(f64, f64)>);
 
 const WIDTH: f64 = 860.;
@@ -12,10 +12,10 @@ const LEFT: f64 = 74.;
 const RIGHT: f64 = 22.;
 const TOP: f64 = 44.;
 const BOTTOM: f64 = 62.;
-/// Okabe and Ito's, which colour-blind readers can tell apart.
+/// Okabe and Ito's palette, which colour-blind readers can distinguish.
 const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
 const DASHES: [&str; 4] = ["none", "7 4", "2 3", "10 3 2 3"];
-/// As many numbers as fit below the picture.
+/// The maximum number of labels below the chart.
 const MOST_SIZES: usize = 10;
 
 pub(crate) fn draw(title: &str, curves: &[Curve]) -> String {
@@ -45,7 +45,7 @@ pub(crate) fn draw(title: &str, curves: &[Curve]) -> String {
     svg
 }
 
-/// Numbers on a logarithmic scale, from one power of `base` to another.
+/// A logarithmic scale between two powers of `base`.
 struct Axis {
     base: f64,
     low: i32,
@@ -58,7 +58,7 @@ impl Axis {
     fn new(numbers: impl Iterator<Item = f64>, base: f64, start: f64, end: f64) -> Self {
         let logs = numbers.filter(|number| *number > 0.).map(|number| number.log(base));
         let (low, high) = logs.fold((f64::MAX, f64::MIN), |(low, high), log| (low.min(log), high.max(log)));
-        // Rounding must not make a power of the base look like more than it is.
+        // Rounding errors must not push a power of the base up to the next one.
         let (low, high) = ((low + 1e-9).floor(), (high - 1e-9).ceil());
         let (low, high) = if low <= high { (low as i32, high as i32) } else { (0, 1) };
         Self { base, low, high: high.max(low + 1), start, end }
@@ -70,7 +70,7 @@ impl Axis {
         ((log - low) / (high - low) * (self.end - self.start) + self.start).mul_add(100., 0.5).floor() / 100.
     }
 
-    /// Every `step`-th power of the base.
+    /// Returns every `step`-th power of the base.
     fn powers(&self, step: usize) -> impl Iterator<Item = f64> {
         let base = self.base;
         (self.low..=self.high).step_by(step).map(move |power| base.powi(power))
@@ -131,7 +131,7 @@ fn text(svg: &mut String, (x, y): (f64, f64), attributes: &str, text: &str) {
 }
 
 fn push(svg: &mut String, element: std::fmt::Arguments) {
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(svg, "{element}");
 }
 
@@ -139,7 +139,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// Where `name` is in `names`; put there if need be.
+/// Returns the index of `name` in `names`, appending it if necessary.
 fn position<'a>(names: &mut Vec<&'a str>, name: &'a str) -> usize {
     names.iter().position(|other| *other == name).unwrap_or_else(|| {
         names.push(name);

@@ -1,4 +1,4 @@
-//! How fast collectives are, size by size, with every result checked: what nccl-tests does for NCCL.
+//! Measures the speed of collectives for a range of sizes and checks every result, as nccl-tests does for NCCL.
 //!
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example allreduce -- --min-bytes 8 --max-bytes 64M
@@ -13,6 +13,7 @@ mod size;
 mod values;
 
 use candle_core::DType;
+use candle_ddp::error::Context;
 use candle_ddp::{Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use clap::Parser;
 use problem::{Kind, Problem};
@@ -20,15 +21,15 @@ use report::{Measurement, Report};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Measure a collective of candle-ddp over a range of sizes, and check its results.
+/// Measure a collective of candle-ddp for a range of sizes and check its results.
 ///
-/// The columns are those of nccl-tests: the size is that of the larger of a rank's buffers, the count that of the
-/// smaller; algbw is size over time; busbw is algbw times a factor for the collective and the number of ranks that makes
-/// it comparable with the speed of the hardware. The time is the median over batches of a batch's mean, on the slowest
-/// rank. Fails when any value is wrong.
+/// The columns are those of nccl-tests: the size is that of a rank's larger buffer, the count that of the smaller one;
+/// algbw is size over time; busbw is algbw times a factor that depends on the collective and the number of ranks and
+/// makes it comparable with the speed of the hardware. The time is the median over batches of a batch's mean, on the
+/// slowest rank. Fails if any value is wrong.
 #[derive(Parser)]
 struct Options {
-    /// What to measure.
+    /// The collective to measure.
     #[arg(long, value_enum, default_value = "all_reduce")]
     collective: Kind,
     /// The smallest size in bytes; K, M and G stand for KiB, MiB and GiB.
@@ -37,10 +38,10 @@ struct Options {
     /// The largest size in bytes.
     #[arg(long, value_parser = size::parse, default_value = "64M")]
     max_bytes: usize,
-    /// How many times as large as the one before each size is.
+    /// The ratio of each size to the previous one.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
     step_factor: u32,
-    /// These sizes instead, separated by commas.
+    /// Sizes to measure instead, separated by commas.
     #[arg(long, value_parser = size::parse, value_delimiter = ',', conflicts_with_all = ["min_bytes", "max_bytes", "step_factor"])]
     sizes: Option<Vec<usize>>,
     /// f32, f64, f16, bf16, i64, u32 or u8.
@@ -49,23 +50,23 @@ struct Options {
     /// sum, avg (floating point only), min, max or prod.
     #[arg(long, value_parser = parse_op, default_value = "sum")]
     op: ReduceOp,
-    /// Calls before the measurement, at each size.
+    /// Calls before the measurement of each size.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     warmup: u32,
     /// Calls in each of the five batches. [default: as many as take --seconds, from 3 to 10000]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
-    /// How long a batch takes, about, where --iters does not say how many calls it has.
+    /// The approximate duration of a batch, if --iters is not given.
     #[arg(long, default_value_t = 0.1)]
     seconds: f64,
-    /// Write one JSON object per size to this file, one a line (rank 0 does).
+    /// Write one JSON object per size to this file, one per line (on rank 0).
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Draw the bus bandwidth over the size (rank 0 does).
+    /// Draw the bus bandwidth over the size (on rank 0).
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Measure nothing: draw what --json once wrote, or several such files into one picture. What stands before a comma
-    /// in LABEL chooses the colour, what stands behind it the dashes.
+    /// Measure nothing; draw a chart of one or several files that --json wrote. The part of LABEL before a comma
+    /// selects the colour, the part after it the dashes.
     #[arg(long, value_name = "LABEL=FILE", value_parser = parse_curve, requires = "svg")]
     draw: Vec<(String, PathBuf)>,
 }
@@ -86,10 +87,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Measures all sizes. Returns how many values were wrong.
+/// Measures all sizes and returns the number of wrong values.
 fn sweep(options: &Options) -> Result<u64> {
     let pg = init_process_group(InitOptions::default())?;
-    // What fails on one rank alone, such as writing a file, is said by all.
+    // An error on one rank alone, such as writing a file, is reported by all ranks.
     pg.abort_on_error(|| measure_all(options, &pg))
 }
 
@@ -125,7 +126,7 @@ fn measure_all(options: &Options, pg: &ProcessGroup) -> Result<u64> {
     Ok(errors)
 }
 
-/// Draws earlier results. No value of theirs is wrong here.
+/// Draws earlier results, which contain no wrong values.
 fn redraw(options: &Options) -> Result<u64> {
     let read = |(label, path): &(String, PathBuf)| Ok((label.clone(), report::read_points(path)?));
     let curves = options.draw.iter().map(read).collect::<Result<Vec<_>>>()?;
@@ -137,8 +138,7 @@ fn redraw(options: &Options) -> Result<u64> {
 
 fn draw(path: &Path, options: &Options, curves: &[chart::Curve]) -> Result<()> {
     let svg = chart::draw(&format!("{}: bus bandwidth over size", options.collective.name()), curves);
-    let context = || format!("cannot write the picture to {}", path.display());
-    std::fs::write(path, svg).map_err(|source| Error::Io { context: context(), source })
+    std::fs::write(path, svg).with_context(|| format!("cannot write the chart to {}", path.display()))
 }
 
 fn sizes(options: &Options) -> Result<Vec<usize>> {
@@ -156,12 +156,10 @@ fn sizes(options: &Options) -> Result<Vec<usize>> {
 
 fn parse_op(text: &str) -> Result<ReduceOp, String> {
     let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
-    ops.into_iter()
-        .find(|op| op.to_string() == text)
-        .ok_or_else(|| "sum, avg, min, max or prod is expected".to_string())
+    ops.into_iter().find(|op| op.to_string() == text).ok_or_else(|| "expected sum, avg, min, max or prod".to_string())
 }
 
 fn parse_curve(text: &str) -> Result<(String, PathBuf), String> {
-    let (label, path) = text.split_once('=').ok_or_else(|| "LABEL=FILE is expected".to_string())?;
+    let (label, path) = text.split_once('=').ok_or_else(|| "expected LABEL=FILE".to_string())?;
     Ok((label.to_string(), path.into()))
 }

@@ -1,14 +1,14 @@
-//! How long a collective takes, and whether it is right.
+//! Measuring a collective and checking its results.
 use crate::problem::Problem;
 use candle_core::Tensor;
 use candle_ddp::backend::Collective;
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 use std::time::Instant;
 
-/// Measured between barriers, so that what disturbs one does not reach the others.
+/// The number of batches, with barriers between them, so that a disturbance of one does not affect the others.
 const BATCHES: usize = 5;
 
-/// Seconds per call: the median over batches of a batch's mean, on the slowest rank.
+/// Returns the seconds per call: the median over batches of a batch's mean, on the slowest rank.
 pub(crate) fn time(
     pg: &ProcessGroup,
     problem: &Problem,
@@ -17,7 +17,7 @@ pub(crate) fn time(
     seconds_per_batch: f64,
 ) -> Result<f64> {
     let call = problem.call(pg.rank(), pg.device())?;
-    // The first call on a size may set something up, so it does not count for the estimate.
+    // The first call with a size may set something up, so the estimate ignores it.
     batch(pg, &call, 1)?;
     let estimate = slowest(pg, vec![batch(pg, &call, warmup)?])?[0];
     let iters = iters.unwrap_or((seconds_per_batch / estimate).clamp(3., 10_000.) as u32);
@@ -27,7 +27,8 @@ pub(crate) fn time(
     Ok(means[means.len() / 2])
 }
 
-/// Mean seconds of `iters` calls. On a GPU, calls only enqueue: time begins and ends when its queue is empty.
+/// Returns the mean seconds of `iters` calls. On a GPU, calls only enqueue work, so timing starts and ends with an
+/// empty queue.
 fn batch(pg: &ProcessGroup, call: &Collective, iters: u32) -> Result<f64> {
     pg.barrier()?;
     pg.device().synchronize()?;
@@ -39,7 +40,7 @@ fn batch(pg: &ProcessGroup, call: &Collective, iters: u32) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64() / f64::from(iters))
 }
 
-/// Each number's largest on any rank.
+/// Returns the maximum of each number over the ranks.
 fn slowest(pg: &ProcessGroup, numbers: Vec<f64>) -> Result<Vec<f64>> {
     let len = numbers.len();
     let numbers = Tensor::from_vec(numbers, len, pg.device())?;
@@ -47,7 +48,7 @@ fn slowest(pg: &ProcessGroup, numbers: Vec<f64>) -> Result<Vec<f64>> {
     Ok(numbers.to_vec1()?)
 }
 
-/// How many values come out wrong, on all ranks together.
+/// Returns the number of wrong values on all ranks together.
 pub(crate) fn errors(pg: &ProcessGroup, problem: &Problem) -> Result<u64> {
     let call = problem.call(pg.rank(), pg.device())?;
     pg.run(call.clone())?;

@@ -1,4 +1,4 @@
-//! One collective at one size: its tensors, what must come out, and how its bandwidth is reckoned.
+//! One collective at one size: its tensors, its expected results and its bandwidth.
 use crate::values;
 use candle_core::{DType, Device};
 use candle_ddp::backend::Collective;
@@ -43,8 +43,8 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    /// The problem whose larger buffer is of `bytes` bytes, or the little less that whole elements, the same number for
-    /// every rank where they are shared out, leave; but never none at all.
+    /// Creates the problem whose larger buffer has `bytes` bytes, rounded down to whole elements and, if the elements
+    /// are divided among ranks, to an equal number per rank; at least one.
     pub(crate) fn new(kind: Kind, op: ReduceOp, dtype: DType, world_size: usize, bytes: usize) -> Self {
         let elements = bytes / dtype.size_in_bytes();
         let mut problem = Self { kind, op, dtype, world_size, count: 0 };
@@ -52,12 +52,12 @@ impl Problem {
         problem
     }
 
-    /// Elements of the smaller buffer of a rank.
+    /// Returns the number of elements of a rank's smaller buffer.
     pub(crate) fn count(&self) -> usize {
         self.count
     }
 
-    /// Bytes of the larger buffer of a rank.
+    /// Returns the number of bytes of a rank's larger buffer.
     pub(crate) fn bytes(&self) -> usize {
         self.count * self.parts() * self.dtype.size_in_bytes()
     }
@@ -70,7 +70,7 @@ impl Problem {
         (self.kind == Kind::Broadcast).then_some(ROOT)
     }
 
-    /// How many of the smaller buffers the larger one holds.
+    /// Returns how many of the smaller buffers fit into the larger one.
     fn parts(&self) -> usize {
         match self.kind {
             Kind::AllReduce | Kind::Broadcast => 1,
@@ -78,8 +78,8 @@ impl Problem {
         }
     }
 
-    /// What to multiply size over time with to get the bytes that go over each rank's link, one way, in a second, when
-    /// no more is sent than the collective needs.
+    /// Returns the factor that converts size over time to the bytes per second and direction on each rank's link,
+    /// assuming that no more is sent than the collective needs.
     pub(crate) fn bus_factor(&self) -> f64 {
         let world_size = self.world_size as f64;
         match self.kind {
@@ -89,7 +89,7 @@ impl Problem {
         }
     }
 
-    /// The call on `rank`, with tensors that hold its values.
+    /// Returns the call on `rank`, with tensors that hold its values.
     pub(crate) fn call(&self, rank: usize, device: &Device) -> Result<Collective> {
         let tensor = |len| values::tensor(self.dtype, rank, len, device);
         let (part, whole) = (self.count, self.count * self.parts());
@@ -103,7 +103,7 @@ impl Problem {
         })
     }
 
-    /// How many values of the result of `call`, carried out once on `rank`, are not what they must be.
+    /// Returns the number of wrong values in the result of `call`, executed once on `rank`.
     pub(crate) fn errors(&self, rank: usize, call: &Collective) -> Result<u64> {
         let reduced = || values::reduced(self.dtype, self.op, self.world_size);
         Ok(match call {
@@ -115,7 +115,7 @@ impl Problem {
                 (0..self.world_size).map(part).sum::<Result<u64>>()?
             }
             Collective::ReduceScatter { output, .. } => values::differences(output, &reduced(), rank * self.count)?,
-            _ => unreachable!("no other collective is ever made here"),
+            _ => unreachable!("call() creates no other collective"),
         })
     }
 }

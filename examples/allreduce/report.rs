@@ -1,12 +1,13 @@
 //! The results, as a table for people and as JSON for programs.
 use crate::problem::{Kind, Problem};
+use candle_ddp::error::Context;
 use candle_ddp::{Error, Result};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// What was measured at one size.
+/// The measurement of one size.
 pub(crate) struct Measurement<'a> {
     problem: &'a Problem,
     seconds: f64,
@@ -18,7 +19,7 @@ impl<'a> Measurement<'a> {
         Self { problem, seconds, errors }
     }
 
-    /// GB/s, where G is 10⁹.
+    /// Returns GB/s, where G is 10⁹.
     fn algbw(&self) -> f64 {
         self.problem.bytes() as f64 / self.seconds / 1e9
     }
@@ -58,7 +59,7 @@ impl<'a> Measurement<'a> {
     }
 }
 
-/// Rank 0's report, printed and written as the results come.
+/// Rank 0's report, which is printed and written as results arrive.
 pub(crate) struct Report {
     json: Option<(PathBuf, File)>,
     points: Vec<(f64, f64)>,
@@ -66,9 +67,9 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn begin(kind: Kind, world_size: usize, engine: &str, json: Option<&Path>) -> Result<Self> {
-        let create = |path: &Path| match File::create(path) {
-            Ok(file) => Ok((path.to_path_buf(), file)),
-            Err(source) => Err(io(path, source)),
+        let create = |path: &Path| {
+            let file = File::create(path).with_context(|| writing(path))?;
+            Ok::<_, Error>((path.to_path_buf(), file))
         };
         let json = json.map(create).transpose()?;
         println!("# {}, {world_size} ranks, {engine}", kind.name());
@@ -82,7 +83,7 @@ impl Report {
     pub(crate) fn add(&mut self, measurement: Measurement) -> Result<()> {
         println!("{}", measurement.row());
         if let Some((path, file)) = &mut self.json {
-            writeln!(file, "{}", measurement.json()).map_err(|source| io(path, source))?;
+            writeln!(file, "{}", measurement.json()).with_context(|| writing(path))?;
         }
         self.points.push((measurement.problem.bytes() as f64, measurement.busbw()));
         Ok(())
@@ -93,26 +94,25 @@ impl Report {
         println!("# wrong values: {errors}; mean bus bandwidth: {mean:.3} GB/s");
     }
 
-    /// Size and bus bandwidth of all that was added.
+    /// Returns size and bus bandwidth of all measurements.
     pub(crate) fn into_points(self) -> Vec<(f64, f64)> {
         self.points
     }
 }
 
-/// Size and bus bandwidth of the JSON lines in a file.
+/// Reads size and bus bandwidth from the JSON lines of a file.
 pub(crate) fn read_points(path: &Path) -> Result<Vec<(f64, f64)>> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| Error::Io { context: format!("cannot read {}", path.display()), source })?;
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let point = |(number, line): (usize, &str)| {
         let value: Value = serde_json::from_str(line).unwrap_or_default();
         value["bytes"].as_f64().zip(value["busbw_gbps"].as_f64()).ok_or_else(|| Error::InvalidArgument {
             argument: "--draw",
-            reason: format!("{}, line {}: no JSON object with bytes and busbw_gbps", path.display(), number + 1),
+            reason: format!("{}, line {}: not a JSON object with bytes and busbw_gbps", path.display(), number + 1),
         })
     };
     text.lines().enumerate().map(point).collect()
 }
 
-fn io(path: &Path, source: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the results to {}", path.display()), source }
+fn writing(path: &Path) -> String {
+    format!("cannot write the results to {}", path.display())
 }

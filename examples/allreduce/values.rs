@@ -1,14 +1,14 @@
-//! What the tensors hold, such that every element of every result is known.
+//! The values of the tensors, chosen so that every element of every result is known.
 //!
-//! Small whole numbers that look random repeat with a period that is prime, so that a chunk in the wrong place, from the
-//! wrong rank, left out or counted twice shows. Their sums are exact in every dtype, up to some 85 ranks in bf16.
+//! Small pseudo-random integers repeat with a prime period, so that a chunk that is misplaced, comes from the wrong
+//! rank, is left out or is counted twice shows up. Their sums are exact in every dtype, up to about 85 ranks in bf16.
 use candle_core::{DType, Device, Tensor, WithDType};
 use candle_ddp::{Error, ReduceOp, Result};
 use half::{bf16, f16};
 
 const PERIOD: usize = 4093;
 
-/// Runs an expression with `$T` as the type of `$dtype`'s elements.
+/// Evaluates an expression with `$T` as the element type of `$dtype`.
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr) => {
         with_type!(@ $dtype, $T, $body, U8 u8, U32 u32, I64 i64, F16 f16, BF16 bf16, F32 f32, F64 f64)
@@ -28,7 +28,7 @@ macro_rules! with_type {
     };
 }
 
-/// One period of the values of `rank`: 0 to 3.
+/// Returns one period of the values of `rank`: 0 to 3.
 pub(crate) fn of(rank: usize) -> Vec<f64> {
     let seed = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let value = |index: u64| {
@@ -38,7 +38,7 @@ pub(crate) fn of(rank: usize) -> Vec<f64> {
     (0..PERIOD as u64).map(value).collect()
 }
 
-/// One period of the reduction of all ranks' values.
+/// Returns one period of the reduction of all ranks' values.
 pub(crate) fn reduced(dtype: DType, op: ReduceOp, world_size: usize) -> Vec<f64> {
     let combine = |a: f64, b: f64| match op {
         ReduceOp::Sum | ReduceOp::Avg => a + b,
@@ -58,7 +58,7 @@ pub(crate) fn reduced(dtype: DType, op: ReduceOp, world_size: usize) -> Vec<f64>
     values
 }
 
-/// A tensor of `len` of the values of `rank`.
+/// Returns a tensor with `len` of the values of `rank`.
 pub(crate) fn tensor(dtype: DType, rank: usize, len: usize, device: &Device) -> Result<Tensor> {
     let values = of(rank);
     with_type!(dtype, T => {
@@ -67,8 +67,8 @@ pub(crate) fn tensor(dtype: DType, rank: usize, len: usize, device: &Device) -> 
     })
 }
 
-/// How many elements of `tensor` differ from `expected`, which repeats and begins at its element `offset`. One rounding
-/// is granted, which an average needs.
+/// Returns how many elements of `tensor` differ from `expected`, which repeats and starts at its element `offset`. One
+/// rounding error is tolerated, because an average needs it.
 pub(crate) fn differences(tensor: &Tensor, expected: &[f64], offset: usize) -> Result<u64> {
     let relative = match tensor.dtype() {
         DType::F64 => f64::EPSILON,

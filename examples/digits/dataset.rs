@@ -1,17 +1,17 @@
-//! The handwritten digits, which are part of the program: see `examples/data/README.md`.
+//! The handwritten digits, which are compiled into the program; see `examples/data/README.md`.
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Every so many images, one is kept for the test.
+/// One of this many images is used for testing.
 const TEST_EVERY: usize = 5;
 
-/// Images and their labels.
+/// Images with their labels.
 pub(crate) struct Dataset {
     images: Tensor,
     labels: Tensor,
 }
 
 impl Dataset {
-    /// The digits for training and those for the test: four images of five, and one of five.
+    /// Returns the digits for training and those for testing: four out of five images, and the rest.
     pub(crate) fn digits(device: &Device) -> Result<(Self, Self)> {
         let file = include_bytes!("../data/digits.safetensors");
         let tensors = candle_core::safetensors::load_buffer(file, &Device::Cpu)?;
@@ -25,12 +25,12 @@ impl Dataset {
         Ok((part(&train)?, part(&test)?))
     }
 
-    /// How many images there are.
+    /// Returns the number of images.
     pub(crate) fn len(&self) -> usize {
         self.labels.elem_count()
     }
 
-    /// The images f32[B, 1, 8, 8], from 0 to 1, and labels u32[B] of some indices.
+    /// Returns the images f32[B, 1, 8, 8], from 0 to 1, and labels u32[B] at the given indices.
     pub(crate) fn batch(&self, indices: &[usize]) -> Result<(Tensor, Tensor)> {
         let indices: Vec<u32> = indices.iter().map(|&index| index as u32).collect();
         let indices = Tensor::new(indices, self.labels.device())?;

@@ -1,19 +1,19 @@
-//! The communication hooks to choose from.
+//! The available communication hooks.
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::{DistributedDataParallel, Result};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum Hook {
-    /// The mean, as it is.
+    /// Gradients are averaged without compression.
     None,
     /// Gradients are sent in f16.
     Fp16,
     /// Gradients are sent in bf16.
     Bf16,
-    /// Matrices are sent as approximations of rank 1, after 50 steps without.
+    /// Matrices are sent as approximations of rank 1, from step 50 on.
     PowerSgd,
-    /// The largest tenth is sent.
+    /// The largest tenth of the gradients is sent.
     TopK,
 }
 

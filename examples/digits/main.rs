@@ -1,4 +1,4 @@
-//! Trains a small convolutional net on handwritten digits, on as many ranks as the launcher starts:
+//! Trains a small convolutional network on handwritten digits, on all ranks that the launcher starts:
 //!
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example digits
@@ -8,11 +8,12 @@
 mod dataset;
 mod hook;
 mod net;
-mod optimizer;
 mod progress;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+use candle_ddp::error::Context;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
 };
@@ -21,39 +22,38 @@ use clap::Parser;
 use dataset::Dataset;
 use hook::Hook;
 use net::Net;
-use optimizer::Optimizer;
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-// Training on the CPU frees and allocates large tensors all the time, which this allocator does without the kernel.
+// Training on the CPU constantly frees and allocates large tensors, which this allocator does without the kernel.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Train a convolutional net on 8×8 handwritten digits with DistributedDataParallel.
+/// Train a convolutional network on 8×8 handwritten digits with DistributedDataParallel.
 #[derive(Parser)]
 struct Options {
-    /// How often to go over the training images.
+    /// The number of passes over the training images.
     #[arg(long, default_value_t = 25)]
     epochs: usize,
-    /// How many images a batch has on each rank.
+    /// The number of images per batch and rank.
     #[arg(long, default_value_t = 32)]
     batch_size: usize,
     /// AdamW's learning rate.
     #[arg(long, default_value_t = 0.005)]
     learning_rate: f64,
-    /// What the first parameters and the order of the images are drawn from.
+    /// The seed for the initial parameters and the order of the images.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// What happens to gradients on their way between the ranks.
+    /// The communication hook for the gradients.
     #[arg(long, value_enum, default_value_t = Hook::None)]
     comm_hook: Hook,
-    /// Spread the optimizer's states over the ranks (ZeRO-1).
+    /// Shard the optimizer state over the ranks (ZeRO-1).
     #[arg(long, conflicts_with = "comm_hook")]
     zero: bool,
-    /// Write one JSON object per epoch to this file, one a line (rank 0 does).
+    /// Write one JSON object per epoch to this file, one per line (on rank 0).
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
@@ -79,20 +79,25 @@ fn run(options: &Options) -> Result<()> {
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let mut metrics = match &options.metrics {
-        Some(path) if rank == 0 => Some((path, File::create(path).map_err(|source| io(path, source))?)),
+        Some(path) if rank == 0 => Some((path, File::create(path).with_context(|| writing(path))?)),
         _ => None,
     };
 
     let (train, test) = Dataset::digits(pg.device())?;
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let ddp_options = DdpOptions { init_seed: Some(options.seed), ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;
-    net::initialise(&ddp.parameters(), options.seed)?;
-    let mut optimizer = Optimizer::new(&ddp, options.learning_rate, options.zero)?;
+    let params = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
+    let mut optimizer: Box<dyn Optimizer> = match options.zero {
+        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+    };
 
     let sampler_options = SamplerOptions { shuffle: true, seed: options.seed, drop_last: false };
     let mut sampler = DistributedSampler::new(train.len(), world_size, rank, sampler_options)?;
-    // The test counts every image once, so a rank leaves out those that the sampler repeats to give all ranks as many.
+    // To count every test image once, a rank leaves out the images that the sampler repeats to give all ranks the same
+    // number.
     let test_options = SamplerOptions { shuffle: false, ..Default::default() };
     let test_sampler = DistributedSampler::new(test.len(), world_size, rank, test_options)?;
     let loader_options = LoaderOptions { batch_size: options.batch_size, drop_last: false };
@@ -124,11 +129,10 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         }
         bar.finish_and_clear();
 
-        let totals = Tensor::new(&[loss_sum, trained as f64, correct, tested as f64], pg.device())?;
-        pg.all_reduce(&totals, ReduceOp::Sum)?;
-        let totals: Vec<f64> = totals.to_vec1()?;
-        let (train_loss, test_accuracy) = (totals[0] / totals[1], totals[2] / totals[3]);
-        let images_per_second = totals[1] / seconds;
+        let totals = [loss_sum, trained as f64, correct, tested as f64];
+        let [loss_sum, trained, correct, tested] = pg.all_reduce_scalars(totals, ReduceOp::Sum)?;
+        let (train_loss, test_accuracy) = (loss_sum / trained, correct / tested);
+        let images_per_second = trained / seconds;
         let hash = shared_hash(pg, &ddp)?;
         if rank == 0 {
             println!(
@@ -148,7 +152,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
                 "gradient_bytes": traffic.map(|traffic| traffic.gradient_bytes),
                 "bytes_sent": traffic.and_then(|traffic| traffic.bytes_sent),
             });
-            writeln!(file, "{line}").map_err(|source| io(path, source))?;
+            writeln!(file, "{line}").with_context(|| writing(path))?;
         }
         if epoch == options.epochs {
             if rank == 0 {
@@ -168,7 +172,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The hash of all parameters (FNV-1a over their bytes), which must be the same on every rank.
+/// Returns the hash of all parameters (FNV-1a over their bytes), which must be the same on every rank.
 fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result<String> {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for parameter in ddp.parameters() {
@@ -178,18 +182,16 @@ fn shared_hash<M>(pg: &ProcessGroup, ddp: &DistributedDataParallel<M>) -> Result
             }
         }
     }
-    let hashes = Tensor::zeros(pg.world_size(), DType::I64, pg.device())?;
-    pg.all_gather(&hashes, &Tensor::new(&[hash as i64], pg.device())?)?;
-    let hashes: Vec<i64> = hashes.to_vec1()?;
+    let hashes = pg.all_gather_object(&hash)?;
     match hashes.iter().position(|&other| other != hashes[0]) {
         None => Ok(format!("{hash:016x}")),
         Some(rank) => {
             let difference = format!("parameter hash {:016x} instead of {:016x}", hashes[rank], hashes[0]);
-            Err(Error::ModelMismatch { rank, difference })
+            Err(Error::Mismatch { what: "model", rank, difference })
         }
     }
 }
 
-fn io(path: &std::path::Path, source: std::io::Error) -> Error {
-    Error::Io { context: format!("cannot write the metrics to {}", path.display()), source }
+fn writing(path: &Path) -> String {
+    format!("cannot write the metrics to {}", path.display())
 }

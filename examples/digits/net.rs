@@ -1,8 +1,6 @@
 //! The model: two convolutions and two linear layers, 13 706 parameters.
-use candle_core::{ModuleT, Result, Tensor, Var};
+use candle_core::{ModuleT, Result, Tensor};
 use candle_nn::{Conv2d, Conv2dConfig, Linear, Module, VarBuilder};
-use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
 pub(crate) struct Net {
     conv1: Conv2d,
@@ -32,24 +30,8 @@ impl ModuleT for Net {
     }
 }
 
-/// The largest of every 2 × 2 values: candle's `max_pool2d` gives them a quarter of their gradient.
+/// Returns the maximum of every 2 × 2 window. candle's `max_pool2d` computes only a quarter of the gradient.
 fn max_pool(x: &Tensor) -> Result<Tensor> {
     let (n, c, h, w) = x.dims4()?;
     x.reshape((n, c, h / 2, 2, w / 2, 2))?.max(5)?.max(3)
-}
-
-/// Draws the parameters anew from `seed`, as PyTorch draws those of such layers: uniformly within ±1/√fan-in. candle
-/// cannot seed its own generator on the CPU.
-pub(crate) fn initialise(parameters: &[Var], seed: u64) -> Result<()> {
-    let mut random = StdRng::seed_from_u64(seed);
-    let mut bound = 0.;
-    for parameter in parameters {
-        // A bias follows its layer's weight, and has its bound.
-        if parameter.rank() > 1 {
-            bound = 1. / (parameter.elem_count() as f32 / parameter.dim(0)? as f32).sqrt();
-        }
-        let values: Vec<f32> = (0..parameter.elem_count()).map(|_| random.random_range(-bound..bound)).collect();
-        parameter.set(&Tensor::from_vec(values, parameter.shape(), parameter.device())?)?;
-    }
-    Ok(())
 }

@@ -1,8 +1,8 @@
-//! The progress bar of rank 0. Under the launcher, too, it ends at a terminal if the launcher's output does: it gives
-//! its workers one.
+//! The progress bar of rank 0. It also works under the launcher, which gives its workers a terminal if its own output
+//! goes to one.
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A bar of `steps` steps; hidden on ranks other than 0, and (as indicatif does by itself) where standard error is no
+/// Creates a bar of `steps` steps. It is hidden on ranks other than 0 and, by indicatif, if standard error is not a
 /// terminal.
 pub(crate) fn bar(epoch: usize, steps: usize, rank: usize) -> ProgressBar {
     let target = if rank == 0 { ProgressDrawTarget::stderr_with_hz(10) } else { ProgressDrawTarget::hidden() };

@@ -1,4 +1,4 @@
-//! What a training step costs with DistributedDataParallel and without, on several ranks:
+//! Measures a training step with and without DistributedDataParallel, on several ranks:
 //!
 //! ```text
 //! cargo run --release -- --nproc-per-node 2 --example step -- --model mlp
@@ -16,12 +16,12 @@ use net::Model;
 use std::process::ExitCode;
 use std::time::Instant;
 
-// Training on the CPU frees and allocates large tensors all the time, which this allocator does without the kernel.
+// Training on the CPU constantly frees and allocates large tensors, which this allocator does without the kernel.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Measure training steps in several modes that take turns, a step of each at a time, so that what else the machine does
-/// meets all alike. Prints a JSON object per mode: medians over steps, of the slowest rank's times.
+/// Measure training steps in several modes that alternate step by step, so that other load on the machine affects all
+/// equally. Prints a JSON object per mode: medians over steps of the slowest rank's times.
 #[derive(Parser)]
 struct Options {
     /// The model.
@@ -30,32 +30,32 @@ struct Options {
     /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18]
     #[arg(long)]
     batch_size: Option<usize>,
-    /// How many steps of each mode are measured.
+    /// The number of measured steps of each mode.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Which modes take turns.
+    /// The modes to compare.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "local,ddp")]
     modes: Vec<Mode>,
-    /// How many MiB of gradients are all-reduced together. [default: that of DdpOptions]
+    /// The bucket size in MiB. [default: that of DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Mode {
-    /// Plain candle: every rank trains a model of its own, at the same time as the others.
+    /// Plain candle: every rank trains its own model, at the same time as the others.
     Local,
-    /// DistributedDataParallel: gradients are averaged while backward goes on.
+    /// DistributedDataParallel: gradients are averaged during the backward pass.
     Ddp,
-    /// The same, but gradients are averaged after backward.
+    /// The same, but gradients are averaged after the backward pass.
     After,
 }
 
-/// Unmeasured steps of each mode: the first ones allocate, and DDP lays out its buckets anew after the first.
+/// The number of unmeasured steps of each mode: the first steps allocate, and DDP rebuilds its buckets after the first.
 const WARMUP: u32 = 2;
-/// So low that nothing overflows or vanishes, however many steps are measured.
+/// A learning rate at which nothing overflows or vanishes, however many steps are measured.
 const LEARNING_RATE: f64 = 1e-5;
-/// Milliseconds of forward, backward and optimizer.
+/// The milliseconds of forward, backward and optimizer.
 type Times = [f64; 3];
 
 fn main() -> ExitCode {
@@ -83,7 +83,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
         for turn in 0..trainers.len() {
-            // Each mode comes first, and after each other one, as often as the others.
+            // Each mode comes first, and after each other mode, equally often.
             let index = (turn + step as usize) % trainers.len();
             pg.barrier()?;
             let elapsed = slowest(pg, trainers[index].step(&input)?)?;
@@ -123,7 +123,7 @@ impl Mode {
     }
 }
 
-/// A model, and how it is trained.
+/// A model and its training step.
 struct Trainer {
     net: Net,
     optimizer: AdamW,
@@ -184,18 +184,18 @@ impl Trainer {
     }
 }
 
-/// The variables by name, in an order that is the same on all ranks.
+/// Returns the variables by name, in the same order on all ranks.
 fn named(varmap: &VarMap) -> Result<Vec<(String, candle_core::Var)>> {
     let vars = varmap.data().lock().map_err(|_| Error::InvalidArgument {
         argument: "varmap",
-        reason: "a thread panicked while it held it".to_string(),
+        reason: "a thread panicked while holding the lock".to_string(),
     })?;
     let mut vars: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
     vars.sort_by(|a, b| a.0.cmp(&b.0));
     Ok(vars)
 }
 
-/// The times on the rank that took longest.
+/// Returns the times on the slowest rank.
 fn slowest(pg: &ProcessGroup, times: Times) -> Result<Times> {
     let world_size = pg.world_size();
     let all = Tensor::zeros((world_size, times.len()), DType::F64, pg.device())?;

@@ -1,6 +1,7 @@
-//! The models, as any candle program would build them.
+//! The models, built as in any candle program.
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_nn::{BatchNorm, Conv2d, Conv2dConfig, FuncT, VarBuilder, batch_norm, conv2d_no_bias, func_t, linear};
+use candle_ddp::nn::{BatchNorm, Conv2d, batch_norm, conv2d_no_bias, linear, relu};
+use candle_nn::{Conv2dConfig, FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -44,7 +45,7 @@ impl Model {
 
 fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {
     let layers = (0..6).map(|layer| linear(1024, 1024, vb.pp(layer))).collect::<Result<Vec<_>>>()?;
-    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())))
+    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
 }
 
 fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
@@ -59,13 +60,13 @@ fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
     }
     let head = linear(channels, 10, vb.pp("head"))?;
     Ok(func_t(move |x, train| {
-        let x = stem.forward_t(x, train)?.relu()?;
+        let x = stem.forward_relu_t(x, train)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward_t(&x, train))?;
         head.forward(&x.mean((2, 3))?)
     }))
 }
 
-/// A convolution without bias, and batch normalisation.
+/// A convolution without bias, followed by batch normalisation.
 struct Convolution(Conv2d, BatchNorm);
 
 impl Convolution {
@@ -78,13 +79,19 @@ impl Convolution {
     }
 }
 
+impl Convolution {
+    fn forward_relu_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        self.1.forward_relu_t(&self.0.forward(x)?, train)
+    }
+}
+
 impl ModuleT for Convolution {
     fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         self.1.forward_t(&self.0.forward(x)?, train)
     }
 }
 
-/// Two convolutions and a way around them.
+/// Two convolutions with a residual connection.
 struct Block {
     first: Convolution,
     second: Convolution,
@@ -104,10 +111,12 @@ impl Block {
 
 impl ModuleT for Block {
     fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
-        let y = self.second.forward_t(&self.first.forward_t(x, train)?.relu()?, train)?;
-        match &self.shortcut {
-            Some(shortcut) => (y + shortcut.forward_t(x, train)?)?.relu(),
-            None => (y + x)?.relu(),
-        }
+        let z = match &self.shortcut {
+            Some(shortcut) => shortcut.forward_t(x, train)?,
+            None => x.clone(),
+        };
+        let Convolution(convolution, norm) = &self.second;
+        let y = convolution.forward(&self.first.forward_relu_t(x, train)?)?;
+        norm.forward_add_relu_t(&y, &z, train)
     }
 }

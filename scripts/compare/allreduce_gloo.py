@@ -1,5 +1,5 @@
-"""In-place f32 all-reduce through PyTorch's process group: the counterpart of the example `allreduce`, which measures
-in the same way and prints the same JSON lines.
+"""In-place f32 all-reduce through PyTorch's process group: the counterpart of the example `allreduce`, with the same
+measurement and the same JSON output.
 
     torchrun --nproc-per-node 2 scripts/compare/allreduce_gloo.py SECONDS_PER_BATCH BYTES...
 """
@@ -18,7 +18,7 @@ WARMUP = 3
 
 
 def batch(buffer, calls):
-    """Mean seconds of so many calls."""
+    """Returns the mean seconds of this number of calls."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -27,7 +27,7 @@ def batch(buffer, calls):
 
 
 def slowest(seconds):
-    """Each number's largest on any rank."""
+    """Returns the maximum of each number over the ranks."""
     seconds = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.tolist()
@@ -58,7 +58,7 @@ def main():
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
-    # Some versions of PyTorch take long to leave, or fail at it.
+    # Some versions of PyTorch take long to exit, or fail to.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
-"""What the comparisons share: starting ranks, on one host or on two that are network namespaces, and describing the
-machine. Needs nothing but Python; two hosts need root, iproute2 and util-linux."""
+"""Helpers of the comparison scripts: starting ranks, on one host or on two network namespaces, and describing the machine.
+Needs only Python; two hosts need root, iproute2 and util-linux."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("CANDLE_DDP_PYTHON", "python3")
 TIMEOUT = 900
 
-# So that ranks and namespaces are removed then, too.
+# So that ranks and namespaces are removed in this case too.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -36,7 +36,7 @@ def build(*targets):
 
 
 def pytorch_version():
-    """PyTorch's version, or None where the Python in CANDLE_DDP_PYTHON does not have it."""
+    """Returns PyTorch's version, or None if the interpreter in CANDLE_DDP_PYTHON does not have it."""
     command = [PYTHON, "-c", "import torch; print(torch.__version__)"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -45,7 +45,7 @@ def pytorch_version():
 
 
 def mpi_version():
-    """The version of mpirun, or None where it or mpicc is missing."""
+    """Returns the version of mpirun, or None if it or mpicc is missing."""
     if not (shutil.which("mpirun") and shutil.which("mpicc")):
         return None
     lines = subprocess.run(["mpirun", "--version"], check=True, capture_output=True, text=True).stdout.splitlines()
@@ -53,7 +53,7 @@ def mpi_version():
 
 
 class OneHost:
-    """All ranks on this machine, which meet on its loopback interface."""
+    """All ranks on this machine, with rendezvous on its loopback interface."""
 
     interface = None
 
@@ -67,17 +67,17 @@ class OneHost:
         return "127.0.0.1"
 
     def local(self, rank, world_size):
-        """Local rank and local world size."""
+        """Returns the local rank and local world size."""
         return rank, world_size
 
     def enter(self, rank):
-        """What to put in front of a command to run it as this rank."""
+        """Returns the prefix of a command that runs it as this rank."""
         return []
 
 
 class TwoHosts:
-    """Two network namespaces joined by a veth pair, with a host name each: two hosts, to everything that runs in them.
-    They have the same number of ranks, and exist inside of a `with`."""
+    """Two network namespaces joined by a veth pair, each with its own host name: processes in them see two hosts. Both have
+    the same number of ranks. They exist inside a `with` block."""
 
     interface = "ddp0"
 
@@ -102,13 +102,13 @@ class TwoHosts:
 
     def __exit__(self, *_):
         for name in self.names:
-            # The pair goes with its first end.
+            # Deleting one end of the pair deletes both.
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
     def limit(self, bytes_per_second):
-        """Limits the link, in either direction."""
-        # Room for whole packets of TCP's, up to 64 KiB and their headers: network adapters cut these up themselves, and
-        # here it would take the processors' time.
+        """Limits the link's rate in each direction."""
+        # Room for whole TCP packets of up to 64 KiB with headers: network adapters split these in hardware, but here it
+        # would cost processor time.
         burst = max(256 << 10, int(bytes_per_second / 500))
         shape = ["tbf", "rate", f"{int(bytes_per_second * 8)}bit", "burst", str(burst), "latency", "50ms"]
         for name in self.names:
@@ -137,8 +137,8 @@ def ip(*arguments):
 
 
 def run_ranks(command, world_size, hosts, settings=None):
-    """Runs `command` once per rank, in torchrun's environment with `settings` and with one thread each, and returns what
-    rank 0 printed. Raises when a rank fails; then the others are ended."""
+    """Runs `command` once per rank, in torchrun's environment with `settings` and with one thread each, and returns rank 0's
+    output. If a rank fails, ends the others and raises an exception."""
     ranks = []
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         port = free_port()
@@ -157,7 +157,7 @@ def run_ranks(command, world_size, hosts, settings=None):
                 }
                 if hosts.interface:
                     environment["GLOO_SOCKET_IFNAME"] = hosts.interface
-                    # The namespaces share this machine's memory, which candle-ddp would find out and use.
+                    # The namespaces share this machine's memory, which candle-ddp would detect and use.
                     environment["CANDLE_DDP_CPU_HOST"] = f"host{hosts.host(rank)}"
                 environment |= settings or {}
                 environment = {name: str(value) for name, value in environment.items()}
@@ -189,7 +189,7 @@ def wait(ranks, command, errors):
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed or time.monotonic() > deadline:
             errors.seek(0)
-            what = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not over after {TIMEOUT} s"
+            what = f"rank {failed[0]} exited with {codes[failed[0]]}" if failed else f"not over after {TIMEOUT} s"
             raise RuntimeError(f"{' '.join(map(str, command))}: {what}\n{errors.read()}")
         time.sleep(0.02)
 
@@ -205,7 +205,7 @@ def json_lines(text):
 
 
 def medians(runs, key):
-    """For each value of `key`, the median over `runs` (lists of objects) of every number, and the first of the rest."""
+    """Returns, for each value of `key`, the median over `runs` (lists of objects) of every number, and the first of other values."""
     rows = {}
     for row in (row for run in runs for row in run):
         rows.setdefault(row[key], []).append(row)
@@ -218,7 +218,7 @@ def medians(runs, key):
 
 
 def machine():
-    """The machine in a few words."""
+    """Returns a short description of the machine."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     return (

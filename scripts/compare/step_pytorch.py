@@ -1,5 +1,5 @@
-"""Training steps of PyTorch, plain and with DistributedDataParallel over Gloo, in turns: the counterpart of the example
-`step`, which measures the same models in the same way and prints the same JSON lines.
+"""Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
+the example `step`, with the same models, the same measurement and the same JSON output.
 
     torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS
 """
@@ -25,7 +25,7 @@ def convolution(inputs, outputs, kernel, stride):
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -51,12 +51,12 @@ def mlp():
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
 
 
-# What builds a model, and the shape of its input.
+# The function that builds a model, and the shape of its input.
 MODELS = {"mlp": (mlp, (256, 1024)), "resnet18": (resnet18, (32, 3, 32, 32))}
 
 
 def step(model, optimizer, x):
-    """Milliseconds of forward, backward and optimizer."""
+    """Returns the milliseconds of forward, backward and optimizer."""
     start = time.perf_counter()
     loss = model(x).square().mean()
     forward = time.perf_counter()
@@ -69,7 +69,7 @@ def step(model, optimizer, x):
 
 
 def slowest(times):
-    """The times on the rank that took longest."""
+    """Returns the times on the slowest rank."""
     times = torch.tensor(times, dtype=torch.float64)
     all_times = [torch.empty_like(times) for _ in range(dist.get_world_size())]
     dist.all_gather(all_times, times)
@@ -112,7 +112,7 @@ def main():
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
-    # Some versions of PyTorch take long to leave, or fail at it.
+    # Some versions of PyTorch take long to exit, or fail to.
     os._exit(0)
 
 

@@ -1,13 +1,13 @@
 //! Scaling losses, and leaving out steps that overflow.
 use super::state::GradScalerState;
 use super::unscale::unscale;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::state::StateDict;
 use crate::state::{self, Loader};
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
-use candle_nn::Optimizer;
 use std::collections::{HashMap, HashSet};
 
 /// How a [`GradScaler`] chooses the scale.
@@ -50,7 +50,7 @@ pub struct GradScaler {
     parameters: Vec<(String, Var)>,
     options: GradScalerOptions,
     scale: f64,
-    /// Steps without overflow since the scale has changed.
+    /// Steps without overflow since the scale last changed.
     clean_steps: usize,
     stage: Stage,
 }
@@ -105,8 +105,8 @@ impl GradScaler {
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_parameters(grads, |_, overflow| {
             overflow.ok_or_else(|| {
-                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
-                              `unscale` first";
+                let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call \
+                              `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut grads)` first";
                 Error::invalid("grads", reason)
             })
         })
@@ -156,7 +156,7 @@ impl GradScaler {
         let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
         let overflow = if self.group.world_size() > 1 {
             let overflow = Tensor::new(&[flag], self.group.device())?;
-            self.group.all_reduce(&overflow, ReduceOp::Max)?;
+            Label::UNSCALE.during(|| self.group.all_reduce(&overflow, ReduceOp::Max))?;
             overflow.to_vec1::<f32>()?[0] > 0.0
         } else {
             flag > 0.0
@@ -166,26 +166,23 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// Divides the gradients, unless [`unscale`](Self::unscale) has, and calls `optimizer.step` with them if all are
-    /// finite on all ranks. Returns whether it did.
-    ///
-    /// # Errors
-    /// A second call in the same step ([`Error::GradScaler`]), and those of `unscale`.
-    pub fn step<O: Optimizer>(&mut self, optimizer: &mut O, grads: &mut GradStore) -> Result<bool> {
-        self.step_with(grads, |grads| Ok(optimizer.step(grads)?))
+    /// Whether this step's gradients have not been divided yet.
+    pub(crate) fn is_scaled(&self) -> bool {
+        self.stage == Stage::Scaled
     }
 
-    /// [`step`](Self::step) for optimizers that are not candle's [`Optimizer`], and for several: `step` is called if all
-    /// gradients are finite on all ranks.
+    /// [`step`](Self::step) for several optimizers, and for those that do not implement
+    /// [`Optimizer`](crate::optim::Optimizer), such as candle's own: `step` is called if all gradients are finite on all
+    /// ranks.
     ///
     /// ```
     /// # use candle_core::backprop::GradStore;
     /// # use candle_ddp::{GradScaler, Result};
-    /// # use candle_nn::Optimizer;
+    /// # use candle_ddp::optim::Optimizer;
     /// # fn two(scaler: &mut GradScaler, encoder: &mut impl Optimizer, decoder: &mut impl Optimizer, grads: &mut GradStore) -> Result<()> {
     /// scaler.step_with(grads, |grads| {
     ///     encoder.step(grads)?;
-    ///     Ok(decoder.step(grads)?)
+    ///     decoder.step(grads)
     /// })?;
     /// scaler.update()?;
     /// # Ok(())
@@ -292,8 +289,8 @@ impl StateDict for GradScaler {
     }
 
     /// # Errors
-    /// Beside the others: values that cannot be ([`InvalidArgument`](crate::Error::InvalidArgument)), and in the middle of a training step
-    /// ([`Error::GradScaler`](crate::Error::GradScaler)).
+    /// Also values that make no sense ([`Error::InvalidArgument`]), and a call in the middle of a training step
+    /// ([`Error::GradScaler`]).
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "GradScaler")?;
         let state = GradScalerState {

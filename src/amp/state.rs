@@ -3,7 +3,7 @@ use crate::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// What is left of a [`GradScaler`](super::GradScaler) in a checkpoint: PyTorch's `state_dict`, with its names.
+/// What a checkpoint holds of a [`GradScaler`](super::GradScaler): PyTorch's `state_dict`, with its names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
     /// What losses are multiplied by.
@@ -14,7 +14,7 @@ pub struct GradScalerState {
     pub backoff_factor: f64,
     /// See [`GradScalerOptions`](super::GradScalerOptions).
     pub growth_interval: usize,
-    /// Steps without overflow since the scale has changed.
+    /// Steps without overflow since the scale last changed.
     pub growth_tracker: usize,
 }
 

@@ -1,4 +1,5 @@
 //! What a rank called, as it is sent in front of the data and as it is written in messages.
+use super::label::Label;
 use super::wire::{Reader, Writer};
 use crate::backend::ReduceOp;
 use candle_core::DType;
@@ -112,16 +113,17 @@ pub(super) struct Call {
     /// Elements of the tensor. Where there are two tensors, elements of the one that is a part of the other (the input of an
     /// all-gather, the output of a reduce-scatter); of the input of an all-to-all.
     pub(super) count: u64,
+    pub(super) label: Label,
 }
 
 impl Call {
     /// Bytes of an encoded call.
-    pub(super) const BYTES: usize = 16;
+    pub(super) const BYTES: usize = 20;
     const NONE: u8 = u8::MAX;
 
     /// A call that moves no data.
     pub(super) fn bare(operation: Operation) -> Self {
-        Self { operation, element: None, reduction: None, root: None, count: 0 }
+        Self { operation, element: None, reduction: None, root: None, count: 0, label: Label::NONE }
     }
 
     pub(super) fn encode(&self, writer: &mut Writer) {
@@ -131,7 +133,7 @@ impl Call {
         writer.u8(self.reduction.map_or(Self::NONE, |reduction| reduction as u8));
         writer.u8(0);
         writer.u32(self.root.map_or(u32::MAX, |root| root as u32));
-        writer.u64(self.count);
+        writer.u64(self.count).u32(self.label.code());
     }
 
     pub(super) fn decode(reader: &mut Reader) -> Option<Self> {
@@ -143,20 +145,27 @@ impl Call {
         let reduction = pick(reader.u8()?, &REDUCTIONS)?;
         reader.u8()?;
         let root = Some(reader.u32()?).filter(|root| *root != u32::MAX).map(|root| root as usize);
-        Some(Self { operation, element, reduction, root, count: reader.u64()? })
+        let (count, label) = (reader.u64()?, Label::from_code(reader.u32()?));
+        Some(Self { operation, element, reduction, root, count, label })
     }
 
     /// With the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.
     fn in_full(&self) -> String {
-        let mut text = self.to_string();
-        text.pop();
-        if let Some(reduction) = self.reduction {
-            text += &format!(", {reduction}");
+        let reduction = self.reduction.map_or_else(String::new, |reduction| format!(", {reduction}"));
+        let root = self.root.map_or_else(String::new, |root| format!(", root {root}"));
+        self.with_arguments(&(reduction + &root))
+    }
+
+    fn with_arguments(&self, further: &str) -> String {
+        let name = self.operation.name();
+        let call = match self.element {
+            Some(element) => format!("{name}({}[{}]{further})", element.dtype().as_str(), self.count),
+            None => format!("{name}()"),
+        };
+        match self.label.text() {
+            Some(label) => format!("{call} for {label}"),
+            None => call,
         }
-        if let Some(root) = self.root {
-            text += &format!(", root {root}");
-        }
-        text + ")"
     }
 
     /// Describes two different calls, in full if their short forms are equal.
@@ -166,14 +175,10 @@ impl Call {
     }
 }
 
-/// `all_reduce(f32[20])`
+/// `all_reduce(f32[20])`, `all_gather(i64[1]) for save_distributed`
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = self.operation.name();
-        match self.element {
-            Some(element) => write!(f, "{name}({}[{}])", element.dtype().as_str(), self.count),
-            None => write!(f, "{name}()"),
-        }
+        f.write_str(&self.with_arguments(""))
     }
 }
 
@@ -227,8 +232,10 @@ mod tests {
                 (Some(Element::U8), Some(ReduceOp::Prod), Some(3)),
                 (Some(Element::F32), None, Some(0)),
             ] {
-                let header =
-                    Header { sequence: 1 << 40, call: Call { operation, element, reduction, root, count: 1 << 50 } };
+                let header = Header {
+                    sequence: 1 << 40,
+                    call: Call { operation, element, reduction, root, count: 1 << 50, label: Label::SAVE },
+                };
                 assert_eq!(Header::decode(&header.encode()), Some(header));
             }
         }
@@ -247,11 +254,17 @@ mod tests {
             reduction: Some(ReduceOp::Sum),
             root: Some(0),
             count: 4,
+            label: Label::NONE,
         };
         let other_root = Call { root: Some(1), ..sum };
         let (a, b) = sum.describe_both(&other_root);
         assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[4], sum, root 0)", "reduce(f32[4], sum, root 1)"));
         let (a, b) = sum.describe_both(&Call { count: 5, ..sum });
         assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[4])", "reduce(f32[5])"));
+        let (a, b) = sum.describe_both(&Call { label: Label::SAVE, ..sum });
+        assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[4])", "reduce(f32[4]) for save_distributed"));
+        let labelled = Call { label: Label::SAVE, ..sum };
+        let (a, _) = labelled.describe_both(&Call { label: Label::SAVE, ..other_root });
+        assert_eq!(a, "reduce(f32[4], sum, root 0) for save_distributed");
     }
 }

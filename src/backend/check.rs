@@ -1,5 +1,6 @@
 //! What every engine checks on the calling thread, before anything moves.
 use super::call::{Call, Channel, Element, Operation};
+use super::label::Label;
 use super::{Collective, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
@@ -9,8 +10,13 @@ use std::ops::Range;
 /// tensor's description.
 pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
 
-/// Checks the tensors and arguments of `collective` on one rank of a group.
+/// Checks the tensors and arguments of `collective` on one rank of a group, and labels the call.
 pub(super) fn check(rank: usize, world_size: usize, place: Place, collective: &Collective) -> Result<(Call, Channel)> {
+    let (call, channel) = call_of(rank, world_size, place, collective)?;
+    Ok((Call { label: Label::current(), ..call }, channel))
+}
+
+fn call_of(rank: usize, world_size: usize, place: Place, collective: &Collective) -> Result<(Call, Channel)> {
     let checker = Checker { rank, world_size, place, name: collective.name() };
     let call = |operation, tensor, reduction, root| checker.call(operation, tensor, reduction, root);
     let call = match collective {
@@ -93,7 +99,14 @@ impl Checker<'_> {
         if let Some(root) = root {
             self.in_world(root)?;
         }
-        Ok(Call { operation, element: Some(element), reduction, root, count: tensor.elem_count() as u64 })
+        Ok(Call {
+            operation,
+            element: Some(element),
+            reduction,
+            root,
+            count: tensor.elem_count() as u64,
+            label: Label::NONE,
+        })
     }
 
     fn tensor(&self, tensor: &Tensor) -> Result<Element> {

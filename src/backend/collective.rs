@@ -19,6 +19,7 @@ pub enum ReduceOp {
 /// One call of a collective, with its tensors: contiguous, of the same dtype and element count on every rank, and
 /// changed in place (`tensor`, `output`). `input` and `output` must not overlap, except in [`AllGather`](Self::AllGather).
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Collective {
     /// Every rank's `tensor` becomes the reduction of all.
     AllReduce {

@@ -8,6 +8,7 @@ mod collective;
 mod construction;
 pub mod cpu;
 mod failure;
+mod label;
 // Without the feature, the same names return errors. This is the only place where the two builds differ.
 #[cfg(feature = "nccl")]
 pub mod nccl;
@@ -20,6 +21,7 @@ mod work;
 
 pub use collective::{Collective, ReduceOp};
 pub(crate) use construction::Construction;
+pub(crate) use label::Label;
 pub use work::{Completion, Work};
 
 use crate::rendezvous::Store;
@@ -32,6 +34,7 @@ pub(crate) fn takes(dtype: candle_core::DType) -> bool {
 }
 
 /// The result of [`Communicator::split`].
+#[non_exhaustive]
 pub enum Split {
     /// The engine cannot make groups out of others.
     Unsupported,

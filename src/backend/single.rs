@@ -1,6 +1,7 @@
 //! The engine of a world of one rank, on any device: collectives with nobody else, after the checks of every engine.
 use super::check::{check, extent};
 use super::{Collective, Communicator, Completion, Split, Work};
+use crate::error::Failure;
 use crate::rendezvous::Store;
 use crate::tensor::copy::copy;
 use crate::{Error, Result};
@@ -60,7 +61,7 @@ impl Communicator for SingleCommunicator {
     }
 
     fn failure(&self) -> Option<Error> {
-        self.reason.get().map(|reason| Error::PeerFailed { peer: 0, reason: reason.clone() })
+        self.reason.get().map(|reason| Failure::PeerFailed { peer: 0, reason: reason.clone() }.into())
     }
 
     fn abort(&self, reason: &str) {

@@ -1,4 +1,4 @@
-//! `ddprun`: starts the ranks of a distributed program and looks after them.
+//! `ddprun`: starts and supervises the ranks of a distributed program.
 fn main() -> std::process::ExitCode {
     candle_ddp::launch::main()
 }

@@ -1,6 +1,8 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
-use super::{LoadOptions, LoadReport, Prepared, tensors};
+use super::load::Prepared;
+use super::{LoadOptions, LoadReport, tensors};
 use crate::Result;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
 use candle_nn::VarMap;
@@ -15,12 +17,12 @@ use std::path::Path;
 /// minutes).
 ///
 /// # Errors
-/// On every rank: rank 0 gets its own error, the others [`Error::PeerFailed`](crate::Error::PeerFailed) with its text; or
+/// On every rank: rank 0 gets its own error, the others [`Error::RankFailed`](crate::Error::RankFailed) with its text; or
 /// the failure of the group. What was there before stays, unless the group fails in the very moment in which the new file,
 /// which is whole then, takes its name.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    let is_writer = group.rank() == 0;
-    group.write_together(is_writer.then(|| WriteJob::new(path.as_ref(), &tensors(varmap))).transpose())
+    let job = (group.rank() == 0).then(|| WriteJob::new(path.as_ref(), &tensors(varmap))).transpose();
+    Label::SAVE.during(|| group.write_together(job))
 }
 
 /// Every rank reads a checkpoint into its variables, as [`load_with`](super::load_with) does; on several hosts each
@@ -28,13 +30,15 @@ pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<
 ///
 /// # Errors
 /// On every rank, and none has changed anything, if the file of one does not fit: that rank gets its own error, the others
-/// [`Error::PeerFailed`](crate::Error::PeerFailed).
+/// [`Error::RankFailed`](crate::Error::RankFailed).
 pub fn load_distributed(
     group: &ProcessGroup,
     varmap: &VarMap,
     path: impl AsRef<Path>,
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    let prepared = group.agree(Prepared::new(varmap, path.as_ref(), options))?;
-    group.agree(prepared.apply())
+    let prepared = Prepared::new(varmap, path.as_ref(), options);
+    let prepared = Label::LOAD.during(|| group.agree(prepared))?;
+    let report = prepared.apply();
+    Label::LOAD.during(|| group.agree(report))
 }

@@ -21,6 +21,11 @@
 //! # }
 //! ```
 //!
+//! # Another head
+//! A checkpoint whose head is for other classes loads with [`LoadOptions::skip`], one with other names with
+//! [`LoadOptions::rename`]; the [`LoadReport`] says what was left out. What has to be changed itself is [`read`], changed,
+//! and given to [`load_tensors`].
+//!
 //! # With several ranks
 //! [`save_distributed`] and [`load_distributed`] are called by every rank, and fail on every rank alike. With
 //! DistributedDataParallel the variables are there once the model is built; every rank then loads the same file.
@@ -29,7 +34,7 @@
 //! The variables, buffers among them. The state of an optimizer has a file of its own (see
 //! [`StateDict`](crate::optim::StateDict)).
 //!
-//! Truth values are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
+//! Booleans are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
 //! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
 //! like any other name.
 //!
@@ -37,72 +42,31 @@
 //! Tensors are read one by one: reading takes little more memory than they do. Tensors of a file of PyTorch's that share a
 //! storage there share its memory here as well, where they are contiguous.
 //!
-//! A pickle is read without running any of it, however deep it is. Many of its tensors may show the same values: a file whose
-//! tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
+//! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same values: a
+//! file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
 //! holds names and shapes, takes about a hundred times its own size while it is read.
 mod distributed;
 mod error;
+mod load;
 mod pickle;
 
 pub use distributed::{load_distributed, save_distributed};
+pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 
-use crate::error::describe;
 use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
-use crate::tensor::variables::NamePredicate;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::VarMap;
 use error::unreadable;
-use std::collections::{BTreeMap, HashMap};
-use std::fmt;
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
-
-/// How [`load_with`] reads a checkpoint.
-#[derive(Clone)]
-pub struct LoadOptions {
-    /// Whether a name that only the file or only the model has is an error; otherwise they are returned, and the
-    /// variables that the file does not have keep their values. Default: true.
-    pub strict: bool,
-    /// Where in a file of PyTorch's the state dict is. Default (None): under `state_dict`, `model_state_dict`, `model`,
-    /// `module` or `net`, the first of them that holds tensors, or else at the top.
-    pub key: Option<String>,
-    /// Which of the file's tensors are passed over where the model has no such variable, also if `strict`. Default:
-    /// `num_batches_tracked`, which PyTorch's batch norms have and candle's do not.
-    pub ignored: NamePredicate,
-}
-
-impl Default for LoadOptions {
-    fn default() -> Self {
-        let ignored = |name: &str| name.rsplit('.').next() == Some("num_batches_tracked");
-        Self { strict: true, key: None, ignored: Arc::new(ignored) }
-    }
-}
-
-impl fmt::Debug for LoadOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadOptions").field("strict", &self.strict).field("key", &self.key).finish_non_exhaustive()
-    }
-}
-
-/// What [`load_with`] found. All names are sorted, and without the prefixes of PyTorch's wrappers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LoadReport {
-    /// The variables that have got their values from the file.
-    pub loaded: Vec<String>,
-    /// The variables that the file does not have.
-    pub missing: Vec<String>,
-    /// The file's tensors that the model has no variable for.
-    pub unexpected: Vec<String>,
-    /// Those of them that were passed over because of [`LoadOptions::ignored`].
-    pub ignored: Vec<String>,
-}
+use std::sync::PoisonError;
 
 /// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
-/// its name, so that there is never half a file, and the old one stays if something fails. What earlier saves to the same
-/// file have left that were killed is removed. Symbolic links are followed, and a file that is there keeps its permissions.
+/// its name, so that there is never half a file, and the old one stays if something fails. What killed saves to the same
+/// file have left is removed. Symbolic links are followed, and a file that is there keeps its permissions.
 ///
 /// Of several ranks, one does this. It does not know whether the others are well, and on GPUs not even whether the last
 /// collectives ended well: [`save_distributed`] does, before it replaces a file.
@@ -121,24 +85,6 @@ pub fn save_tensors(tensors: &HashMap<String, Tensor>, path: impl AsRef<Path>) -
     write_safetensors(path.as_ref(), tensors)
 }
 
-/// Reads a checkpoint into the variables of `varmap`, converting floating-point values to each one's dtype. The model and
-/// the file must have the same names and shapes: [`load_with`] can do with less.
-///
-/// # Errors
-/// In all cases the variables have kept their values. [`Error::CheckpointMismatch`] lists all names that are missing or
-/// too many, and all that have another shape; [`Error::CheckpointFile`] says what is wrong with the file; [`Error::Io`].
-pub fn load(varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
-    load_with(varmap, path, &LoadOptions::default()).map(|_| ())
-}
-
-/// [`load`] with options of one's own.
-///
-/// # Errors
-/// As with [`load`]. Shapes have to fit also where `strict` is off.
-pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions) -> Result<LoadReport> {
-    Prepared::new(varmap, path.as_ref(), options)?.apply()
-}
-
 /// Reads the tensors of a checkpoint to the CPU, under the model's names: those of the file without the prefixes of
 /// PyTorch's wrappers.
 ///
@@ -146,7 +92,7 @@ pub fn load_with(varmap: &VarMap, path: impl AsRef<Path>, options: &LoadOptions)
 /// [`Error::CheckpointFile`], [`Error::Io`].
 pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
     let path = path.as_ref();
-    let tensors = rename(path, read_file(path, None)?, |_| false)?;
+    let tensors = own_names(path, read_file(path, None)?, |_| false, None)?;
     require_all(tensors).map_err(|reason| unreadable(path, reason))
 }
 
@@ -155,74 +101,25 @@ fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
     vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
 }
 
-/// A checkpoint that was read and fits: nothing has been changed yet.
-struct Prepared {
-    report: LoadReport,
-    values: Vec<(String, Var, Tensor)>,
-}
-
-impl Prepared {
-    fn new(varmap: &VarMap, path: &Path, options: &LoadOptions) -> Result<Self> {
-        let file = read_file(path, options.key.as_deref())?;
-        let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut file = rename(path, file, |name| vars.contains_key(name))?;
-        let vars: BTreeMap<String, Var> = vars.into_iter().collect();
-        let (mut report, mut different, mut values) = (LoadReport::default(), Vec::new(), Vec::new());
-        for (name, var) in vars {
-            let Some(tensor) = file.remove(&name) else {
-                report.missing.push(name);
-                continue;
-            };
-            let tensor = tensor.map_err(|reason| unreadable(path, format!("{name}: {reason}")))?;
-            if tensor.shape() != var.shape() || tensor.dtype().is_float() != var.dtype().is_float() {
-                let (has, needs) = (describe(tensor.dtype(), tensor.shape()), describe(var.dtype(), var.shape()));
-                different.push(format!("{name} ({has} in the file, {needs} in the model)"));
-                continue;
-            }
-            // By way of f32, which holds every float8: candle may not come back from converting float8 to f64.
-            let tensor = if tensor.dtype() == DType::F8E4M3 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
-                .and_then(|tensor| tensor.to_dtype(var.dtype()))
-                .map_err(|error| unreadable(path, format!("{name}: {error}")))?;
-            report.loaded.push(name.clone());
-            values.push((name, var, tensor));
-        }
-        (report.ignored, report.unexpected) = file.into_keys().partition(|name| (options.ignored)(name));
-        for names in
-            [&mut report.loaded, &mut report.missing, &mut report.unexpected, &mut report.ignored, &mut different]
-        {
-            names.sort();
-        }
-        let strange = options.strict && !(report.missing.is_empty() && report.unexpected.is_empty());
-        if strange || !different.is_empty() {
-            let LoadReport { missing, unexpected, .. } = report;
-            return Err(Error::CheckpointMismatch { path: path.to_path_buf(), missing, unexpected, different });
-        }
-        Ok(Self { report, values })
-    }
-
-    fn apply(self) -> Result<LoadReport> {
-        for (name, var, tensor) in self.values {
-            let set = tensor.to_device(var.device()).and_then(|tensor| var.set(&tensor));
-            set.map_err(|error| Error::parameter(name, format!("its value cannot be set: {error}")))?;
-        }
-        Ok(self.report)
-    }
-}
-
-/// Takes PyTorch's prefixes off the names, where the model does not know them as they are.
-fn rename(
+/// Takes PyTorch's prefixes off the names, where the model does not know them as they are, and then maps them by `rename`.
+fn own_names(
     path: &Path,
     file: HashMap<String, Readable>,
     is_known: impl Fn(&str) -> bool,
+    rename: Option<&Rename>,
 ) -> Result<HashMap<String, Readable>> {
     let mut renamed = HashMap::with_capacity(file.len());
     for (name, tensor) in file {
         let own = without_prefixes(&name, &is_known);
+        let own = rename.map_or(own.clone(), |rename| rename(&own));
         if renamed.insert(own.clone(), tensor).is_some() {
-            return Err(unreadable(
-                path,
-                format!("it has {own} twice, with and without a prefix of PyTorch's wrappers"),
-            ));
+            let reason = match rename {
+                None => format!("it has {own} twice, with and without a prefix of PyTorch's wrappers"),
+                Some(_) => {
+                    format!("two of its names become {own}, by `rename` and without the prefixes of PyTorch's wrappers")
+                }
+            };
+            return Err(unreadable(path, reason));
         }
     }
     Ok(renamed)

@@ -55,7 +55,7 @@ impl<T, F: Fn(&[usize]) -> Result<T>> DataLoader<F> {
     }
 
     /// The batches of `order`, one after the other. An error of `collate` takes the place of its batch; the batches
-    /// after it are still to be had.
+    /// after it can still be read.
     pub fn iter<I: IntoIterator<Item = usize>>(&self, order: I) -> Batches<'_, I::IntoIter, F> {
         Batches { loader: self, order: order.into_iter(), indices: Vec::with_capacity(self.options.batch_size) }
     }

@@ -1,5 +1,5 @@
-//! Which samples a rank sees, and in which batches: [`DistributedSampler`], [`DataLoader`], and the permutation
-//! that both ends of a PyTorch comparison share, [`randperm`].
+//! Which samples a rank sees, and in which batches: [`DistributedSampler`], [`DataLoader`], and PyTorch's
+//! permutation, [`randperm`].
 mod loader;
 mod randperm;
 mod sampler;

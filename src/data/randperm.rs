@@ -3,7 +3,7 @@
 //! PyTorch fills its Mersenne Twister (mt19937) from the low 32 bits of the seed, and shuffles in one of two ways:
 //! Fisher–Yates with 32-bit draws below [`LARGE`] elements, and the "inside-out" variant with 64-bit draws from there.
 
-/// The number of elements from which PyTorch draws 64 bits, lest `% n` favours small indices: `UINT32_MAX / 20`.
+/// The number of elements from which PyTorch draws 64 bits, so that `% n` does not favour small indices: `UINT32_MAX / 20`.
 const LARGE: usize = (u32::MAX / 20) as usize;
 
 /// A permutation of `0..len`, in half the memory where the indices fit in 32 bits.

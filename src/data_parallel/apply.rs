@@ -1,4 +1,4 @@
-//! Work on several devices at once.
+//! Running work on several devices at once.
 use super::device::device_name;
 use super::replica::{Place, Replica};
 use crate::panic::panic_message;
@@ -8,41 +8,41 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
-/// Brings the replicas up to date and then runs `f` on each, with its input, at the same time: PyTorch's `parallel_apply`.
-/// Returns the outputs in the order of the inputs. With fewer inputs than replicas the first replicas are used; a single
-/// one runs on the calling thread.
+/// Updates the replicas' copies of the variables and then runs `f` on each replica with its input, concurrently:
+/// PyTorch's `parallel_apply`. Returns the outputs in the order of the inputs. With fewer inputs than replicas, only
+/// the first replicas are used; a single input runs on the calling thread.
 ///
-/// An input's tensors are on its replica's device. The gradients of what `f` returns are those of each replica's own
-/// copies; [`DataParallel`](super::DataParallel) is what sums them up.
+/// An input's tensors must be on its replica's device. The gradients of `f`'s results are those of each replica's own
+/// copies; [`DataParallel`](super::DataParallel) sums them.
 ///
 /// # Errors
-/// More inputs than replicas; an error or a panic of `f` ([`Error::Replica`] names the device; of several, the first in
-/// the list), once all others have finished.
+/// Returns an error if there are more inputs than replicas, or if `f` fails or panics on a replica. [`Error::Replica`]
+/// names its device; if several fail, it is the first one in the list, returned after all others have finished.
 pub fn parallel_apply<M: Sync, I: Send, O: Send>(
     replicas: &[Replica<M>],
     inputs: Vec<I>,
     f: impl Fn(&M, I) -> candle_core::Result<O> + Sync,
 ) -> Result<Vec<O>> {
     if inputs.len() > replicas.len() {
-        let reason = format!("there are {} for {} replicas", inputs.len(), replicas.len());
+        let reason = format!("there are {} inputs for {} replicas", inputs.len(), replicas.len());
         return Err(Error::invalid("inputs", reason));
     }
     let places: Vec<_> = replicas.iter().map(|replica| Arc::clone(replica.place())).collect();
-    // The first replica computes with the variables themselves and may write to buffers, so that all copies must be done
-    // before it starts. It has none itself.
+    // The first replica computes with the variables themselves and may write to buffers, so all copies must be complete
+    // before it starts. It has no copies itself.
     if inputs.len() > 1 {
         on_each(&places, vec![(); inputs.len()], |index, ()| replicas[index].refresh())?;
     }
     on_each(&places, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
 }
 
-/// Runs `work` for each of the inputs, on a thread for each place.
+/// Runs `work` for each of the inputs, with one thread per place.
 ///
 /// # Streams
-/// Each thread has a CUDA stream of its own on a device that was made by `Device::new_cuda`, and streams do not wait for
-/// each other. What this thread has enqueued, inputs and the optimizer's last step among it, must be done
-/// before other threads read it; and their results, and the memory they have used, must be done with before this thread
-/// goes on, also where one has failed. So both sides are waited for.
+/// On a device made by `Device::new_cuda`, each thread has its own CUDA stream, and streams do not wait for each other.
+/// Work that this thread has enqueued, such as inputs and the optimizer's last step, must be complete before other
+/// threads read its results. Likewise, the work of the other threads must be complete before this thread continues,
+/// even if one of them has failed. So this function waits on both sides.
 pub(super) fn on_each<I: Send, O: Send>(
     places: &[Arc<Place>],
     inputs: Vec<I>,

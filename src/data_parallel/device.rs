@@ -1,6 +1,6 @@
 use candle_core::DeviceLocation;
 
-/// `cpu`, `cuda:1`: PyTorch's names.
+/// Returns PyTorch's name of a device, such as `cpu` or `cuda:1`.
 pub(super) fn device_name(location: DeviceLocation) -> String {
     match location {
         DeviceLocation::Cpu => "cpu".to_string(),

@@ -1,5 +1,5 @@
-//! Where candle's graph is cut, so that the replicas' backward passes can run at the same time. The README beside this
-//! file has the picture.
+//! Cutting candle's graph so that the replicas' backward passes can run concurrently. The README in this folder has a
+//! diagram.
 use super::apply::on_each;
 use super::replica::Place;
 use super::scatter_gather::{gather, scatter, transfer};
@@ -12,12 +12,12 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Gradients of `loss` with respect to all variables that it depends on, also through outputs of
-/// [`DataParallel`](super::DataParallel) models, however many: takes the place of candle's `loss.backward()`. The
-/// parameters' gradients are summed up over the replicas, on the first device.
+/// Computes the gradients of `loss` with respect to all variables that it depends on, including through outputs of any
+/// number of [`DataParallel`](super::DataParallel) models. Use it instead of candle's `loss.backward()`. The gradients
+/// of parameters are summed over the replicas on the first device.
 ///
 /// # Errors
-/// A replica's error or panic, by the name of its device ([`Error::Replica`]).
+/// Returns [`Error::Replica`], which names the device, if a replica fails or panics.
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     let (mut grads, found) = run(loss)?;
     for (variable, gradient) in found {
@@ -30,10 +30,10 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
     Ok(grads)
 }
 
-/// Variables and their gradients.
+/// Variables with their gradients.
 type Gradients = Vec<(Tensor, Tensor)>;
 
-/// candle's backward pass, and what replicas' backward passes have found meanwhile.
+/// Runs candle's backward pass and returns its gradients, and those that the replicas' backward passes computed.
 fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
     let guard = Guard(BACKWARD.replace(Some(Backward::default())));
     let grads = loss.backward();
@@ -46,23 +46,23 @@ fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
 }
 
 thread_local! {
-    /// The backward pass that runs on this thread, if DataParallel started it.
+    /// The backward pass that DataParallel runs on this thread, if any.
     static BACKWARD: RefCell<Option<Backward>> = const { RefCell::new(None) };
 }
 
-/// What a backward pass has found so far.
+/// The results of a backward pass so far.
 #[derive(Default)]
 struct Backward {
-    /// The gradients of gathered outputs, by pass and number.
+    /// The gradients of gathered outputs, by pass and output index.
     outputs: HashMap<(usize, usize), Tensor>,
-    /// Those of inputs, in the replicas' parts.
+    /// The gradients of inputs, in the replicas' parts, by pass and input index.
     inputs: HashMap<(usize, usize), Vec<Tensor>>,
     found: Gradients,
-    /// The first error, which goes through candle as text.
+    /// The first error. candle passes errors on only as text.
     failure: Option<Error>,
 }
 
-/// Gives the thread back the backward pass within which this one runs, if there is one.
+/// Restores the enclosing backward pass of this thread, if there is one.
 struct Guard(Option<Backward>);
 
 impl Drop for Guard {
@@ -71,15 +71,19 @@ impl Drop for Guard {
     }
 }
 
-/// Works on the thread's backward pass.
+/// Calls `work` with this thread's backward pass.
 ///
 /// # Errors
-/// [`Error::BackwardOutsideDataParallel`] where there is none.
+/// Returns [`Error::BackwardOutside`] if there is none.
 fn with_backward<T>(work: impl FnOnce(&mut Backward) -> T) -> Result<T> {
-    BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or(Error::BackwardOutsideDataParallel)
+    let outside = || Error::BackwardOutside {
+        wrapper: "DataParallel",
+        reached: "its output, so that its replicas' parameters would get no gradients".to_string(),
+    };
+    BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or_else(outside)
 }
 
-/// Keeps the typed error of an operation, and makes candle's of it.
+/// Stores the typed error of an operation and converts it to candle's.
 fn keep(error: Error) -> candle_core::Error {
     let text = error.to_string();
     match with_backward(|backward| backward.failure.get_or_insert(error).to_string()) {
@@ -88,25 +92,25 @@ fn keep(error: Error) -> candle_core::Error {
     }
 }
 
-/// A forward pass's inputs: their parts for each replica, and what gradients need.
+/// A forward pass's inputs: their parts for each replica, and what the gradients need.
 pub(super) struct Inputs {
     originals: Vec<Tensor>,
-    /// For each input that gradients go back to, what the replicas have in its place.
+    /// For each input that needs a gradient, the leaf variables that replace it on the replicas.
     leaves: Vec<Option<Vec<Var>>>,
     parts: Vec<Vec<Tensor>>,
 }
 
 impl Inputs {
-    /// Scatters the inputs over the devices, without their graphs.
+    /// Scatters the inputs over the devices, detached from their graphs.
     pub(super) fn cut(inputs: &[&Tensor], devices: &[Device]) -> Result<Self> {
         let rows = |tensor: &Tensor| tensor.dims().first().copied();
         let Some(first) = inputs.first() else {
-            return Err(Error::invalid("inputs", "there is none, so that there is nothing to split over the devices"));
+            return Err(Error::invalid("inputs", "at least one tensor is needed to split over the devices"));
         };
         if let Some(other) = inputs.iter().find(|input| rows(input) != rows(first)) {
             let reason = format!(
-                "all must have the same number of rows, and there are {:?} and {:?}: what is the same for all rows is \
-                 expanded, or made by the closure",
+                "all must have the same number of rows, but there are {:?} and {:?}: expand tensors that are the same for \
+                 all rows, or create them in the closure",
                 first.dims(),
                 other.dims()
             );
@@ -128,28 +132,28 @@ impl Inputs {
         Ok(Self { originals: inputs.iter().map(|input| (*input).clone()).collect(), leaves, parts })
     }
 
-    /// Takes what each replica gets.
+    /// Takes the inputs of each replica.
     pub(super) fn parts(&mut self) -> Vec<Vec<Tensor>> {
         std::mem::take(&mut self.parts)
     }
 }
 
-/// Whether candle's backward pass would go on to the tensor, as far as can be told without looking through its graph.
+/// Returns whether candle's backward pass would continue to the tensor, as far as that shows without traversing its
+/// graph.
 fn wants_gradient(tensor: &Tensor) -> bool {
     tensor.dtype().is_float() && tensor.track_op()
 }
 
-/// A forward pass through the replicas. The outputs that were gathered from it keep it alive, and with it the replicas'
-/// graphs.
+/// A forward pass through the replicas. The gathered outputs keep it alive, and with it the replicas' graphs.
 struct Pass {
     places: Vec<Arc<Place>>,
-    /// For each input.
+    /// For each input, its leaves as in [`Inputs`].
     leaves: Vec<Option<Vec<Var>>>,
-    /// For each replica its outputs.
+    /// The outputs of each replica.
     outputs: Vec<Vec<Tensor>>,
 }
 
-/// Gathers the replicas' outputs on the device of `root`, into tensors that depend on it and on the inputs.
+/// Gathers the replicas' outputs on the device of `root`, as tensors that depend on it and on the inputs.
 pub(super) fn join(
     places: Vec<Arc<Place>>,
     inputs: Inputs,
@@ -158,7 +162,7 @@ pub(super) fn join(
 ) -> Result<Vec<Tensor>> {
     let count = outputs.first().map_or(0, Vec::len);
     if let Some(index) = outputs.iter().position(|outputs| outputs.len() != count) {
-        let reason = format!("replica {index} returned {} and replica 0 {count}", outputs[index].len());
+        let reason = format!("replica {index} returned {}, but replica 0 returned {count}", outputs[index].len());
         return Err(Error::invalid("outputs", reason));
     }
     let mut gathered = Vec::with_capacity(count);
@@ -181,13 +185,13 @@ pub(super) fn join(
 }
 
 impl Pass {
-    /// Names this pass in a [`Backward`], which does not outlive it.
+    /// Returns this pass's id in a [`Backward`], which does not outlive the pass.
     fn id(self: &Arc<Self>) -> usize {
         Arc::as_ptr(self) as usize
     }
 
-    /// A scalar that stands between the outputs and what they depend on. candle comes to it when it has been through all
-    /// outputs, and then goes on to the inputs.
+    /// Creates a scalar between the outputs and what they depend on. candle reaches it after all outputs and then
+    /// continues to the inputs.
     fn token(self: &Arc<Self>, root: &Var, inputs: &[Tensor]) -> Result<Tensor> {
         let mut sum = root.as_tensor().clone();
         for (number, input) in inputs.iter().enumerate() {
@@ -197,7 +201,7 @@ impl Pass {
                     let parts = with_backward(|backward| backward.inputs.remove(&(pass.id(), number)))?;
                     Ok(Some(gather(&parts.unwrap_or_default(), input.device())?))
                 });
-                // A copy between a GPU and the CPU only: nobody waits for one between GPUs.
+                // This only copies between a GPU and the CPU, because a copy between GPUs would not be waited for.
                 sum = (sum + input.apply_op1(scattered_input)?.to_device(root.device())?)?;
             }
         }
@@ -209,7 +213,7 @@ impl Pass {
         Ok(sum.apply_op1(replicas)?)
     }
 
-    /// The backward passes of all replicas, from the gradients of the outputs that have come.
+    /// Runs the backward passes of all replicas, from the collected gradients of the outputs.
     fn backward(self: &Arc<Self>) -> Result<()> {
         let mut seeds: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); self.places.len()];
         for number in 0..self.outputs[0].len() {
@@ -223,7 +227,7 @@ impl Pass {
         self.collect(found)
     }
 
-    /// Each replica's rows of the gradient of output `number`, on its device.
+    /// Returns each replica's rows of the gradient of output `number`, on that replica's device.
     fn split(&self, number: usize, gradient: &Tensor) -> Result<Vec<Tensor>> {
         let mut start = 0;
         let mut moves = Vec::with_capacity(self.places.len());
@@ -235,7 +239,7 @@ impl Pass {
         transfer(&moves)
     }
 
-    /// On its thread: one replica's backward pass. Returns the gradients of the variables that it came to.
+    /// Runs one replica's backward pass, on its own thread. Returns the gradients of the variables that it reached.
     fn replica_backward(&self, index: usize, seeds: Vec<(usize, Tensor)>) -> Result<Gradients> {
         let mut total: Option<Tensor> = None;
         for (number, gradient) in seeds {
@@ -259,9 +263,9 @@ impl Pass {
         Ok(found)
     }
 
-    /// Sums up what the replicas have found: their copies' gradients on the first device, in the order of the replicas;
-    /// those of the parts of an input, one below the other, where the input is; and those of variables that are none of
-    /// the model's, where these are.
+    /// Collects the replicas' results: gradients of copies are summed on the first device in the order of the replicas,
+    /// gradients of an input's parts are stored for the input, and gradients of variables outside the model are summed
+    /// where these are.
     fn collect(self: &Arc<Self>, found: Vec<Gradients>) -> Result<()> {
         let mut sums: HashMap<TensorId, (Tensor, Tensor)> = HashMap::new();
         let mut of_parts: HashMap<TensorId, Tensor> = HashMap::new();
@@ -293,7 +297,7 @@ impl Pass {
         with_backward(|backward| backward.found.extend(sums.into_values()))?;
         for (number, leaves) in self.leaves.iter().enumerate() {
             let Some(leaves) = leaves else { continue };
-            // candle insists on a gradient, also where nothing depends on a part.
+            // candle requires a gradient even if nothing depends on a part.
             let parts = leaves.iter().map(|leaf| of_parts.remove(&leaf.id()).map_or_else(|| leaf.zeros_like(), Ok));
             let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
             with_backward(|backward| backward.inputs.insert((self.id(), number), parts))?;
@@ -302,9 +306,9 @@ impl Pass {
     }
 }
 
-/// A scalar zero made of a tensor, whose backward pass is a function: it gets the tensor and returns its gradient.
+/// A scalar zero made from a tensor. Its backward pass calls a function that gets the tensor and returns its gradient.
 struct Token<F> {
-    /// Where it is wanted: made of a tensor on one GPU, it may be on another.
+    /// The device of the scalar, which may differ from the tensor's.
     device: Device,
     backward: F,
 }
@@ -337,7 +341,7 @@ impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
     }
 }
 
-/// A gathered output: the value, as it depends on the pass's token.
+/// A gathered output: its value, as a function of the pass's token.
 struct GatheredOutput {
     pass: Arc<Pass>,
     number: usize,
@@ -368,7 +372,7 @@ impl CustomOp2 for GatheredOutput {
         snapshot(value, layout, value.dtype())
     }
 
-    /// Leaves the gradient for the token, which comes after all outputs.
+    /// Stores the gradient for the token, which candle reaches after all outputs.
     fn bwd(
         &self,
         _: &Tensor,

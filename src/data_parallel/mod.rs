@@ -1,10 +1,10 @@
-//! DataParallel: one process trains a model on several devices, each of which takes a part of every batch.
+//! DataParallel: one process trains a model on several devices, each of which processes a part of every batch.
 //!
-//! [`DistributedDataParallel`](crate::DistributedDataParallel) with one process for each device is faster, as it is in
-//! PyTorch: gradients are averaged while backward goes on, and no device has more to do than the others. `DataParallel`
-//! is for programs that are one process and should stay one.
+//! As in PyTorch, [`DistributedDataParallel`](crate::DistributedDataParallel) with one process per device is faster: it
+//! averages gradients during the backward pass, and no device has more work than the others. `DataParallel` is for
+//! programs that must remain a single process.
 //!
-//! Its parts are public, as PyTorch's are: [`replicate`], [`scatter`], [`parallel_apply`], [`gather`].
+//! Its parts are public, as in PyTorch: [`replicate`], [`scatter`], [`parallel_apply`], [`gather`].
 mod apply;
 mod device;
 mod graph;
@@ -23,13 +23,13 @@ use candle_core::{DType, Device, DeviceLocation, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::fmt;
 
-/// How DataParallel works.
+/// Options of [`DataParallel`].
 #[derive(Clone)]
 pub struct DataParallelOptions {
-    /// Of what dtype the model's variables are made that are not in the `VarMap` yet. Default: f32.
+    /// The dtype of variables that the `VarMap` does not contain yet. Default: f32.
     pub dtype: DType,
-    /// Which variables are buffers, and so no [`parameters`](DataParallel::parameters). Variables of integer type always
-    /// are. Default: names that end in `running_mean`, `running_var` or `num_batches_tracked`.
+    /// Selects the variables that are buffers instead of [`parameters`](DataParallel::parameters). Variables of integer
+    /// dtype always are. Default: names that end in `running_mean`, `running_var` or `num_batches_tracked`.
     pub is_buffer: NamePredicate,
 }
 
@@ -47,18 +47,18 @@ impl fmt::Debug for DataParallelOptions {
 
 /// A model that splits each batch over several devices: PyTorch's `DataParallel`.
 ///
-/// The variables live in a `VarMap`, with the model's own names, on the first device. The model is built once for each
-/// device; on the first it computes with the variables themselves, on the others with copies, which are brought up to
-/// date at the beginning of every forward pass, before any replica computes. A forward pass scatters its inputs over the
-/// devices, runs all replicas at the same time, each on a thread of its own, and gathers their outputs on the output
-/// device. A batch with fewer rows than there are devices uses the first of them only.
+/// The variables are in a `VarMap`, with the model's own names, on the first device. The model is built once per
+/// device. On the first device it computes with the variables themselves, on the others with copies, which are updated
+/// at the start of every forward pass, before any replica computes. A forward pass scatters its inputs over the
+/// devices, runs all replicas concurrently, each on its own thread, and gathers their outputs on the output device. A
+/// batch with fewer rows than devices uses only the first devices.
 ///
-/// Gradients come from [`backward`](Self::backward), which runs the replicas' backward passes at the same time as well,
-/// and sums their gradients up on the first device. With a loss that is the mean over the batch they are those that the
-/// model on one device would get; `loss.backward()` is an error.
+/// Gradients come from [`backward`](Self::backward), which also runs the replicas' backward passes concurrently and
+/// sums their gradients on the first device. If the loss is the mean over the batch, they equal those of the model on a
+/// single device. `loss.backward()` is an error.
 ///
-/// Buffers that a forward pass changes (the running means of batch norms) keep what the first device's replica wrote: the
-/// others' changes are lost, as in PyTorch. Batch norms see the rows of their device only.
+/// Buffers that a forward pass changes (the running means of batch norms) keep the values of the first device's
+/// replica; changes by the others are lost, as in PyTorch. Batch norms see only the rows of their device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -79,27 +79,28 @@ impl fmt::Debug for DataParallelOptions {
 /// # }
 /// ```
 ///
-/// A model is used by several threads, and so must be `Sync`, as candle's layers are. `candle_nn::Sequential` is not: keep
-/// the layers in a struct, or in a `Vec`.
+/// Several threads use the model, so it must be `Sync`, like candle's layers. `candle_nn::Sequential` is not: keep the
+/// layers in a struct or a `Vec` instead.
 ///
-/// What the model may not do: compute something from a parameter while it is constructed and keep the result (it would
-/// not follow the parameter), or ask for variables later on. A GPU may be in the list of devices only once; the CPU may
-/// stand there several times.
+/// The model must not compute something from a parameter during construction and keep the result, because that would
+/// not follow the parameter, and must not request variables later. The list of devices may contain a GPU only once, but
+/// the CPU several times.
 pub struct DataParallel<M> {
     replicas: Vec<Replica<M>>,
     output_device: Device,
     is_buffer: NamePredicate,
-    /// A variable that every output depends on, so that candle's backward pass comes to the replicas.
+    /// A variable on which every output depends, so that candle's backward pass reaches the replicas.
     root: Var,
 }
 
 impl<M> DataParallel<M> {
-    /// Builds the model on each of `devices` with f32 variables in `varmap` (those that are not there are made), on the
-    /// first of them. Outputs are gathered on `output_device`; PyTorch's default is the first device.
+    /// Builds the model on each of `devices`, with f32 variables in `varmap` on the first device; missing variables are
+    /// created. Outputs are gathered on `output_device`; PyTorch's default is the first device.
     ///
     /// # Errors
-    /// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty,
-    /// has a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
+    /// Returns [`Error::Parameter`] if a variable is not on the first device, an error if `devices` is empty,
+    /// contains a GPU twice, or contains several GPUs not made by `Device::new_cuda_with_stream`, and any error of
+    /// `build`.
     pub fn new<E>(
         devices: &[Device],
         output_device: &Device,
@@ -112,10 +113,10 @@ impl<M> DataParallel<M> {
         Self::with_options(devices, output_device, varmap, build, DataParallelOptions::default())
     }
 
-    /// [`new`](Self::new) with options of one's own.
+    /// Like [`new`](Self::new), with options.
     ///
     /// # Errors
-    /// As with [`new`](Self::new).
+    /// See [`new`](Self::new).
     pub fn with_options<E>(
         devices: &[Device],
         output_device: &Device,
@@ -131,20 +132,21 @@ impl<M> DataParallel<M> {
         Ok(Self { replicas, output_device: output_device.clone(), is_buffer: options.is_buffer, root })
     }
 
-    /// Backward through everything that `loss` depends on: this model's outputs, those of other `DataParallel` models,
-    /// and ordinary variables. The same as [`backward`], which says more.
+    /// Runs the backward pass through everything that `loss` depends on: this model's outputs, those of other
+    /// `DataParallel` models, and ordinary variables. The same as the function [`backward`].
     ///
     /// # Errors
-    /// A replica's error or panic, by the name of its device ([`Error::Replica`]).
+    /// Returns [`Error::Replica`], which names the device, if a replica fails or panics.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         backward(loss)
     }
 
-    /// `f(output, target)`, having made sure that both are on the output device, where a loss of candle's would only say
-    /// that two devices differ.
+    /// Computes `f(output, target)` after checking that both are on the output device; candle's losses would only
+    /// report that two devices differ.
     ///
     /// # Errors
-    /// [`Error::TargetDevice`] says where the target is, where it should be, and how it gets there.
+    /// Returns [`Error::InvalidArgument`] if the target is on another device; it says where the target is and how to move
+    /// it.
     pub fn loss(
         &self,
         output: &Tensor,
@@ -157,33 +159,33 @@ impl<M> DataParallel<M> {
         Ok(f(output, target)?)
     }
 
-    /// The first device's replica, which computes with the variables themselves: plain candle, for what should run on
-    /// one device.
+    /// Returns the first device's replica, which computes with the variables themselves. Use it to run on a single
+    /// device.
     pub fn module(&self) -> &M {
         self.replicas[0].module()
     }
 
-    /// The replicas, one for each device.
+    /// Returns the replicas, one per device.
     pub fn replicas(&self) -> &[Replica<M>] {
         &self.replicas
     }
 
-    /// Where outputs are gathered, and targets have to be.
+    /// Returns the device on which outputs are gathered and targets must be.
     pub fn output_device(&self) -> &Device {
         &self.output_device
     }
 
-    /// The variables that an optimizer trains, in the order in which the model asked for them.
+    /// Returns the variables that an optimizer trains, in the order in which the model requested them.
     pub fn parameters(&self) -> Vec<Var> {
         self.named_parameters().into_iter().map(|(_, var)| var).collect()
     }
 
-    /// [`parameters`](Self::parameters) with the model's own names for them.
+    /// Returns the [`parameters`](Self::parameters) with the model's own names.
     pub fn named_parameters(&self) -> Vec<(String, Var)> {
         self.named_variables(false)
     }
 
-    /// The buffers with the model's own names for them, in the order in which the model asked for them.
+    /// Returns the buffers with the model's own names, in the order in which the model requested them.
     pub fn named_buffers(&self) -> Vec<(String, Var)> {
         self.named_variables(true)
     }
@@ -199,10 +201,10 @@ impl<M> DataParallel<M> {
 }
 
 impl<M: Sync> DataParallel<M> {
-    /// The model's forward pass on `xs`, whose dimension 0 is that of the batch.
+    /// Runs the model's forward pass on `xs`, whose dimension 0 is the batch.
     ///
     /// # Errors
-    /// A replica's error or panic, by the name of its device ([`Error::Replica`]); the next call works again.
+    /// Returns [`Error::Replica`], which names the device, if a replica fails or panics. The model remains usable.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor>
     where
         M: Module,
@@ -210,10 +212,10 @@ impl<M: Sync> DataParallel<M> {
         self.one(xs, |module, xs| module.forward(xs))
     }
 
-    /// The model's forward pass on `xs`, whose dimension 0 is that of the batch, in training or in evaluation mode.
+    /// Runs the model's forward pass on `xs`, whose dimension 0 is the batch, in training or evaluation mode.
     ///
     /// # Errors
-    /// As with [`forward`](Self::forward).
+    /// See [`forward`](Self::forward).
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
     where
         M: ModuleT,
@@ -226,12 +228,12 @@ impl<M: Sync> DataParallel<M> {
         Ok(outputs.remove(0))
     }
 
-    /// Models with other signatures: `f` gets a replica and its part of each of the inputs, on its device, and returns
-    /// any number of outputs, which are gathered one by one.
+    /// Runs models with other signatures: `f` gets a replica and its part of each input, on its device, and returns any
+    /// number of outputs, each of which is gathered.
     ///
-    /// All inputs have the same number of rows. Outputs are put one below the other in dimension 0; those without
-    /// dimensions become a list, one element for each replica that had something to do. What `f` uses besides its
-    /// arguments is on one device: make constants on `inputs[0].device()`.
+    /// All inputs must have the same number of rows. Outputs are concatenated along dimension 0; scalars become a
+    /// vector with one element per replica that had rows. Tensors that `f` uses besides its arguments are on one device
+    /// only, so create constants on `inputs[0].device()`.
     ///
     /// ```
     /// # use candle_core::{Device, Module, Tensor};
@@ -250,7 +252,8 @@ impl<M: Sync> DataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// As with [`forward`](Self::forward), and outputs whose number, dtypes or shapes differ between replicas.
+    /// See [`forward`](Self::forward). Also returns an error if the number, dtypes or shapes of outputs differ between
+    /// replicas.
     pub fn call(
         &self,
         inputs: &[&Tensor],
@@ -264,8 +267,8 @@ impl<M: Sync> DataParallel<M> {
     }
 }
 
-/// `xs.apply_t(&dp, train)`, and every function that takes a module. (candle makes every `Module` a `ModuleT`, so that a
-/// wrapper can only be one of the two.)
+/// Allows `xs.apply_t(&dp, train)` and every function that takes a module. candle implements `ModuleT` for every
+/// `Module`, so a wrapper can implement only one of the two.
 impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
     fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
         Ok(self.one(xs, |module, xs| module.forward_t(xs, train))?)
@@ -274,7 +277,12 @@ impl<M: ModuleT + Sync> ModuleT for DataParallel<M> {
 
 fn wrong_target(found: DeviceLocation, output_device: DeviceLocation) -> Error {
     use device::device_name;
-    Error::TargetDevice { found: device_name(found), output_device: device_name(output_device) }
+    let (found, output_device) = (device_name(found), device_name(output_device));
+    let reason = format!(
+        "it is on device {found}, but DataParallel gathers its outputs on device {output_device}: move it with \
+         target.to_device(dp.output_device())?, or construct DataParallel with {found} as its output_device"
+    );
+    Error::invalid("target", reason)
 }
 
 #[cfg(test)]
@@ -282,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_elsewhere_is_told_where_to_go() {
+    fn a_target_on_another_device_is_refused_with_advice() {
         let error = wrong_target(DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 }).to_string();
         assert!(error.contains("on device cpu") && error.contains("outputs on device cuda:1"), "{error}");
         assert!(error.contains("to_device(dp.output_device())"), "{error}");

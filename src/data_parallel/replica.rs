@@ -1,4 +1,4 @@
-//! A model on each device, and the `VarBuilder` that it is built with.
+//! A model on each device, and the `VarBuilder` with which it is built.
 use super::device::device_name;
 use super::scatter_gather::transfer_whole;
 use crate::kernels;
@@ -16,14 +16,14 @@ pub struct Replica<M> {
     place: Arc<Place>,
 }
 
-/// Where a replica is, and what it computes with.
+/// A replica's device and variables.
 pub(super) struct Place {
     pub(super) device: Device,
-    /// In the order in which the model asked for them.
+    /// The variables in the order in which the model requested them.
     pub(super) variables: Vec<Variable>,
 }
 
-/// A variable on the first device, and what a replica has for it: the same, or a copy on its own device.
+/// A variable on the first device, and the replica's counterpart: the same variable, or a copy on the replica's device.
 pub(super) struct Variable {
     pub(super) name: String,
     pub(super) var: Var,
@@ -31,18 +31,19 @@ pub(super) struct Variable {
 }
 
 impl<M> Replica<M> {
-    /// The model.
+    /// Returns the model.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// The device on which it computes.
+    /// Returns the device on which the model computes.
     pub fn device(&self) -> &Device {
         &self.place.device
     }
 
-    /// Brings the copies up to date with the variables. On GPUs: on this thread's streams, after what
-    /// [`parallel_apply`] has waited for, which calls this and waits for it before a replica computes.
+    /// Updates the copies from the variables. On GPUs, the copies are enqueued on this thread's streams.
+    /// [`parallel_apply`] calls this after waiting for the variables, and waits for the copies before a replica
+    /// computes.
     ///
     /// [`parallel_apply`]: super::parallel_apply
     pub(super) fn refresh(&self) -> Result<()> {
@@ -62,13 +63,13 @@ impl<M> Replica<M> {
     }
 }
 
-/// Builds a model on each of `devices`: what PyTorch's `replicate` does in every forward pass is done once here, and
-/// [`parallel_apply`](super::parallel_apply) brings the replicas up to date. The variables are those of `varmap`, on the
-/// first device; those that are not there are made, of dtype `dtype`. Every replica asks for the same ones.
+/// Builds a model on each of `devices`. Unlike PyTorch's `replicate`, which runs in every forward pass, this is done
+/// once; [`parallel_apply`](super::parallel_apply) updates the replicas. The variables are those of `varmap`, on the
+/// first device; missing ones are created with dtype `dtype`. Every replica must request the same variables.
 ///
 /// # Errors
-/// A variable that is on another than the first device ([`Error::ParameterDevice`]), a list of devices that is empty, has
-/// a GPU twice, or has several that were not made by `Device::new_cuda_with_stream`, and what `build` returns.
+/// Returns [`Error::Parameter`] if a variable is not on the first device, an error if `devices` is empty,
+/// contains a GPU twice, or contains several GPUs not made by `Device::new_cuda_with_stream`, and any error of `build`.
 pub fn replicate<M, E>(
     devices: &[Device],
     varmap: &VarMap,
@@ -79,7 +80,7 @@ where
     Error: From<E>,
 {
     let Some(first) = devices.first() else {
-        return Err(Error::invalid("devices", "there is none"));
+        return Err(Error::invalid("devices", "at least one device is needed"));
     };
     check_distinct(&devices.iter().map(Device::location).collect::<Vec<_>>())?;
     check_streams(devices)?;
@@ -107,18 +108,18 @@ where
     Ok(replicas)
 }
 
-/// Two replicas on one GPU would share a cuBLAS handle on two threads, and gain nothing.
+/// Two replicas on one GPU would share a cuBLAS handle between threads, without any benefit.
 fn check_distinct(devices: &[DeviceLocation]) -> Result<()> {
     for (index, device) in devices.iter().enumerate() {
         if *device != DeviceLocation::Cpu && devices[..index].contains(device) {
-            let reason = format!("{} is there twice: each GPU takes one part of the batch", device_name(*device));
+            let reason = format!("{} is listed twice, but each GPU takes one part of the batch", device_name(*device));
             return Err(Error::invalid("devices", reason));
         }
     }
     Ok(())
 }
 
-/// One thread cannot work on the default streams of several GPUs: see the README beside this file.
+/// One thread cannot use the default streams of several GPUs; see the README in this folder.
 fn check_streams(devices: &[Device]) -> Result<()> {
     let gpus: Vec<_> = devices.iter().filter(|device| device.is_cuda()).collect();
     if gpus.len() < 2 {
@@ -127,8 +128,8 @@ fn check_streams(devices: &[Device]) -> Result<()> {
     for gpu in gpus {
         if !kernels::has_own_stream(gpu)? {
             let reason = format!(
-                "{} works on its threads' default streams, which lets memory of one GPU be freed on the stream of another: \
-                 make all GPUs of a DataParallel with Device::new_cuda_with_stream(ordinal)",
+                "{} uses its threads' default streams, so memory of one GPU could be freed on the stream of another: \
+                 create all GPUs of a DataParallel with Device::new_cuda_with_stream(ordinal)",
                 device_name(gpu.location())
             );
             return Err(Error::invalid("devices", reason));
@@ -137,7 +138,7 @@ fn check_streams(devices: &[Device]) -> Result<()> {
     Ok(())
 }
 
-/// A replica that lacks a variable, or has one more, computes something else.
+/// A replica that lacks a variable, or has an additional one, computes something else.
 fn check_same(first: &Place, other: &Place) -> Result<()> {
     let names = |place: &Place| place.variables.iter().map(|variable| variable.name.clone()).collect::<Vec<_>>();
     let (expected, found) = (names(first), names(other));
@@ -147,7 +148,7 @@ fn check_same(first: &Place, other: &Place) -> Result<()> {
     }
     match only(&expected, &found).or_else(|| only(&found, &expected)) {
         Some(name) => {
-            Err(Error::parameter(name, "not all replicas asked for it: build the same model on every device"))
+            Err(Error::parameter(name, "not all replicas requested it: build the same model on every device"))
         }
         None => Ok(()), // the order does not matter here
     }
@@ -158,10 +159,14 @@ fn check_device(name: &str, expected: DeviceLocation, found: DeviceLocation) -> 
         return Ok(());
     }
     let (expected, found) = (device_name(expected), device_name(found));
-    Err(Error::ParameterDevice { parameter: name.to_string(), expected, found })
+    let reason = format!(
+        "module must have its parameters and buffers on device {expected} (devices[0]) but found one of them on device: \
+         {found}. Make the variables of the VarMap on {expected}, or give {found} as the first device"
+    );
+    Err(Error::parameter(name, reason))
 }
 
-/// What a replica's `VarBuilder` works with.
+/// The data behind a replica's `VarBuilder`.
 #[derive(Clone)]
 struct Builder {
     varmap: VarMap,
@@ -174,10 +179,10 @@ struct Builder {
 #[derive(Default)]
 struct Registered {
     variables: Vec<Variable>,
-    /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
+    /// The variables returned so far, by name, so that repeated requests (tied weights) get the same tensor.
     handed_out: HashMap<String, Var>,
     sealed: bool,
-    /// What was refused: it goes through the model's own code as text.
+    /// The first error. The model's code passes errors on only as text.
     failure: Option<Error>,
 }
 
@@ -186,7 +191,7 @@ impl Builder {
         self.registered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The model is built: takes what it asked for. From now on only known names are handed out.
+    /// Takes the requested variables once the model is built. From now on, only known names are returned.
     fn seal(&self) -> Vec<Variable> {
         let mut registered = self.lock();
         registered.sealed = true;
@@ -203,7 +208,8 @@ impl Builder {
             registered.failure = Some(error);
             return Err(candle_core::Error::Msg(text));
         }
-        // Also where both are the CPU: a replica's own storage, since its forward pass may write to buffers.
+        // Even if both devices are the CPU, the replica needs its own storage, because its forward pass may write to
+        // buffers.
         let local = if self.is_first {
             var.clone()
         } else {
@@ -219,7 +225,7 @@ impl Builder {
 fn bail_if_sealed(registered: &Registered, name: &str) -> candle_core::Result<()> {
     if registered.sealed {
         candle_core::bail!(
-            "{name} was asked for after DataParallel was built: ask for every variable while the model is constructed, \
+            "{name} was requested after DataParallel was built: request every variable while the model is constructed, \
              so that all devices have it"
         )
     }
@@ -267,14 +273,14 @@ impl SimpleBackend for Builder {
 mod tests {
     use super::*;
 
-    /// PyTorch's sentence.
+    /// The error text is PyTorch's.
     #[test]
     fn a_variable_on_another_device_is_named() {
         let (cpu, gpu) = (DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 });
         check_device("fc.weight", gpu, gpu).unwrap();
         let error = check_device("fc.weight", cpu, gpu).unwrap_err().to_string();
-        let sentence = "module must have its parameters and buffers on device cpu (devices[0]) but found one of them on \
-                        device: cuda:1: fc.weight";
+        let sentence = "parameter fc.weight: module must have its parameters and buffers on device cpu (devices[0]) but \
+                        found one of them on device: cuda:1";
         assert!(error.starts_with(sentence), "{error}");
         assert!(check_device("w", gpu, DeviceLocation::Cuda { gpu_id: 0 }).is_err());
     }

@@ -1,23 +1,22 @@
-//! A batch's way to the devices and back.
+//! Scattering a batch over the devices and gathering the results.
 use super::device::device_name;
 use crate::error::describe;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 
-/// Splits `tensor` along dimension 0 and puts the parts on the devices, in their order: PyTorch's `scatter`. Gradients
-/// come back through it.
+/// Splits `tensor` along dimension 0 and moves the parts to the devices, in order: PyTorch's `scatter`. Differentiable.
 ///
-/// As with `torch.chunk`, all parts but the last have `ceil(rows / devices)` rows, so that there may be fewer parts than
-/// devices. A tensor without rows is one part. A part that is where it belongs shares the tensor's storage.
+/// As with `torch.chunk`, all parts but the last have `ceil(rows / devices)` rows, so there may be fewer parts than
+/// devices. A tensor without rows is a single part. A part that is already on its device shares the tensor's storage.
 ///
 /// # Errors
-/// A tensor without dimensions, no devices, and the devices' errors.
+/// Returns an error if the tensor has no dimensions, if there are no devices, or if a copy fails.
 pub fn scatter(tensor: &Tensor, devices: &[Device]) -> Result<Vec<Tensor>> {
     let Some(&rows) = tensor.dims().first() else {
-        return Err(Error::invalid("tensor", "it has no dimension 0 along which it could be split over the devices"));
+        return Err(Error::invalid("tensor", "it has no dimension 0 to split over the devices"));
     };
     if devices.is_empty() {
-        return Err(Error::invalid("devices", "there is none"));
+        return Err(Error::invalid("devices", "at least one device is needed"));
     }
     let size = rows.div_ceil(devices.len()).max(1);
     let parts = (0..rows.max(1)).step_by(size).map(|start| tensor.narrow(0, start, size.min(rows - start)));
@@ -25,14 +24,14 @@ pub fn scatter(tensor: &Tensor, devices: &[Device]) -> Result<Vec<Tensor>> {
     transfer(&moves)
 }
 
-/// Puts `tensors` one below the other in dimension 0, on `output_device`: PyTorch's `gather`. Gradients go back through
-/// it. Tensors without dimensions become a list.
+/// Concatenates `tensors` along dimension 0 on `output_device`: PyTorch's `gather`. Differentiable. Scalars become a
+/// vector.
 ///
 /// # Errors
-/// No tensors, or tensors whose dtypes or shapes differ in more than dimension 0.
+/// Returns an error if there are no tensors, or if their dtypes differ or their shapes differ in more than dimension 0.
 pub fn gather(tensors: &[Tensor], output_device: &Device) -> Result<Tensor> {
     let Some(first) = tensors.first() else {
-        return Err(Error::invalid("tensors", "there is none to be gathered"));
+        return Err(Error::invalid("tensors", "at least one tensor is needed"));
     };
     for (index, tensor) in tensors.iter().enumerate().skip(1) {
         if tensor.dtype() != first.dtype()
@@ -40,7 +39,7 @@ pub fn gather(tensors: &[Tensor], output_device: &Device) -> Result<Tensor> {
             || tensor.dims().iter().skip(1).ne(first.dims().iter().skip(1))
         {
             let reason = format!(
-                "number {index}, from device {}, is {} and number 0 is {}: only dimension 0 may differ",
+                "tensor {index}, from device {}, is {}, but tensor 0 is {}: only dimension 0 may differ",
                 device_name(tensor.device().location()),
                 describe(tensor.dtype(), tensor.shape()),
                 describe(first.dtype(), first.shape())
@@ -55,9 +54,9 @@ pub fn gather(tensors: &[Tensor], output_device: &Device) -> Result<Tensor> {
     Ok(Tensor::cat(&transfer(&moves)?, 0)?)
 }
 
-/// Moves each tensor to its device; one that is there stays as it is.
+/// Moves each tensor to its device; a tensor that is already there is returned unchanged.
 pub(super) fn transfer(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
-    // candle would copy all of the storage that a view shows a part of.
+    // candle would copy the whole storage of a view.
     let mut whole = moves.to_vec();
     for (tensor, device) in &mut whole {
         if !tensor.device().same_device(device) {
@@ -67,10 +66,10 @@ pub(super) fn transfer(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
     transfer_whole(&whole)
 }
 
-/// The same with tensors that show all of their storage. When this returns the sources may be freed.
+/// Like [`transfer`], for tensors that cover their whole storage. The sources may be freed when this returns.
 ///
-/// A copy from one GPU to another is put on the destination's stream, behind what the source's stream has now; but whoever
-/// frees the source waits for its own stream only. So the copies are waited for.
+/// A copy between GPUs runs on the destination's stream, after the work enqueued on the source's stream. But freeing
+/// the source waits only for the source's stream, so this function waits for the copies.
 pub(super) fn transfer_whole(moves: &[(Tensor, &Device)]) -> Result<Vec<Tensor>> {
     let moved =
         moves.iter().map(|(tensor, device)| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
@@ -85,7 +84,7 @@ mod tests {
     use super::*;
     use candle_core::DType;
 
-    /// What `torch.chunk` does for as many rows and devices.
+    /// Returns the result of `torch.chunk` for this number of rows and devices.
     #[test]
     fn parts_are_those_of_torch_chunk() {
         let sizes = |rows: usize, devices: usize| -> Vec<usize> {
@@ -102,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_split_or_joined_is_refused() {
+    fn invalid_tensors_are_refused() {
         let scalar = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap();
         assert!(scatter(&scalar, &[Device::Cpu]).unwrap_err().to_string().contains("dimension 0"));
         assert!(scatter(&scalar.unsqueeze(0).unwrap(), &[]).is_err());

@@ -1,5 +1,5 @@
 //! Which gradient lies where: the plan of the buckets, and their storage.
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::kernels::Assignment;
 use crate::tensor::copy;
 use crate::{Error, Result};
@@ -100,6 +100,18 @@ struct Arrival {
     accumulate: bool,
 }
 
+/// `the gradients of fc1.weight, fc1.bias and 4 more parameters`
+fn label(parameters: &[ParameterInfo], members: &[usize]) -> Label {
+    const NAMED: usize = 2;
+    let names: Vec<&str> = members.iter().take(NAMED).map(|index| parameters[*index].name.as_str()).collect();
+    let names = names.join(", ");
+    Label::register(match members.len().saturating_sub(NAMED) {
+        0 => format!("the gradients of {names}"),
+        1 => format!("the gradients of {names} and 1 more parameter"),
+        more => format!("the gradients of {names} and {more} more parameters"),
+    })
+}
+
 /// One flat tensor with the gradients of some parameters, and behind them the used flags: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
@@ -118,6 +130,8 @@ pub(super) struct Bucket {
     pub(super) missing: usize,
     arrivals: Vec<Arrival>,
     pub(super) work: Option<Work>,
+    /// What its collectives are for, in messages.
+    pub(super) label: Label,
 }
 
 impl Bucket {
@@ -137,6 +151,7 @@ impl Bucket {
             missing: members.len(),
             arrivals: Vec::new(),
             work: None,
+            label: label(parameters, &members),
             tensor,
             members,
             gradients,

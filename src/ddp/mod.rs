@@ -91,8 +91,8 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: `build` failed on one of them ([`Error::PeerFailed`]), or they built different models or
-    /// gave different options ([`Error::ModelMismatch`], which names the first difference).
+    /// On every rank alike: `build` failed on one of them ([`Error::RankFailed`]), or they built different models or
+    /// gave different options ([`Error::Mismatch`], which names the first difference).
     pub fn new<E>(
         group: &ProcessGroup,
         varmap: &VarMap,
@@ -321,8 +321,8 @@ impl<M> DistributedDataParallel<M> {
     /// it, at most once, before the first backward pass. PyTorch's `register_comm_hook`.
     ///
     /// # Errors
-    /// On every rank: ranks gave different hooks ([`Error::CommHookMismatch`], which names the first difference), or one
-    /// of them has a hook already or has begun to train ([`Error::InvalidArgument`] there, [`Error::PeerFailed`] on the
+    /// On every rank: ranks gave different hooks ([`Error::Mismatch`], which names the first difference), or one
+    /// of them has a hook already or has begun to train ([`Error::InvalidArgument`] there, [`Error::RankFailed`] on the
     /// others).
     pub fn register_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let allowed = self.reducer.check_comm_hook();

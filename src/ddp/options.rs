@@ -28,6 +28,10 @@ pub struct DdpOptions {
     pub is_ignored: NamePredicate,
     /// Lower precision for the model's calculations, or for sending gradients (see [`amp`](crate::amp)). Default: none.
     pub mixed_precision: Option<MixedPrecision>,
+    /// The seed of the values with which variables are made that are not in the VarMap yet, so that they can be repeated
+    /// (see [`seed::init`](crate::seed::init())). Default: none, and candle's generator makes them. All ranks start with
+    /// rank 0's values in both cases.
+    pub init_seed: Option<u64>,
     /// The folder for a time line of the training steps, a file for each rank (see [`trace`](crate::trace)). Default: the
     /// one that the environment variable `CANDLE_DDP_TRACE` names, if any; without, tracing costs nothing.
     pub trace: Option<PathBuf>,
@@ -42,6 +46,7 @@ impl Default for DdpOptions {
             is_buffer: Arc::new(is_batch_norm_buffer),
             is_ignored: Arc::new(|_| false),
             mixed_precision: None,
+            init_seed: None,
             trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
         }
     }
@@ -71,6 +76,7 @@ impl fmt::Debug for DdpOptions {
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("mixed_precision", &self.mixed_precision)
+            .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
             .finish_non_exhaustive()
     }

@@ -5,6 +5,7 @@ use super::reduction::Reduction;
 use super::reduction::hook::{HookReduction, RunningHook};
 use super::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
 use super::usage;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
@@ -237,7 +238,8 @@ impl Reducer {
         let mut state = self.lock();
         if state.phase == Phase::Outside {
             let parameter = state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
-            return Err(Error::BackwardOutsideDdp { parameter }.into());
+            let reached = format!("parameter {parameter}, whose gradient would not be averaged over the ranks");
+            return Err(Error::BackwardOutside { wrapper: "DistributedDataParallel", reached }.into());
         }
         Ok(self.mark_parameter_ready(&mut state, index, gradient)?)
     }
@@ -286,7 +288,8 @@ impl Reducer {
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
-        state.reduction.launch(number, &mut state.buckets[number], used, &self.group, self.trace())?;
+        let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
+        bucket.label.during(|| reduction.launch(number, bucket, used, &self.group, self.trace()))?;
         state.next += 1;
         Ok(())
     }
@@ -370,9 +373,9 @@ impl Reducer {
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.group.device())?;
-        self.group.broadcast(&tensor, 0)?;
-        let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::PeerFailed {
-            peer: 0,
+        Label::DDP_ORDER.during(|| self.group.broadcast(&tensor, 0))?;
+        let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
+            rank: 0,
             reason: format!(
                 "what it sent is no order of {} parameters: all ranks of a group must make the same calls in the same \
                  order",

@@ -4,6 +4,7 @@ use super::options::DdpOptions;
 use super::parameter::{Buffer, Parameter, Role};
 use super::reducer::Reducer;
 use crate::Error;
+use crate::seed;
 use crate::tensor::variables::{check_shared, not_in_varmap};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
@@ -127,7 +128,8 @@ impl SimpleBackend for Registry {
             return Ok(tensor.clone());
         }
         let (stored, held) = self.dtypes(name, dtype);
-        let var = Var::from_tensor(&self.varmap.get(shape, name, init, stored, device)?)?;
+        let var =
+            Var::from_tensor(&seed::get(&self.varmap, self.options.init_seed, shape, name, init, stored, device)?)?;
         self.hand_out(&mut registered, name, var, held)
     }
 

@@ -1,5 +1,5 @@
 //! Rank 0's values for everybody: parameters at construction, buffers at every step.
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
@@ -35,7 +35,7 @@ pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item =
             let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
             copy::copy_all(parts.iter().zip(vars.iter().map(|var| var.as_tensor())))?;
         }
-        let work = group.broadcast_async(&flat, 0)?;
+        let work = Label::DDP_BUFFERS.during(|| group.broadcast_async(&flat, 0))?;
         chunks.push(Chunk { vars, flat, work });
     }
     Ok(Broadcast { chunks, is_source })

@@ -1,5 +1,5 @@
 //! Which parameters any rank used, where the used flags in the buckets cannot tell.
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::error::some;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
@@ -16,7 +16,7 @@ impl Usage {
     pub(super) fn send(used: &[bool], group: &ProcessGroup) -> Result<Self> {
         let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
         let bytes = Tensor::from_vec(bytes, used.len(), group.device())?;
-        let work = group.all_reduce_async(&bytes, ReduceOp::Max)?;
+        let work = Label::DDP_USED.during(|| group.all_reduce_async(&bytes, ReduceOp::Max))?;
         Ok(Self { bytes, work })
     }
 

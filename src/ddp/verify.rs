@@ -1,6 +1,7 @@
 //! The checks that all ranks hold the same model and the same communication hook.
 use super::options::DdpOptions;
 use super::parameter::{Buffer, Parameter};
+use crate::backend::Label;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
@@ -13,17 +14,17 @@ pub(super) fn same_model(
     model: std::result::Result<(&[Parameter], &[Buffer]), &Error>,
 ) -> Result<()> {
     let report = model.map(|(parameters, buffers)| describe_model(options, parameters, buffers));
-    match group.compare(report, "it could not build its model")? {
+    match Label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
         None => Ok(()),
-        Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+        Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
     }
 }
 
 /// Checks that all ranks register the same communication hook; `described` is this rank's, or why it can have none.
 pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
-    match group.compare(described, "it could not register its communication hook")? {
+    match Label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
         None => Ok(()),
-        Some((rank, difference)) => Err(Error::CommHookMismatch { rank, difference }),
+        Some((rank, difference)) => Err(Error::Mismatch { what: "communication hook", rank, difference }),
     }
 }
 

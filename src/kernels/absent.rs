@@ -1,4 +1,4 @@
-//! The kernels' interface in a build without CUDA, where no tensor is on a GPU.
+//! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
 use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
 use candle_core::{CudaStorage, DType, Device, Tensor};

@@ -1,10 +1,10 @@
-// Adam and AdamW. States: the mean of the gradients, and that of their squares.
+// Adam and AdamW. States: the running means of the gradients and of their squares.
 
 struct AdamScalars {
     double beta1, rate1, beta2, rate2; // moment = moment × beta + gradient × rate
     double step_size, root, eps;       // parameter -= mean × step_size / (sqrt(squares) × root + eps)
     double scale, coupled;             // gradient × scale + parameter × coupled
-    double keep;                       // parameter × keep: the decoupled weight decay
+    double keep;                       // decoupled weight decay: parameter × keep
 };
 
 template <typename T> __device__ inline void adam(const Part *parts, unsigned count, double *) {

@@ -1,7 +1,7 @@
-//! Where candle's tensors lie in the GPU's memory: what kernels and NCCL are given.
+//! Addresses of candle's tensors in GPU memory, for kernels and NCCL.
 //!
-//! An address is good as long as the storage lives. It is asked for with the stream of the storage's own device and no
-//! other, which keeps candle's tracking of events, where it is on, as it is.
+//! An address is valid as long as the storage lives. It is always requested with the stream of the storage's own
+//! device, which leaves candle's event tracking, if enabled, unchanged.
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
@@ -9,7 +9,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 use half::{bf16, f16};
 use std::cell::Cell;
 
-/// The address of a contiguous tensor that will be read.
+/// Returns the address of a contiguous tensor that will be read.
 pub(crate) fn input(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
@@ -18,10 +18,10 @@ pub(crate) fn input(tensor: &Tensor) -> Result<u64> {
     }
 }
 
-/// The address of a contiguous tensor that will be changed; 0 for one without elements.
+/// Returns the address of a contiguous tensor that will be written; 0 for a tensor without elements.
 pub(crate) fn output(tensor: &Tensor) -> Result<u64> {
     let locate = Locate(Cell::new(0));
-    // candle takes the strides of some empty shapes for an overlap.
+    // candle considers the strides of some empty shapes overlapping.
     if tensor.elem_count() > 0 {
         tensor.inplace_op1(&locate)?;
     }
@@ -42,12 +42,12 @@ macro_rules! address {
             DType::I64 => $part::<i64>($storage, start, end),
             DType::U32 => $part::<u32>($storage, start, end),
             DType::U8 => $part::<u8>($storage, start, end),
-            dtype => bail!("tensors of {dtype:?} on GPUs are not supported"),
+            dtype => bail!("tensors of dtype {dtype:?} are not supported on GPUs"),
         }
     }};
 }
 
-/// The address of contiguous elements that will be read.
+/// Returns the address of contiguous elements that will be read.
 pub(super) fn read_address(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
     fn part<T: CudaDType>(storage: &CudaStorage, start: usize, end: usize) -> Result<u64> {
         let stream = storage.device().cuda_stream();
@@ -59,7 +59,7 @@ pub(super) fn read_address(storage: &CudaStorage, layout: &Layout) -> Result<u64
     address!(storage, layout, part)
 }
 
-/// The address of contiguous elements that will be changed.
+/// Returns the address of contiguous elements that will be written.
 pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Result<u64> {
     fn part<T: CudaDType>(storage: &mut CudaStorage, start: usize, end: usize) -> Result<u64> {
         let stream = storage.device().cuda_stream();
@@ -71,7 +71,7 @@ pub(super) fn write_address(storage: &mut CudaStorage, layout: &Layout) -> Resul
     address!(storage, layout, part)
 }
 
-/// An in-place operation that only looks where the storage is.
+/// An in-place operation that only determines the address of the storage.
 struct Locate(Cell<u64>);
 
 impl InplaceOp1 for Locate {

@@ -1,4 +1,4 @@
-//! From a CUDA source to PTX, by NVRTC, once in a process for every generation of GPUs in it.
+//! Compiling CUDA sources to PTX with NVRTC, once per process and GPU generation.
 use super::source::Source;
 use crate::{Error, Result};
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts, result, sys};
@@ -9,16 +9,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 type Key = (Source, i32);
 static COMPILED: Mutex<Option<HashMap<Key, Arc<str>>>> = Mutex::new(None);
 
-/// The PTX of `source` for a GPU of this compute capability (90 for 9.0). It needs no GPU.
+/// Returns the PTX of `source` for GPUs of this compute capability (90 for 9.0). Needs no GPU.
 ///
 /// # Errors
-/// [`Error::Kernel`] with the compiler's messages.
+/// Returns [`Error::Kernel`] with the compiler's messages.
 pub(super) fn ptx(source: Source, capability: i32) -> Result<Arc<str>> {
     let target = target(capability, &targets(source)?).ok_or_else(|| {
-        let reason = format!("NVRTC has no target for GPUs of compute capability {capability} (times 10)");
+        let reason =
+            format!("NVRTC has no target for GPUs of compute capability {}.{}", capability / 10, capability % 10);
         failure(source, "choosing a target", reason)
     })?;
-    // Held while compiling: other threads would compile the same.
+    // Held while compiling, so that other threads do not compile the same source.
     let mut compiled = COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
     let compiled = compiled.get_or_insert_default();
     if let Some(ptx) = compiled.get(&(source, target)) {
@@ -35,24 +36,24 @@ pub(super) fn failure(source: Source, operation: &str, reason: impl ToString) ->
     Error::Kernel { file: source.name(), operation: operation.to_string(), reason: reason.to_string() }
 }
 
-/// The newest target that such a GPU understands: PTX for older ones is translated by the driver.
+/// Returns the newest target that such a GPU supports: the driver translates PTX for older targets.
 fn target(capability: i32, targets: &[i32]) -> Option<i32> {
     targets.iter().copied().filter(|target| *target <= capability).max()
 }
 
-/// The targets of the NVRTC that is there.
+/// Returns the targets of the installed NVRTC.
 fn targets(source: Source) -> Result<Vec<i32>> {
-    let fail = |error: result::NvrtcError| failure(source, "asking NVRTC for its targets", error);
+    let fail = |error: result::NvrtcError| failure(source, "querying NVRTC's targets", error);
     let mut count = 0;
     // SAFETY: writes one number.
     unsafe { sys::nvrtcGetNumSupportedArchs(&mut count) }.result().map_err(fail)?;
     let mut targets = vec![0; usize::try_from(count).unwrap_or_default()];
-    // SAFETY: writes as many numbers as it said just now, for which there is room.
+    // SAFETY: writes as many numbers as returned by the call above, for which there is room.
     unsafe { sys::nvrtcGetSupportedArchs(targets.as_mut_ptr()) }.result().map_err(fail)?;
     Ok(targets)
 }
 
-/// Without fused multiply-adds, so that results are those of the kernels for the CPU.
+/// Compiles without fused multiply-adds, so that results equal those of the CPU kernels.
 fn compile(name: &str, text: &str, target: i32) -> Result<String, String> {
     let options = CompileOptions {
         fmad: Some(false),
@@ -77,13 +78,14 @@ mod tests {
 
     const SOURCES: [Source; 5] = [Source::Adam, Source::Sgd, Source::Lamb, Source::Gradient, Source::Norm];
 
-    /// The names of the kernels in it.
+    /// Returns the names of the kernels in the PTX.
     fn entries(ptx: &str) -> BTreeSet<String> {
         let names = ptx.lines().filter_map(|line| line.trim().strip_prefix(".visible .entry "));
         names.map(|name| name.trim_end_matches('(').to_string()).collect()
     }
 
-    /// For all GPUs from Volta on that this NVRTC knows; the kernels that are looked up, no more and no less.
+    /// For all GPUs that this NVRTC supports, from Volta on, the PTX must contain exactly the kernels that are looked
+    /// up.
     #[test]
     fn every_kernel_compiles_for_every_generation() {
         let targets: Vec<i32> = targets(Source::Adam).unwrap().into_iter().filter(|target| *target >= 70).collect();
@@ -100,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn multiplications_and_additions_stay_apart() {
+    fn multiplications_and_additions_are_not_fused() {
         for source in SOURCES {
             let ptx = ptx(source, 90).unwrap();
             assert!(!ptx.contains("fma."), "{}", source.name());
@@ -109,13 +111,13 @@ mod tests {
     }
 
     #[test]
-    fn the_compilers_messages_come_with_the_error() {
+    fn errors_contain_the_compilers_messages() {
         let error = compile("broken.cu", "extern \"C\" __global__ void broken() { nothing; }", 90).unwrap_err();
         assert!(error.contains("broken.cu") && error.contains("nothing"), "{error}");
     }
 
     #[test]
-    fn a_gpu_newer_than_the_compiler_gets_what_it_can_translate() {
+    fn a_gpu_newer_than_the_compiler_gets_ptx_that_its_driver_translates() {
         assert_eq!(target(90, &[75, 80, 90, 100]), Some(90));
         assert_eq!(target(89, &[75, 80, 90, 100]), Some(80));
         assert_eq!(target(130, &[75, 80, 90, 100]), Some(100));

@@ -1,9 +1,9 @@
-// Copies that convert: parameter = gradient × factor, or (parameter + gradient) × factor. Computed in the arithmetic of
-// what is written.
+// Copies with conversion: parameter = gradient × factor, or (parameter + gradient) × factor, in the arithmetic of the
+// parameter.
 
 struct CopyScalars {
     double factor;
-    double accumulate; // whether to add to what is there, 0 or 1
+    double accumulate; // whether to add to the old value, 0 or 1
 };
 
 template <typename T, typename From> __device__ inline void copy(const Part *parts, unsigned count) {

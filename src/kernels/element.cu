@@ -1,16 +1,16 @@
-// What tensors consist of, and what is computed with. Conversions of 16-bit numbers are written out, so that neither a
-// header of the CUDA toolkit nor a certain generation of GPUs is needed.
+// Element types and the arithmetic on them. Conversions of 16-bit numbers are written out, so they need neither a
+// header of the CUDA toolkit nor a particular GPU generation.
 
 struct F16 { unsigned short bits; };
 struct BF16 { unsigned short bits; };
 
-// To f32, which holds every value of the other two exactly; from f32 to the nearest value, of two to the even one.
+// Converts to f32, which represents every f16 and bf16 value exactly, and from f32 to the nearest value, ties to even.
 
 __device__ inline float to_f32(F16 value) {
     unsigned sign = (value.bits & 0x8000u) << 16;
     unsigned rest = (value.bits & 0x7fffu) << 13;
-    // Infinities and NaNs keep their largest exponent; of all others the exponent's bias is put right by a
-    // multiplication, which takes care of subnormal numbers as well.
+    // Infinities and NaNs keep the largest exponent. For all other values, a multiplication corrects the exponent's
+    // bias, which also handles subnormal numbers.
     if (rest >= 0x7c00u << 13) return __uint_as_float(sign | 0x7f800000u | rest);
     return __uint_as_float(sign | __float_as_uint(__uint_as_float(rest) * 5.192296858534828e33f)); // 2^112
 }
@@ -23,7 +23,7 @@ __device__ inline F16 to_f16(float value) {
     } else if (rest >= 0x477ff000u) {
         half = 0x7c00u; // from 65520 on: infinity
     } else if (rest < 0x38800000u) {
-        // Subnormal: beside 0.5, f32 has the same spacing as f16 there, so that the addition rounds.
+        // Subnormal: near 0.5, f32 has the same spacing as f16 here, so the addition rounds correctly.
         half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u;
     } else {
         half = (rest + 0xfffu + ((rest >> 13) & 1u) - (112u << 23)) >> 13;
@@ -41,7 +41,7 @@ __device__ inline BF16 to_bf16(float value) {
     return result;
 }
 
-// Arithmetic is done in `Real`.
+// The type in which arithmetic is done.
 template <typename T> struct Element;
 
 template <> struct Element<float> {
@@ -68,7 +68,7 @@ template <> struct Element<BF16> {
     static __device__ BF16 store(float value) { return to_bf16(value); }
 };
 
-// `sum` plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
+// Returns `sum` plus `value` times `decay`. Without decay, `value` is ignored, even if it is infinite.
 template <typename Real> __device__ inline Real plus_decay(Real sum, Real value, Real decay) {
     return decay == 0 ? sum : sum + value * decay;
 }

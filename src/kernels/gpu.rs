@@ -1,4 +1,4 @@
-//! Launching kernels on candle's own stream of a GPU, behind what candle was told before.
+//! Launching kernels on candle's own stream of a GPU, after all work that candle has enqueued.
 use super::compile::{failure, ptx};
 use super::program::Machine;
 use super::source::Kernel;
@@ -7,11 +7,11 @@ use crate::{Error, Result};
 use candle_core::{CudaDevice, DType};
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg};
 
-/// A GPU. Nothing here waits for it but [`read`](Machine::read).
+/// A GPU. Only [`read`](Machine::read) waits for it.
 pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
 
 impl Gpu<'_> {
-    /// Compiled when it is needed first. candle keeps what is loaded, for each of its devices.
+    /// Compiles a kernel on first use. candle keeps loaded modules for each of its devices.
     fn function(&self, kernel: Kernel, dtype: DType) -> Result<CudaFunction> {
         let source = kernel.source();
         let name = kernel.name(dtype).ok_or_else(|| Error::UnsupportedDType {
@@ -20,13 +20,13 @@ impl Gpu<'_> {
             supported: "f32, f64, f16, bf16",
         })?;
         let capability = self.0.cuda_stream().context().compute_capability();
-        let (major, minor) = capability.map_err(|error| failure(source, "asking for the compute capability", error))?;
+        let (major, minor) = capability.map_err(|error| failure(source, "querying the compute capability", error))?;
         let ptx = ptx(source, 10 * major + minor)?;
         let module = format!("candle-ddp/{}", source.name());
         let loaded = self.0.get_or_load_custom_func(&name, &module, &ptx);
         loaded.map(|function| function.into_cuda_function()).map_err(|error| {
             let reason = format!(
-                "{error}. If the driver is older than the CUDA toolkit (CUDA_ERROR_UNSUPPORTED_PTX_VERSION): update it, or \
+                "{error}. If the driver is older than the CUDA toolkit (CUDA_ERROR_UNSUPPORTED_PTX_VERSION), update it or \
                  build with an older toolkit"
             );
             failure(source, &format!("loading {name}"), reason)
@@ -75,11 +75,11 @@ impl Machine for Gpu<'_> {
             None => arguments.arg(&0u64),
         };
         let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: the arguments are those of all kernels in the `.cu` files (`KERNELS` in part.cu): table, number of
-        // parts, sums or null. A kernel touches only what the table's entries name, up to their number of elements (rows
-        // of them in norm.cu): these were made in this room, out of contiguous tensors of `dtype` on this device, whose
-        // borrows end after this call; memory that is freed later is freed behind the kernel, on the same stream. The
-        // programs have made room for sums.
+        // SAFETY: these are the arguments of all kernels in the `.cu` files (`KERNELS` in part.cu): table, number of
+        // parts, and sums or null. A kernel accesses only the tensors in the table's entries, up to their number of
+        // elements (in norm.cu, rows of them). The entries were made in this module from contiguous tensors of `dtype`
+        // on this device, whose borrows end after this call; memory that is freed later is freed after the kernel, on
+        // the same stream. The programs have allocated the sums.
         unsafe { arguments.launch(config) }
             .map_err(|error| failure(kernel.source(), &format!("launching {kernel:?}"), error))?;
         Ok(())

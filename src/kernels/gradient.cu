@@ -1,5 +1,5 @@
-// How large gradients are, and making them smaller. `sums` has a pair (sum of squares, largest absolute value) for all
-// parts together, and behind it one for each chunk. The largest is NaN if an element is.
+// Measuring and scaling gradients. `sums` has a pair (sum of squares, largest absolute value) for all parts together,
+// followed by one pair per chunk. The largest value is NaN if an element is NaN.
 
 template <typename Real> struct Extent {
     Real squares, largest;
@@ -23,12 +23,12 @@ template <typename T> __device__ inline void measure(const Part *parts, unsigned
 }
 KERNELS(measure)
 
-// By one block.
+// Run by one block.
 extern "C" __global__ void total(const Part *parts, unsigned count, double *sums) {
     reduce_chunks<Add, Larger>(sums + 2, 0, parts[count].first_chunk, sums);
 }
 
-// Multiplies by scalars[0]. What is measured, where `sums` are wanted, is how large the values were before.
+// Multiplies by scalars[0]. If `sums` is given, it receives the magnitude of the values before the multiplication.
 template <typename T> __device__ inline void rescale(const Part *parts, unsigned count, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
@@ -44,7 +44,7 @@ template <typename T> __device__ inline void rescale(const Part *parts, unsigned
 }
 KERNELS(rescale)
 
-// Limits values to the range from -scalars[0] to scalars[0]. NaN stays NaN.
+// Clamps values to the range from -scalars[0] to scalars[0]. NaN stays NaN.
 template <typename T> __device__ inline void clamp(const Part *parts, unsigned count, double *) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);

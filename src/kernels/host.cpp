@@ -1,4 +1,4 @@
-// Behind the kernels: launching them, and conversions for tests of their own.
+// Included after the kernels: launching them, and conversions with their own tests.
 
 typedef void (*Entry)(const Part *, unsigned, double *);
 static Entry running;
@@ -26,7 +26,7 @@ extern "C" __global__ void host_launch(Entry kernel, unsigned blocks, unsigned t
             fresh.context.uc_link = &turns;
             makecontext(&fresh.context, fibre, 0);
         }
-        bool up = block % 2; // a missing barrier hides from one of the two orders
+        bool up = block % 2; // one of the two orders reveals a missing barrier
         for (unsigned left = threads; left > 0; up = !up) {
             left = 0;
             for (unsigned turn = 0; turn < threads; turn++) {

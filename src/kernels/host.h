@@ -1,5 +1,5 @@
-// What the kernels need from CUDA, on a CPU: blocks run one after the other, and the threads of a block are fibres that
-// take turns at __syncthreads(). The turns go up and down, so that a missing barrier shows.
+// The parts of CUDA that the kernels need, on a CPU: blocks run one after the other, and the threads of a block are
+// fibres that take turns at __syncthreads(), alternately upwards and downwards, so that a missing barrier shows.
 #include <cmath>
 #include <cstring>
 #include <ucontext.h>

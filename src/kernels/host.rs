@@ -1,5 +1,5 @@
-//! The kernels on the CPU, for tests: the same `.cu` files, compiled by the C++ compiler that is there, carry out the same
-//! launches. See `host.h`.
+//! The kernels on the CPU, for tests: the system's C++ compiler compiles the same `.cu` files, and they execute the
+//! same launches. See `host.h`.
 use super::program::Machine;
 use super::source::Kernel;
 use super::table::THREADS;
@@ -35,13 +35,13 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Where kernels cannot be compiled for the CPU, says that `test` is skipped.
+    /// Returns `None`, and reports that `test` is skipped, if kernels cannot be compiled for the CPU.
     pub(super) fn new(test: &str) -> Option<Self> {
         static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
         match LIBRARY.get_or_init(compile) {
             Some(library) => Some(Self { library, launches: Cell::new(0) }),
             None => {
-                // Not `eprintln!`, which the test harness would swallow.
+                // `eprintln!` would be captured by the test harness.
                 let line = format!("SKIPPED {test}: it needs a C++ compiler, `c++`, and glibc\n");
                 let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
                 None
@@ -50,26 +50,26 @@ impl Host {
     }
 
     fn symbol<T: Copy>(&self, name: &str) -> T {
-        // SAFETY: those who ask name the type that the symbol has in the sources.
+        // SAFETY: callers name the type that the symbol has in the sources.
         unsafe { *self.library.get::<T>(name).unwrap_or_else(|error| panic!("{name}: {error}")) }
     }
 
-    /// `host_to_f16` or `host_to_bf16`.
+    /// Returns `host_to_f16` or `host_to_bf16`.
     pub(super) fn narrow(&self, name: &str) -> impl Fn(f32) -> u16 {
         let function: unsafe extern "C" fn(f32) -> u16 = self.symbol(name);
-        // SAFETY: it calculates with its argument.
+        // SAFETY: the function only computes with its argument.
         move |value| unsafe { function(value) }
     }
 
-    /// `host_from_f16` or `host_from_bf16`.
+    /// Returns `host_from_f16` or `host_from_bf16`.
     pub(super) fn widen(&self, name: &str) -> impl Fn(u16) -> f32 {
         let function: unsafe extern "C" fn(u16) -> f32 = self.symbol(name);
-        // SAFETY: it calculates with its argument.
+        // SAFETY: the function only computes with its argument.
         move |bits| unsafe { function(bits) }
     }
 }
 
-/// None if there is no compiler, or no fibres.
+/// Returns `None` if the system lacks a compiler or fibres.
 fn compile() -> Option<Library> {
     if !cfg!(all(target_os = "linux", target_env = "gnu")) {
         return None;
@@ -78,11 +78,11 @@ fn compile() -> Option<Library> {
     let folder = tempfile::tempdir().unwrap();
     let (source, library) = (folder.path().join("kernels.cpp"), folder.path().join("libkernels.so"));
     std::fs::write(&source, SOURCE).unwrap();
-    // As NVRTC is told, multiplications and additions are not fused.
+    // As with NVRTC, multiplications and additions are not fused.
     let flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-w"];
     let output = Command::new("c++").args(flags).args([Path::new("-o"), &library, &source]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // SAFETY: nothing in it runs when it is loaded, but constructors of empty containers.
+    // SAFETY: loading it runs only constructors of empty containers.
     Some(unsafe { Library::new(&library) }.unwrap())
 }
 
@@ -94,7 +94,7 @@ impl Machine for Host {
         Ok(words.to_vec())
     }
 
-    /// Not zeros: kernels must not rely on them.
+    /// The initial value is not zero, because kernels must not rely on zeros.
     fn zeros(&self, count: usize) -> Result<Vec<f64>> {
         Ok(vec![f64::NAN; count])
     }
@@ -120,14 +120,14 @@ impl Machine for Host {
         parts: u32,
         numbers: Option<&mut Vec<f64>>,
     ) -> Result<()> {
-        // The fibres are everybody's.
+        // The fibres are global.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         self.launches.set(self.launches.get() + 1);
         let kernel: KernelEntry = self.symbol(&kernel.name(dtype).unwrap());
         let launch: HostLaunch = self.symbol("host_launch");
         let numbers = numbers.map_or(std::ptr::null_mut(), Vec::as_mut_ptr);
-        // SAFETY: the arguments are those of all kernels; what the table names is there, as the tests see to.
+        // SAFETY: these are the arguments of all kernels; the tests ensure that the tensors in the table exist.
         unsafe { launch(kernel, blocks, THREADS, table.as_ptr(), parts, numbers) };
         Ok(())
     }

@@ -1,15 +1,15 @@
-// LAMB, in three kernels: the moments, the sums of squares of each part, the update by the trust ratio that they give.
-// `sums` has a pair (parameter, update) for each part, and behind these one for each chunk.
+// LAMB, in three kernels: the moments, the sums of squares of each part, and the update, scaled by the resulting trust
+// ratio. `sums` has a pair (parameter, update) for each part, followed by one pair per chunk.
 
 struct LambScalars {
     double beta1, rate1, beta2, rate2; // moment = moment × beta + gradient × rate
     double scale, coupled;             // gradient × scale + parameter × coupled
     double inverse1, root2, eps, decay; // update: mean × inverse1 / (sqrt(squares) × root2 + eps) + parameter × decay
     double lr;
-    double adapt; // whether there is a trust ratio, 0 or 1
+    double adapt; // whether to use the trust ratio, 0 or 1
 };
 
-// Where a parameter goes.
+// Computes the direction of a parameter's update.
 template <typename Real> struct Direction {
     Real inverse1, root2, eps, decay;
     __device__ Direction(const LambScalars &by)
@@ -45,18 +45,18 @@ template <typename T> __device__ inline void lamb_moments(const Part *parts, uns
 }
 KERNELS(lamb_moments)
 
-// One block for each part.
+// One block per part.
 extern "C" __global__ void lamb_sums(const Part *parts, unsigned count, double *sums) {
     const Part *part = parts + blockIdx.x;
     reduce_chunks<Add, Add>(sums + 2ull * count, part[0].first_chunk, part[1].first_chunk, sums + 2ull * blockIdx.x);
 }
 
-// The update, computed once more instead of stored.
+// Computes the update again instead of storing it.
 template <typename T> __device__ inline void lamb_update(const Part *parts, unsigned count, double *sums) {
     typedef typename Element<T>::Real Real;
     const Part &part = part_of_block(parts, count);
     const LambScalars &by = *reinterpret_cast<const LambScalars *>(part.scalars);
-    // By one thread: many GPUs are slow in f64.
+    // A single thread does this, because many GPUs are slow in f64.
     __shared__ double trusted_rate;
     if (threadIdx.x == 0) {
         const double *pair = sums + 2 * (&part - parts);

@@ -1,11 +1,12 @@
-//! Kernels for CUDA: what optimizers, clipping, loss scaling, norms and DDP's copies do to tensors on GPUs. The `README.md` beside this file
-//! tells how they are built, launched and tested.
+//! CUDA kernels for optimizers, clipping, loss scaling, norms and DDP's copies. `README.md` in this folder describes
+//! how they are built, launched and tested.
 //!
-//! What they do on the CPU is in [`optim`](crate::optim), [`amp`](crate::amp) and [`nn`](crate::nn), with the same arithmetic.
-// Kernels are launched here. Every block says why it is sound.
+//! Their CPU counterparts, with the same arithmetic, are in [`optim`](crate::optim), [`amp`](crate::amp) and
+//! [`nn`](crate::nn).
+// Kernels are launched here. Every block states why it is sound.
 #![allow(unsafe_code)]
 
-// Without the feature, the same names refuse politely.
+// Without the feature, the same functions return an error.
 #[cfg(not(feature = "cuda"))]
 mod absent;
 #[cfg(feature = "cuda")]
@@ -26,7 +27,7 @@ mod operands;
 #[cfg(any(feature = "cuda", test))]
 mod program;
 #[cfg(any(feature = "cuda", test))]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // what only NVRTC needs
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // needed only by NVRTC
 mod source;
 #[cfg(any(feature = "cuda", test))]
 mod table;

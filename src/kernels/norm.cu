@@ -1,15 +1,15 @@
 // Normalisation of rows, for LayerNorm and RMSNorm. The table has one part: `count` elements of x, in rows of `size`.
-// `weight`, `bias` and their gradients are of the dtype of arithmetic.
+// `weight`, `bias` and their gradients have the dtype of the arithmetic.
 
 struct NormScalars {
     double size;    // elements in a row
     double eps;     // added to variances
-    double centred; // whether the mean is taken away, 0 or 1
-    double rows;    // that a block adds up for the gradients of weight and bias
+    double centred; // whether to subtract the mean, 0 or 1
+    double rows;    // summed per block for the gradients of weight and bias
 };
 
-// Like `reduce_block` with sums, and every thread gets them. What follows is done in the dtype of arithmetic, since many
-// GPUs are slow in f64.
+// Like `reduce_block` with sums, but every thread gets the results. Later steps use the dtype of the arithmetic,
+// because many GPUs are slow in f64.
 template <typename Real> __device__ inline void add_for_all(Real &first, Real &second) {
     __shared__ double pair[2];
     reduce_block<Add, Add>(first, second, pair);
@@ -18,8 +18,8 @@ template <typename Real> __device__ inline void add_for_all(Real &first, Real &s
     second = pair[1];
 }
 
-// parameter: y; gradient: x; states: weight, and bias or null. A block has a row. `sums` is given mean and 1 / deviation of
-// each row.
+// parameter: y; gradient: x; states: weight, and bias or null. One block per row. Writes the mean and 1 / deviation of
+// each row to `sums`.
 template <typename T> __device__ inline void norm_forward(const Part *part, unsigned, double *sums) {
     typedef typename Element<T>::Real Real;
     const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
@@ -51,7 +51,7 @@ template <typename T> __device__ inline void norm_forward(const Part *part, unsi
 }
 KERNELS(norm_forward)
 
-// parameter: dx; gradient: x; states: dy, weight; sums: of norm_forward. A block has a row.
+// parameter: dx; gradient: x; states: dy, weight; sums: from norm_forward. One block per row.
 template <typename T> __device__ inline void norm_backward(const Part *part, unsigned, double *sums) {
     typedef typename Element<T>::Real Real;
     const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
@@ -76,8 +76,8 @@ template <typename T> __device__ inline void norm_backward(const Part *part, uns
 }
 KERNELS(norm_backward)
 
-// parameter: the sums of norm_forward; gradient: x; states: dy. `sums` gets a pair for each group of rows and each column:
-// what the group adds to the gradients of weight and bias. A block has THREADS columns of a group.
+// parameter: the sums of norm_forward; gradient: x; states: dy. Writes to `sums` a pair for each group of rows and each
+// column: the group's contribution to the gradients of weight and bias. A block processes THREADS columns of a group.
 template <typename T> __device__ inline void norm_columns(const Part *part, unsigned, double *sums) {
     typedef typename Element<T>::Real Real;
     const NormScalars &by = *reinterpret_cast<const NormScalars *>(part->scalars);
@@ -88,7 +88,7 @@ template <typename T> __device__ inline void norm_columns(const Part *part, unsi
     const T *x = static_cast<const T *>(part->gradient), *dy = static_cast<const T *>(part->states[0]);
     const unsigned long long rows = by.rows, from = group * rows, to = min(from + rows, part->count / size);
     double weight = 0, bias = 0;
-    // A few rows at a time in the dtype of arithmetic, their sums in f64.
+    // A few rows at a time in the dtype of the arithmetic; their sums are added in f64.
     for (unsigned long long block = from; block < to; block += 16) {
         Real block_weight = 0, block_bias = 0;
         for (unsigned long long row = block; row < min(block + 16, to); row++) {
@@ -106,7 +106,7 @@ template <typename T> __device__ inline void norm_columns(const Part *part, unsi
 }
 KERNELS(norm_columns)
 
-// parameter: the gradient of weight; states: that of bias, or null; sums: of norm_columns, the number of groups of which is
+// parameter: the gradient of weight; states: that of bias, or null; sums: from norm_columns, whose number of groups is
 // `count` / (`size` × `rows`), rounded up.
 template <typename T> __device__ inline void norm_totals(const Part *part, unsigned, double *sums) {
     typedef typename Element<T>::Real Real;

@@ -1,4 +1,4 @@
-//! Which kernels normalise rows: the programs of `norm.cu`.
+//! Launching the kernels that normalise rows: the programs for `norm.cu`.
 use super::operands::Scalars;
 use super::program::Machine;
 use super::source::Kernel;
@@ -11,15 +11,15 @@ use candle_core::DType;
 pub(super) struct Rows {
     pub(super) dtype: DType,
     pub(super) rows: usize,
-    /// Elements in each; not 0.
+    /// Elements in each row; not 0.
     pub(super) size: usize,
     pub(super) eps: f64,
     pub(super) centred: bool,
 }
 
-/// How many blocks there should be at least for sums over columns, if there are rows enough.
+/// The minimum number of blocks for sums over columns, if there are enough rows.
 const BLOCKS: usize = 512;
-/// How many rows a block adds up at least.
+/// The minimum number of rows that a block sums.
 const MIN_ROWS: usize = 32;
 
 impl Rows {
@@ -33,23 +33,23 @@ impl Rows {
 
     fn blocks(&self, count: usize) -> Result<u32> {
         i32::try_from(count).map(i32::unsigned_abs).map_err(|_| {
-            let reason = format!("{} rows of {} elements are more than one launch can work on", self.rows, self.size);
+            let reason = format!("{} rows of {} elements exceed the limits of one launch", self.rows, self.size);
             Error::invalid("the input of a norm", reason)
         })
     }
 
-    /// How many blocks share the columns of a group of rows.
+    /// Returns the number of blocks that share the columns of a group of rows.
     fn tiles(&self) -> usize {
         self.size.div_ceil(THREADS as usize)
     }
 
-    /// How many rows a group has.
+    /// Returns the number of rows in a group.
     fn group(&self) -> usize {
         self.rows.div_ceil(BLOCKS.div_ceil(self.tiles())).max(MIN_ROWS)
     }
 }
 
-/// Addresses, each of a contiguous tensor; `bias` is 0 where there is none.
+/// Addresses of contiguous tensors; `bias` is 0 if there is none.
 pub(super) struct Forward {
     pub(super) x: u64,
     pub(super) weight: u64,
@@ -57,7 +57,7 @@ pub(super) struct Forward {
     pub(super) y: u64,
 }
 
-/// Writes y; what [`backward`] needs to know of each row. There is at least one.
+/// Writes y and returns each row's statistics, which [`backward`] needs. There must be at least one row.
 pub(super) fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -> Result<M::Numbers> {
     let Forward { x, weight, bias, y } = addresses;
     let scalars = rows.scalars(0);
@@ -69,7 +69,7 @@ pub(super) fn forward<M: Machine>(machine: &M, rows: Rows, addresses: Forward) -
     Ok(statistics)
 }
 
-/// Addresses, each of a contiguous tensor.
+/// Addresses of contiguous tensors.
 pub(super) struct Backward {
     pub(super) x: u64,
     pub(super) weight: u64,
@@ -79,7 +79,7 @@ pub(super) struct Backward {
     pub(super) d_bias: u64,
 }
 
-/// Writes dx and the gradients of weight and bias. There is at least one row.
+/// Writes dx and the gradients of weight and bias. There must be at least one row.
 pub(super) fn backward<M: Machine>(
     machine: &M,
     rows: Rows,

@@ -9,11 +9,11 @@ use candle_core::{CudaStorage, DType, Layout, Tensor};
 use cudarc::driver::CudaSlice;
 use std::sync::{Mutex, PoisonError};
 
-/// What the forward pass leaves for the backward pass; nothing if there were no rows.
+/// What the forward pass keeps for the backward pass; `None` if there were no rows.
 #[derive(Debug)]
 pub(crate) struct NormStatistics(Option<Mutex<CudaSlice<f64>>>);
 
-/// (x − mean) / √(variance + eps) × weight + bias for each row; without `centred` the mean counts as zero.
+/// Computes (x − mean) / √(variance + eps) × weight + bias for each row. Without `centred`, the mean counts as zero.
 pub(crate) fn norm_forward(
     NormOperands { x, weight, bias }: NormOperands,
     eps: f64,
@@ -21,7 +21,7 @@ pub(crate) fn norm_forward(
 ) -> Result<(CudaStorage, NormStatistics)> {
     let (device, shape) = (x.0.device(), x.1.shape());
     let rows = rows(x.0.dtype(), shape.elem_count(), weight.1.shape().elem_count(), eps, centred);
-    // SAFETY: every element is written by the kernel; where it fails, the storage is dropped unread.
+    // SAFETY: the kernel writes every element; if it fails, the storage is dropped unread.
     let mut y = unsafe { device.alloc_uninit(shape, x.0.dtype()) }?;
     if rows.rows == 0 {
         return Ok((y, NormStatistics(None)));
@@ -33,7 +33,7 @@ pub(crate) fn norm_forward(
     Ok((y, NormStatistics(Some(Mutex::new(statistics)))))
 }
 
-/// The gradients of x, weight and bias. `x` and `dy` are contiguous.
+/// Computes the gradients of x, weight and bias. `x` and `dy` must be contiguous.
 pub(crate) fn norm_backward(
     x: &Tensor,
     weight: &Tensor,

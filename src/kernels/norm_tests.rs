@@ -1,4 +1,4 @@
-//! The kernels for norms, without a GPU, against the norms on the CPU.
+//! Comparison of the norm kernels, without a GPU, with the norms on the CPU.
 use super::host::Host;
 use super::norm::{Backward, Forward, Rows, backward, forward};
 use super::tests::{Memory, values};
@@ -6,9 +6,9 @@ use crate::nn::LayerNorm;
 use candle_core::{DType, Device, Module, Tensor, Var, WithDType};
 use half::{bf16, f16};
 
-/// So large that rows of nearly equal numbers have no large results.
+/// Large enough that rows of nearly equal numbers do not produce large results.
 const EPS: f64 = 0.1;
-/// Rows and their elements: around the threads of a block, and more rows than a group of them has.
+/// Numbers of rows and of their elements: around the threads of a block, and more rows than a group has.
 const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097)];
 
 fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
@@ -20,7 +20,7 @@ fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
     }
 }
 
-/// `E` is the dtype of x, `S` that of arithmetic.
+/// `E` is the dtype of x, `S` the dtype of the arithmetic.
 fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
     for ((rows, size), (centred, with_bias)) in
         SHAPES.into_iter().flat_map(|shape| [(true, true), (true, false), (false, false)].map(|kind| (shape, kind)))
@@ -76,8 +76,8 @@ fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
 }
 
 #[test]
-fn norms_are_those_of_the_cpu() {
-    let Some(host) = Host::new("norms_are_those_of_the_cpu") else { return };
+fn norms_match_the_cpu() {
+    let Some(host) = Host::new("norms_match_the_cpu") else { return };
     norms_alike::<f32, f32>(&host, 2e-6);
     norms_alike::<f64, f64>(&host, 1e-12);
     norms_alike::<f16, f32>(&host, 1e-3);

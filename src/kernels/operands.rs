@@ -1,10 +1,10 @@
-//! What kernels are asked to work on.
+//! The operands of kernels.
 use candle_core::{CudaStorage, Layout, Tensor};
 
-/// The numbers that an optimizer's kernel needs for one parameter; what they mean, its `.cu` file says.
+/// The numbers that an optimizer's kernel needs for one parameter. The kernel's `.cu` file defines their meaning.
 pub(crate) type Scalars = [f64; 12];
 
-/// Fills up what a kernel needs with zeros.
+/// Pads a kernel's numbers with zeros.
 pub(crate) fn scalars<const N: usize>(values: [f64; N]) -> Scalars {
     const { assert!(N <= 12) };
     let mut scalars = Scalars::default();
@@ -12,7 +12,7 @@ pub(crate) fn scalars<const N: usize>(values: [f64; N]) -> Scalars {
     scalars
 }
 
-/// Which kernels an optimizer has.
+/// The optimizers that have kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// `adam.cu`
@@ -23,8 +23,8 @@ pub enum Rule {
     Lamb,
 }
 
-/// One part of a parameter, contiguous, on a GPU, with all that belongs to it: a gradient of the same dtype, and at most
-/// two states. All have the same number of elements, and do not overlap.
+/// A contiguous part of a parameter on a GPU, with its gradient of the same dtype and at most two states. All have the
+/// same number of elements and do not overlap.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct Operands<'a> {
     pub(crate) parameter: &'a Tensor,
@@ -33,8 +33,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) scalars: Scalars,
 }
 
-/// `destination = source × factor`, or `(destination + source) × factor`, in the arithmetic of the destination. Both have
-/// the same number of elements and are on the same device; the destination is contiguous.
+/// `destination = source × factor`, or `(destination + source) × factor`, in the arithmetic of the destination. Both
+/// have the same number of elements and are on the same device; the destination is contiguous.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Assignment<'a> {
     pub(crate) destination: &'a Tensor,
@@ -44,14 +44,14 @@ pub(crate) struct Assignment<'a> {
 }
 
 impl<'a> Assignment<'a> {
-    /// `destination = source`.
+    /// Creates `destination = source`.
     pub(crate) fn plain(destination: &'a Tensor, source: &'a Tensor) -> Self {
         Self { destination, source, factor: 1.0, accumulate: false }
     }
 }
 
-/// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and, of the dtype of arithmetic, its weight
-/// and bias.
+/// Storages and layouts of contiguous tensors on a GPU: the input of a norm, and its weight and bias, which have the
+/// dtype of the arithmetic.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct NormOperands<'a> {
     pub(crate) x: (&'a CudaStorage, &'a Layout),
@@ -59,18 +59,18 @@ pub(crate) struct NormOperands<'a> {
     pub(crate) bias: Option<(&'a CudaStorage, &'a Layout)>,
 }
 
-/// How large the elements of some tensors are.
+/// The magnitude of the elements of some tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Extent {
     /// The sum of their squares.
     pub(crate) squares: f64,
-    /// The largest absolute value; NaN if there is one among them.
+    /// The largest absolute value; NaN if an element is NaN.
     pub(crate) largest: f64,
 }
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 impl Extent {
-    /// That of both.
+    /// Combines two extents.
     pub(crate) fn and(self, other: Self) -> Self {
         let larger = if other.largest > self.largest || other.largest.is_nan() { other.largest } else { self.largest };
         Self { squares: self.squares + other.squares, largest: larger }

@@ -1,13 +1,13 @@
-//! Which kernels are launched, and in which order: the same on a GPU and where the kernels are tested without one.
+//! The kernels that each operation launches, and their order; the same on a GPU and on the test machine without one.
 use super::operands::{Extent, Rule};
 use super::source::Kernel;
 use super::table::{Entry, Table};
 use crate::Result;
 use candle_core::DType;
 
-/// What carries out launches, one after the other.
+/// Executes launches in order.
 pub(super) trait Machine {
-    /// A table where kernels can read it.
+    /// A table that kernels can read.
     type Words;
     /// Numbers that kernels write.
     type Numbers;
@@ -19,13 +19,13 @@ pub(super) trait Machine {
     /// Copies `values` to the beginning of `numbers`.
     fn write(&self, numbers: &mut Self::Numbers, values: &[f64]) -> Result<()>;
 
-    /// The first `count`, when all that was launched before is done.
+    /// Returns the first `count` numbers after all launched work has completed.
     fn read(&self, numbers: &Self::Numbers, count: usize) -> Result<Vec<f64>>;
 
-    /// Where kernels find `numbers`, for as long as these are there.
+    /// Returns the address of `numbers` for kernels. It is valid as long as `numbers` lives.
     fn address(&self, numbers: &Self::Numbers) -> u64;
 
-    /// `parts`: how many `table` has.
+    /// Launches a kernel; `parts` is the number of parts in `table`.
     fn launch(
         &self,
         kernel: (Kernel, DType),
@@ -61,7 +61,7 @@ fn lamb_sums<M: Machine>(machine: &M, dtype: DType, table: &Table, words: &M::Wo
     Ok(sums)
 }
 
-/// What comes before [`update`] where that needs sums: those of each entry, once they are [read](read_sums).
+/// Launches the sums that [`update`] needs, if any. [`read_sums`] returns those of each entry.
 pub(super) fn prepare<M: Machine>(
     machine: &M,
     rule: Rule,
@@ -81,7 +81,7 @@ pub(super) fn read_sums<M: Machine>(machine: &M, sums: Option<&M::Numbers>, entr
     Ok(machine.read(sums, 2 * entries)?.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect())
 }
 
-/// Updates parts of parameters; `sums` has those of the whole parameter for each.
+/// Updates parts of parameters; `sums` has the sums over the whole parameter for each part.
 pub(super) fn update<M: Machine>(
     machine: &M,
     rule: Rule,
@@ -102,12 +102,12 @@ pub(super) fn update<M: Machine>(
     machine.launch((Kernel::LambUpdate, dtype), chunks, &words, parts, Some(&mut numbers))
 }
 
-/// How large the gradients of all entries together are, once it is [read](read_extent).
+/// Launches the measurement of all entries together; [`read_extent`] returns it.
 pub(super) fn measure<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
     measured(machine, Kernel::Measure, dtype, entries)
 }
 
-/// Multiplies the elements by the first scalar; how large they were before, once it is [read](read_extent).
+/// Multiplies the elements by the first scalar. [`read_extent`] returns their magnitude before the multiplication.
 pub(super) fn rescale_measured<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
     measured(machine, Kernel::Rescale, dtype, entries)
 }
@@ -132,7 +132,7 @@ pub(super) fn read_extent<M: Machine>(machine: &M, extent: Option<&M::Numbers>) 
     })
 }
 
-/// [`Kernel::Rescale`] or [`Kernel::Clamp`], by the first scalar; or a copy, by the first two.
+/// Runs [`Kernel::Rescale`] or [`Kernel::Clamp`] with the first scalar, or a copy with the first two.
 pub(super) fn change<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<()> {
     let Table { words, parts, chunks } = Table::new(entries)?;
     if chunks == 0 {

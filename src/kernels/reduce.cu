@@ -1,15 +1,15 @@
-// One pair of values out of those of all threads of a block. The order is fixed, and so are the results.
+// Reduces the values of all threads of a block to one pair. The order is fixed, so results are reproducible.
 
 struct Add {
     static __device__ double of(double a, double b) { return a + b; }
 };
 
-// NaN if one of them is.
+// Returns the maximum, or NaN if one of the values is NaN.
 struct Larger {
     static __device__ double of(double a, double b) { return b > a || b != b ? b : a; }
 };
 
-// `first` and `second` of all threads, each put together by its operation, go to `result[0]` and `result[1]`.
+// Reduces `first` and `second` over all threads, each with its operation, into `result[0]` and `result[1]`.
 template <typename First, typename Second>
 __device__ inline void reduce_block(double first, double second, double *result) {
     __shared__ double firsts[THREADS], seconds[THREADS];
@@ -28,7 +28,7 @@ __device__ inline void reduce_block(double first, double second, double *result)
     }
 }
 
-// The same for the pairs of the chunks from `from` up to `to`, by one block.
+// Reduces the pairs of the chunks from `from` up to `to`, with one block.
 template <typename First, typename Second>
 __device__ inline void reduce_chunks(const double *pairs, unsigned long long from, unsigned long long to,
                                      double *result) {

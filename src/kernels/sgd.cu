@@ -1,9 +1,9 @@
-// Stochastic gradient descent. State: the direction, or none without momentum.
+// Stochastic gradient descent. State: the direction; none without momentum.
 
 struct SgdScalars {
     double lr, decay, scale; // the gradient: gradient × scale + parameter × decay
     double momentum, share;  // direction = direction × momentum + gradient × share
-    double nesterov;         // whether to look ahead, 0 or 1
+    double nesterov;         // whether to use Nesterov momentum, 0 or 1
 };
 
 template <typename T> __device__ inline void sgd(const Part *parts, unsigned count, double *) {

@@ -1,11 +1,11 @@
-//! The CUDA sources, and the kernels in them.
+//! The CUDA sources and their kernels.
 use candle_core::DType;
 
-/// The dtypes that there are kernels for, and how kernels are called for them.
+/// The dtypes that kernels support, with their suffixes in kernel names.
 pub(super) const DTYPES: [(DType, &str); 4] =
     [(DType::F32, "f32"), (DType::F64, "f64"), (DType::F16, "f16"), (DType::BF16, "bf16")];
 
-/// What is compiled at once.
+/// A compilation unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Source {
     Adam,
@@ -16,7 +16,7 @@ pub(super) enum Source {
     Norm,
 }
 
-/// A file, with what other files it needs before it. The lines keep their numbers in the compiler's messages.
+/// A file with the files that it needs before it. `#line` keeps line numbers in the compiler's messages correct.
 macro_rules! source {
     ($($file:literal),*) => {
         concat!($("#line 1 \"", $file, "\"\n", include_str!($file)),*)
@@ -47,7 +47,7 @@ impl Source {
     }
 }
 
-/// A kernel, for all dtypes that it is there for.
+/// A kernel, for all dtypes that it supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     Adam,
@@ -102,7 +102,7 @@ impl Kernel {
         }
     }
 
-    /// The one that copies from tensors of `dtype`.
+    /// Returns the kernel that copies from tensors of `dtype`.
     pub(super) fn copy_from(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => Some(Self::CopyFromF32),
@@ -113,13 +113,13 @@ impl Kernel {
         }
     }
 
-    /// Its name in the source; none if it is not there for `dtype`.
+    /// Returns the kernel's name in the source, or `None` if it does not support `dtype`.
     pub(super) fn name(self, dtype: DType) -> Option<String> {
         let base = match self {
             Self::Adam => "adam",
             Self::Sgd => "sgd",
             Self::LambMoments => "lamb_moments",
-            // These work on sums.
+            // These kernels work on sums.
             Self::LambSums => return Some("lamb_sums".to_string()),
             Self::Total => return Some("total".to_string()),
             Self::LambUpdate => "lamb_update",

@@ -1,13 +1,13 @@
-//! The table by which one launch works on many tensors: `part.cu` reads it.
+//! The table that lets one launch process many tensors; `part.cu` reads it.
 use super::operands::Scalars;
 use crate::{Error, Result};
 
-/// How many elements a block works on.
+/// The number of elements that a block processes.
 pub(super) const CHUNK: usize = 4096;
-/// How many threads a block has.
+/// The number of threads in a block.
 pub(super) const THREADS: u32 = 256;
 
-/// Where the elements of one part are; 0 where a kernel does without.
+/// The addresses of one part's elements; 0 if a kernel does not use them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Entry {
     pub(super) elements: usize,
@@ -17,15 +17,15 @@ pub(super) struct Entry {
     pub(super) scalars: Scalars,
 }
 
-/// A `Part` of `part.cu`, as numbers.
+/// The size of `part.cu`'s `Part` in words.
 const WORDS: usize = 18;
 
-/// The table, with one entry more than there are parts.
+/// The table, which has one more entry than there are parts.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     pub(super) words: Vec<u64>,
     pub(super) parts: u32,
-    /// How many blocks it takes.
+    /// The number of blocks needed.
     pub(super) chunks: u32,
 }
 
@@ -40,10 +40,10 @@ impl Table {
         }
         words.push(first_chunk);
         words.resize((entries.len() + 1) * WORDS, 0);
-        // What a grid can have.
+        // The limits of a grid.
         match (u32::try_from(entries.len()), i32::try_from(first_chunk)) {
             (Ok(parts), Ok(chunks)) => Ok(Self { words, parts, chunks: chunks.unsigned_abs() }),
-            _ => Err(Error::invalid("parameters", "there are more elements than one launch of a kernel can work on")),
+            _ => Err(Error::invalid("parameters", "there are more elements than one kernel launch can process")),
         }
     }
 }

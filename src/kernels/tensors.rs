@@ -1,4 +1,4 @@
-//! Kernels on candle's tensors: those on the same GPU and of the same dtype have their launches in common.
+//! Kernels on candle's tensors. Tensors on the same GPU with the same dtype share launches.
 use super::address::{input, output};
 use super::gpu::Gpu;
 use super::operands::{Assignment, Extent, Operands, Rule};
@@ -9,19 +9,19 @@ use crate::{Error, Result};
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use cudarc::driver::CudaSlice;
 
-/// Whether there are kernels for tensors of `dtype` on `device`.
+/// Returns whether there are kernels for tensors of `dtype` on `device`.
 pub(crate) fn take(device: &Device, dtype: DType) -> bool {
     device.is_cuda() && DTYPES.iter().any(|(known, _)| *known == dtype)
 }
 
-/// Whether a GPU has a stream of its own, rather than the default ones of the threads that use it.
+/// Returns whether a GPU has its own stream, instead of using the default streams of its threads.
 pub(crate) fn has_own_stream(device: &Device) -> Result<bool> {
-    /// `CU_STREAM_PER_THREAD`; below it are the other two default streams.
+    /// The value of `CU_STREAM_PER_THREAD`; lower values are the other two default streams.
     const PER_THREAD: usize = 2;
     Ok(device.as_cuda_device()?.cuda_stream().cu_stream() as usize > PER_THREAD)
 }
 
-/// What is launched together: which of the tensors, and their entries in the table.
+/// Tensors that are launched together: their indices, and their entries in the table.
 struct Batch<'a> {
     device: &'a CudaDevice,
     dtype: DType,
@@ -30,7 +30,7 @@ struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// `tensors`, with the entry of each.
+    /// Groups `tensors`, given with their entries, into batches.
     fn all(tensors: impl Iterator<Item = (&'a Tensor, Result<Entry>)>) -> Result<Vec<Self>> {
         let mut batches: Vec<Self> = Vec::new();
         for (place, (tensor, entry)) in tensors.enumerate() {
@@ -56,7 +56,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// The entry of one part, whose tensors must fit each other.
+/// Returns the entry of one part, whose tensors must match each other.
 fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
     let elements = parameter.elem_count();
     let state_dtype = if parameter.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -76,14 +76,14 @@ fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result
     Ok(Entry { elements, parameter, gradient, states: addresses, scalars: *scalars })
 }
 
-/// Updates parameters, each of which is given as a whole, with a constant number of launches for each dtype.
+/// Updates whole parameters with a constant number of launches per dtype.
 pub(crate) fn update_whole(rule: Rule, operands: &[Operands]) -> Result<()> {
     Batch::of_operands(operands)?
         .iter()
         .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries))
 }
 
-/// What comes before [`update`] where that needs sums; it waits for the GPU once for each dtype.
+/// Computes the sums that [`update`] needs, if any. Waits for the GPU once per dtype.
 pub(crate) fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>> {
     let mut sums = vec![[0.; 2]; operands.len()];
     let batches = Batch::of_operands(operands)?;
@@ -98,7 +98,7 @@ pub(crate) fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>
     Ok(sums)
 }
 
-/// Updates parts of parameters; `sums` has those over all parts of the parameter, for each.
+/// Updates parts of parameters; `sums` has the sums over all parts of the parameter, for each part.
 pub(crate) fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Result<()> {
     Batch::of_operands(operands)?.iter().try_for_each(|batch| {
         let sums: Vec<[f64; 2]> = batch.places.iter().map(|place| sums[*place]).collect();
@@ -106,7 +106,7 @@ pub(crate) fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Re
     })
 }
 
-/// Carries out copies between contiguous tensors, with one launch for each pair of dtypes.
+/// Copies between contiguous tensors, with one launch per pair of dtypes.
 pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
     for (dtype, _) in DTYPES {
         let Some(kernel) = Kernel::copy_from(dtype) else { continue };
@@ -121,14 +121,14 @@ pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
 fn assigned(Assignment { destination, source, factor, accumulate }: &Assignment) -> Result<Entry> {
     let elements = destination.elem_count();
     if source.elem_count() != elements || !source.device().same_device(destination.device()) {
-        return Err(Error::invalid("source", "it differs from its destination in device or number of elements"));
+        return Err(Error::invalid("source", "it differs from the destination in device or number of elements"));
     }
     let scalars = super::scalars([*factor, f64::from(*accumulate)]);
     let (parameter, gradient) = (output(destination)?, input(source)?);
     Ok(Entry { elements, parameter, gradient, scalars, ..Default::default() })
 }
 
-/// How large contiguous tensors are, with one wait for the GPU, if they are of one dtype.
+/// Returns the magnitude of contiguous tensors. Waits for the GPU once per dtype.
 pub(crate) fn measure(tensors: &[&Tensor]) -> Result<Extent> {
     let entry =
         |tensor: &Tensor| Ok(Entry { elements: tensor.elem_count(), gradient: input(tensor)?, ..Default::default() });
@@ -140,13 +140,13 @@ pub(crate) fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
     change(tensors, Kernel::Rescale, factor)
 }
 
-/// Multiplies contiguous tensors in place; how large they were before, with one wait as with [`measure`].
+/// Multiplies contiguous tensors in place and returns their magnitude before that. Waits like [`measure`].
 pub(crate) fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
     let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
     measured(tensors, |tensor| changed(tensor, factor), launch)
 }
 
-/// Limits the elements of contiguous tensors to the range from `-limit` to `limit`, in place.
+/// Clamps the elements of contiguous tensors to the range from `-limit` to `limit`, in place.
 pub(crate) fn clamp(tensors: &[&Tensor], limit: f64) -> Result<()> {
     change(tensors, Kernel::Clamp, limit)
 }
@@ -157,7 +157,7 @@ fn measured(
     launch: impl Fn(&Batch) -> Result<Option<CudaSlice<f64>>>,
 ) -> Result<Extent> {
     let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
-    // Everything is on its way before the first result is waited for.
+    // Launch everything before waiting for the first result.
     let launched = batches.iter().map(launch).collect::<Result<Vec<_>>>()?;
     batches.iter().zip(&launched).try_fold(Extent::default(), |extent, (batch, numbers)| {
         Ok(extent.and(program::read_extent(&batch.gpu(), numbers.as_ref())?))
@@ -170,7 +170,7 @@ fn change(tensors: &[&Tensor], kernel: Kernel, scalar: f64) -> Result<()> {
         .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))
 }
 
-/// The entry of a tensor that is changed in place.
+/// Returns the entry of a tensor that is changed in place.
 fn changed(tensor: &Tensor, scalar: f64) -> Result<Entry> {
     let scalars = super::scalars([scalar]);
     Ok(Entry { elements: tensor.elem_count(), parameter: output(tensor)?, scalars, ..Default::default() })

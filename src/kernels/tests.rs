@@ -1,4 +1,4 @@
-//! The kernels' arithmetic, without a GPU, against that of the kernels for the CPU.
+//! Comparison of the kernels' arithmetic, without a GPU, with that of the CPU kernels.
 use super::Assignment;
 use super::host::Host;
 use super::operands::{Extent, Rule, Scalars};
@@ -12,11 +12,11 @@ use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_nn::{Optimizer, ParamsAdamW};
 use half::{bf16, f16};
 
-/// Below, at and above the borders of threads and chunks.
+/// Sizes below, at and above the boundaries of threads and chunks.
 const SIZES: [usize; 9] = [1, 255, 0, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77];
 const STEPS: u64 = 6;
 
-/// Reproducible values in -1..1.
+/// Returns reproducible values in -1..1.
 pub(super) fn values(count: usize, seed: u64) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -28,7 +28,7 @@ pub(super) fn values(count: usize, seed: u64) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Tensors one behind the other in one piece of memory, with a few elements in between that nobody may touch.
+/// Consecutive tensors in one allocation, separated by guard elements that must not change.
 pub(super) struct Memory<E> {
     elements: Vec<E>,
     offsets: Vec<usize>,
@@ -40,7 +40,7 @@ impl<E: WithDType> Memory<E> {
     pub(super) fn new(tensors: impl Iterator<Item = Vec<f64>>) -> Self {
         let (mut elements, mut offsets) = (Vec::new(), Vec::new());
         for tensor in tensors {
-            // So that they begin anywhere.
+            // So that tensors begin at arbitrary elements.
             elements.extend([E::from_f64(Self::GUARD); 3]);
             offsets.push(elements.len());
             elements.extend(tensor.into_iter().map(E::from_f64));
@@ -66,7 +66,7 @@ impl<E: WithDType> Memory<E> {
     }
 }
 
-/// Gradients for `vars`; of some none.
+/// Returns gradients for `vars`; some have none.
 fn grad_store(vars: &[Var], gradients: &[Option<Vec<f64>>]) -> GradStore {
     let mut store = Var::new(0f32, &Device::Cpu).unwrap().sqr().unwrap().backward().unwrap();
     for (var, gradient) in vars.iter().zip(gradients) {
@@ -83,7 +83,7 @@ fn scalars_of<R: UpdateRule>(rule: &R, moment: Moment) -> Scalars {
 }
 
 /// Compares parameters after a few steps. `E` is their dtype, `S` that of the states. Two groups alternate, and one
-/// parameter has a gradient in every second step only.
+/// parameter has a gradient only in every second step.
 fn trains_alike<E: WithDType, S: WithDType, R: UpdateRule>(host: &Host, groups: [R; 2], tolerance: f64) {
     let what = format!("{} {:?} {groups:?}", R::NAME, E::DTYPE);
     let start = |number: usize| values(SIZES[number], 100 + number as u64);
@@ -151,7 +151,7 @@ fn trains_alike<E: WithDType, S: WithDType, R: UpdateRule>(host: &Host, groups: 
     }
 }
 
-/// `tolerances`: of f32, f64, f16 and bf16.
+/// `tolerances` are those of f32, f64, f16 and bf16.
 fn trains_alike_in_all_dtypes<R: UpdateRule>(host: &Host, groups: [R; 2], tolerances: [f64; 4]) {
     trains_alike::<f32, f32, R>(host, groups.clone(), tolerances[0]);
     trains_alike::<f64, f64, R>(host, groups.clone(), tolerances[1]);
@@ -159,12 +159,12 @@ fn trains_alike_in_all_dtypes<R: UpdateRule>(host: &Host, groups: [R; 2], tolera
     trains_alike::<bf16, f32, R>(host, groups, tolerances[3]);
 }
 
-/// The operations are the same, one by one, and so are the bits.
+/// The operations are the same, one by one, so the results are bit-identical.
 const EXACT: [f64; 4] = [0.; 4];
 
 #[test]
-fn adam_and_adamw_train_as_on_the_cpu() {
-    let Some(host) = Host::new("adam_and_adamw_train_as_on_the_cpu") else { return };
+fn adam_and_adamw_match_the_cpu() {
+    let Some(host) = Host::new("adam_and_adamw_match_the_cpu") else { return };
     let options = ParamsAdamW { lr: 0.05, ..Default::default() };
     let other = ParamsAdamW { weight_decay: 0.3, beta1: 0.7, eps: 1e-3, ..options.clone() };
     trains_alike_in_all_dtypes(&host, [options, other], EXACT);
@@ -174,8 +174,8 @@ fn adam_and_adamw_train_as_on_the_cpu() {
 }
 
 #[test]
-fn sgd_trains_as_on_the_cpu() {
-    let Some(host) = Host::new("sgd_trains_as_on_the_cpu") else { return };
+fn sgd_matches_the_cpu() {
+    let Some(host) = Host::new("sgd_matches_the_cpu") else { return };
     let plain = ParamsSgd { lr: 0.1, weight_decay: 0.1, ..Default::default() };
     let momentum = ParamsSgd { momentum: 0.9, ..plain.clone() };
     let dampened = ParamsSgd { dampening: 0.4, ..momentum.clone() };
@@ -185,9 +185,9 @@ fn sgd_trains_as_on_the_cpu() {
 }
 
 #[test]
-fn lamb_trains_as_on_the_cpu() {
-    let Some(host) = Host::new("lamb_trains_as_on_the_cpu") else { return };
-    // The sums are made in another order; 16-bit parameters may be rounded the other way.
+fn lamb_matches_the_cpu() {
+    let Some(host) = Host::new("lamb_matches_the_cpu") else { return };
+    // The sums have a different order, so 16-bit parameters may be rounded differently.
     let tolerances = [1e-6, 1e-12, 2e-3, 1.6e-2];
     let options = ParamsLamb { lr: 0.05, ..Default::default() };
     let plain = ParamsLamb { weight_decay: 0., max_grad_norm: None, bias_correction: false, ..options.clone() };
@@ -199,8 +199,8 @@ fn lamb_trains_as_on_the_cpu() {
 
 /// As under ZeRO, where the other part's sums come from another rank.
 #[test]
-fn lamb_in_two_parts_is_lamb_in_one() {
-    let Some(host) = Host::new("lamb_in_two_parts_is_lamb_in_one") else { return };
+fn lamb_in_two_parts_matches_lamb_in_one() {
+    let Some(host) = Host::new("lamb_in_two_parts_matches_lamb_in_one") else { return };
     let (size, cut) = (2 * CHUNK + 100, CHUNK + 31);
     let scalars = scalars_of(&ParamsLamb::default(), Moment { step: 3, gradient_scale: 0.5 });
     let update = |whole: bool| {
@@ -226,7 +226,7 @@ fn lamb_in_two_parts_is_lamb_in_one() {
     }
 }
 
-/// The entries of a memory whose tensors are read and changed.
+/// Returns the entries of a memory whose tensors are read and changed.
 fn entries<E: WithDType>(memory: &mut Memory<E>, scalar: f64) -> Vec<Entry> {
     let entry = |(number, elements)| {
         let address = memory.address(number);
@@ -259,14 +259,14 @@ fn gradients_in<E: WithDType>(host: &Host, exact: f64) {
             }
         }
     };
-    // Powers of two lose nothing, but where f16 becomes subnormal.
+    // Powers of two are exact, except where f16 becomes subnormal.
     compare(&memory, &|x| x * 0.25);
     program::change(host, Kernel::Rescale, E::DTYPE, &entries(&mut memory, 4.)).unwrap();
     compare(&memory, &|x| x);
     program::change(host, Kernel::Clamp, E::DTYPE, &entries(&mut memory, 0.5)).unwrap();
     compare(&memory, &|x| x.clamp(-0.5, 0.5));
 
-    // One bad number is found wherever it is, and clamped to what it should be.
+    // A single infinite or NaN element is found wherever it is, and clamped correctly.
     for (number, index) in [(0, 0), (1, 254), (4, 256), (7, CHUNK), (8, CHUNK + 1), (8, 3 * CHUNK + 76)] {
         for (bad, clamped) in [(f64::NAN, f64::NAN), (f64::INFINITY, 0.5), (f64::NEG_INFINITY, -0.5)] {
             let mut memory = Memory::<E>::new(numbers(5));
@@ -316,14 +316,14 @@ fn copies<E: WithDType, F: WithDType>(host: &Host) {
 }
 
 #[test]
-fn copies_convert_as_on_the_cpu() {
+fn copies_convert_like_the_cpu() {
     fn from_all<E: WithDType>(host: &Host) {
         copies::<E, f32>(host);
         copies::<E, f64>(host);
         copies::<E, f16>(host);
         copies::<E, bf16>(host);
     }
-    let Some(host) = Host::new("copies_convert_as_on_the_cpu") else { return };
+    let Some(host) = Host::new("copies_convert_like_the_cpu") else { return };
     from_all::<f32>(&host);
     from_all::<f64>(&host);
     from_all::<f16>(&host);
@@ -340,7 +340,7 @@ fn gradients_are_measured_and_changed() {
 }
 
 #[test]
-fn nothing_to_work_on_is_no_launch() {
+fn empty_input_needs_no_launch() {
     let Some(host) = Host::new("nothing_to_work_on_is_no_launch") else { return };
     for entries in [&[][..], &[Entry::default()]] {
         program::update_whole(&host, Rule::Lamb, DType::F32, entries).unwrap();
@@ -378,7 +378,7 @@ fn the_number_of_launches_is_constant() {
     }
 }
 
-/// Against the crate `half`; NaNs stay NaNs, with other bits perhaps.
+/// Comparison with the crate `half`. NaNs stay NaNs, possibly with different bits.
 #[test]
 fn numbers_of_16_bits_are_converted_exactly() {
     let Some(host) = Host::new("numbers_of_16_bits_are_converted_exactly") else { return };
@@ -389,7 +389,7 @@ fn numbers_of_16_bits_are_converted_exactly() {
         assert!(same(from_bf16(bits), bf16::from_bits(bits).to_f32()), "bf16 {bits:#x}: {}", from_bf16(bits));
     }
     let (to_f16, to_bf16) = (host.narrow("host_to_f16"), host.narrow("host_to_bf16"));
-    // Every sign and exponent, with fractions on, beside and between the borders of rounding.
+    // Every sign and exponent, with fractions on, next to and between the rounding boundaries.
     let fractions =
         [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x3000, 0x7fff, 0x8000, 0x8001, 0x18000, 0x7f_ffff, 0x7f_f000];
     let borders = (0..512u32).flat_map(|top| fractions.map(|fraction| top << 23 | fraction));
@@ -409,5 +409,5 @@ fn a_table_has_the_layout_of_part_cu() {
     let first_chunks: Vec<u64> = table.words.chunks(18).map(|part| part[0]).collect();
     assert_eq!(first_chunks, [0, 2, 2, 3]);
     let error = Table::new(&[entry(usize::MAX)]).unwrap_err().to_string();
-    assert!(error.contains("more elements than one launch"), "{error}");
+    assert!(error.contains("more elements than one kernel launch"), "{error}");
 }

@@ -1,6 +1,6 @@
-//! Building a cargo target, and finding out from cargo where it is.
+//! Building a cargo target and locating the result.
 use super::child;
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -9,23 +9,23 @@ use std::process::{Command, ExitStatus, Stdio};
 /// An example or a binary of the cargo package in the current folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CargoTarget {
-    /// Its name.
+    /// The target's name.
     pub(crate) name: String,
     /// `"example"` or `"bin"`.
     pub(crate) kind: &'static str,
-    /// The package, where cargo's choice is not meant.
+    /// The package that contains the target; `None` leaves the choice to cargo.
     pub(crate) package: Option<String>,
     /// Features to build with.
     pub(crate) features: Vec<String>,
-    /// The profile; release where none is given.
+    /// The profile; `None` means release.
     pub(crate) profile: Option<String>,
 }
 
-/// What came of a build.
+/// The outcome of a build.
 pub(super) enum Built {
-    /// The program is here.
+    /// The path of the built program.
     Executable(PathBuf),
-    /// cargo said why on stderr, and ended like this.
+    /// The build failed with this status; cargo has printed the reason on stderr.
     Failed(ExitStatus),
 }
 
@@ -33,7 +33,7 @@ impl CargoTarget {
     fn command(&self) -> Command {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
         let mut command = Command::new(cargo);
-        // "render-diagnostics": warnings and errors are shown on stderr as usual, only artifacts come as JSON.
+        // With "render-diagnostics", warnings and errors appear on stderr as usual and only artifacts come as JSON.
         command.args(["build", "--message-format=json-render-diagnostics"]);
         command.arg(format!("--{}={}", self.kind, self.name));
         command.arg(format!("--profile={}", self.profile.as_deref().unwrap_or("release")));
@@ -48,9 +48,9 @@ impl CargoTarget {
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         child::bind_to_launcher(&mut command);
         let program = command.get_program().to_string_lossy().into_owned();
-        let mut cargo = command.spawn().map_err(|source| Error::Program {
+        let mut cargo = command.spawn().map_err(|error| Error::Program {
             program,
-            source,
+            error,
             hint: "--example and --bin need cargo: install it, or set CARGO to its path".into(),
         })?;
         let mut executable = None;
@@ -64,13 +64,11 @@ impl CargoTarget {
         match executable {
             _ if !status.success() => Ok(Built::Failed(status)),
             Some(path) => Ok(Built::Executable(path)),
-            None => {
-                Err(Error::Launch(format!("cargo built the {} {} but did not say where it is", self.kind, self.name)))
-            }
+            None => Err(Error::NoExecutable { kind: self.kind, name: self.name.clone() }),
         }
     }
 
-    /// The path in a message of cargo's, if it is about this target.
+    /// Returns the path of the executable if cargo's `message` is about this target.
     fn executable(&self, message: &str) -> Option<PathBuf> {
         let message: serde_json::Value = serde_json::from_str(message).ok()?;
         let target = message.get("target")?;
@@ -86,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_targets_own_message_counts() {
+    fn only_the_targets_own_message_is_used() {
         let target = CargoTarget { name: "a".into(), kind: "example", package: None, features: vec![], profile: None };
         let message = |reason: &str, name: &str, kind: &str, path: &str| {
             format!(r#"{{"reason":"{reason}","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#)

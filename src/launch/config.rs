@@ -1,87 +1,91 @@
-//! What a command line means: every default filled in, every contradiction refused.
+//! The meaning of a command line: fills in defaults and refuses contradictions.
 use super::cargo::CargoTarget;
 use super::cli::Cli;
+use super::error::{Error, Result};
 use super::processes::Host;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
-use crate::{Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-/// The port of torchrun's own default, which every machine of a run must know beforehand.
+/// torchrun's default port. All machines of a run must agree on it beforehand.
 const DEFAULT_MASTER_PORT: u16 = 29500;
 
-/// What every worker runs.
+/// The program that every worker runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Program {
-    /// A file, or a name to be looked up in PATH.
+    /// A file, or a name to look up in PATH.
     Path(OsString),
-    /// A cargo target, to be built first.
+    /// A cargo target, which is built first.
     Cargo(CargoTarget),
 }
 
-/// Which ranks there are, and which of them are ours.
+/// The ranks of the run, and those on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Topology {
-    /// Machines in the run.
+    /// Number of machines in the run.
     pub(crate) nodes: usize,
-    /// This machine's number.
+    /// Rank of this machine.
     pub(crate) node_rank: usize,
-    /// Workers on each machine.
+    /// Number of workers on each machine.
     pub(crate) local_world_size: usize,
 }
 
 impl Topology {
-    /// Workers in the run.
+    /// Returns the number of workers in the run.
     pub(crate) fn world_size(&self) -> usize {
         self.nodes * self.local_world_size
     }
 
-    /// The rank in the run of this machine's worker `local_rank`.
+    /// Returns the global rank of the worker with this `local_rank`.
     pub(crate) fn rank(&self, local_rank: usize) -> usize {
         self.node_rank * self.local_world_size + local_rank
     }
 }
 
-/// All that a run needs to know. Made from a [`Cli`] by [`Config::resolve`].
+/// The complete configuration of a run, made from a [`Cli`] by [`Config::resolve`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Config {
-    /// What every worker runs.
+    /// The program that every worker runs.
     pub(crate) program: Program,
-    /// Its arguments.
+    /// The program's arguments.
     pub(crate) args: Vec<OsString>,
-    /// Which ranks there are.
+    /// The ranks of the run.
     pub(crate) topology: Topology,
-    /// Where the store is.
+    /// The address of the store.
     pub(crate) master_addr: String,
     /// The store's port; `None` for a free one.
     pub(crate) master_port: Option<u16>,
-    /// The run's name.
+    /// The run's id.
     pub(crate) run_id: String,
     /// The workers' role.
     pub(crate) role: String,
-    /// Threads that each worker should use, where it is not alone.
+    /// Threads per worker; `None` for a single worker.
     pub(crate) threads: Option<usize>,
-    /// Cores that were shared out.
+    /// The number of cores that the workers share.
     pub(crate) cores: usize,
-    /// Where log files go; `None` for a temporary folder.
+    /// The folder for log files; `None` for a temporary folder.
     pub(crate) log_dir: Option<PathBuf>,
-    /// Streams that go to files only.
+    /// Streams that go only to files.
     pub(crate) redirects: StreamSelection,
-    /// Streams that go to files too.
+    /// Streams that go to files and are also shown.
     pub(crate) tee: StreamSelection,
-    /// What to put before each line that is shown.
+    /// The prefix of each line that is shown.
     pub(crate) prefix: Option<String>,
-    /// Time between being told to end and being killed.
+    /// The time between asking workers to exit and killing them.
     pub(crate) shutdown_timeout: Duration,
     /// Signals that end the run.
     pub(crate) signals: Vec<i32>,
 }
 
 impl Config {
-    /// What `cli` means on `host`. Its errors are [`Error::InvalidArgument`].
+    /// Resolves `cli` on `host`.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`Error::Usage`] if options are invalid, unsupported or contradictory.
     pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
         refuse_what_is_not_supported(&cli)?;
         let topology = topology(&cli, host)?;
@@ -90,7 +94,7 @@ impl Config {
         for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
             if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
-                return Err(Error::invalid(option, reason));
+                return Err(Error::usage(option, reason));
             }
         }
         let prefix = cli.log_line_prefix_template.clone();
@@ -100,15 +104,15 @@ impl Config {
         let run_id = match &cli.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(['/', '\0']) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
-                return Err(Error::invalid("--run-id", reason));
+                return Err(Error::usage("--run-id", reason));
             }
             Some(id) => id.clone(),
             None if topology.nodes > 1 => "none".into(),
             None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
         };
         let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
-            let reason = format!("{} is not a number of seconds from 0 up", cli.shutdown_timeout);
-            Error::invalid("--shutdown-timeout", reason)
+            let reason = format!("{} is not a non-negative number of seconds", cli.shutdown_timeout);
+            Error::usage("--shutdown-timeout", reason)
         })?;
         let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
@@ -137,14 +141,14 @@ impl Config {
 
 fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
-        return Err(Error::invalid("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+        return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
-    const MEET: &str = "ddprun's machines meet at --master-addr and --master-port: leave it out, and give these on every \
-                        node";
-    const NUMA: &str = "binding to cores is not supported yet: leave it out, or start workers by a script that calls \
-                        numactl for its LOCAL_RANK";
-    const VIRTUAL: &str = "every worker sees all GPUs and takes the one with the number LOCAL_RANK: leave it out, or start \
-                           workers by a script that sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK LOCAL_RANK=0";
+    const MEET: &str = "ddprun's machines rendezvous at --master-addr and --master-port: omit this option, and set those \
+                        two on every node";
+    const NUMA: &str = "binding workers to cores is not supported: omit this option, or start the workers through a script \
+                        that calls numactl for its LOCAL_RANK";
+    const VIRTUAL: &str = "every worker sees all GPUs and uses the one with index LOCAL_RANK: omit this option, or start \
+                           the workers through a script that sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK LOCAL_RANK=0";
     let virtual_local_rank = cli.virtual_local_rank.then(|| "1".to_owned());
     let refused = [
         ("--numa-binding", &cli.numa_binding, NUMA),
@@ -152,18 +156,18 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
         ("--rdzv-backend", &cli.rdzv_backend, MEET),
         ("--rdzv-endpoint", &cli.rdzv_endpoint, MEET),
         ("--rdzv-conf", &cli.rdzv_conf, MEET),
-        ("--local-addr", &cli.local_addr, "ranks find out where they are reached: leave it out"),
-        ("--local-ranks-filter", &cli.local_ranks_filter, "--redirects says whose output is not shown, as in 1:3,2:3"),
+        ("--local-addr", &cli.local_addr, "ranks detect their own addresses: omit this option"),
+        ("--local-ranks-filter", &cli.local_ranks_filter, "use --redirects to hide the output of ranks, as in 1:3,2:3"),
     ];
-    // Empty values and the backend `static` are torchrun's defaults, and what ddprun does.
+    // Empty values and the backend `static` are torchrun's defaults and match what ddprun does.
     let given =
         refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !["", "static"].contains(&text)));
     if let Some((option, _, reason)) = given {
-        return Err(Error::invalid(option, reason));
+        return Err(Error::usage(option, reason));
     }
     if cli.max_restarts > 0 {
-        let reason = "restarting failed runs is not supported yet: leave it out, and start again from a checkpoint";
-        return Err(Error::invalid("--max-restarts", reason));
+        let reason = "restarting failed runs is not supported yet: omit this option, and start again from a checkpoint";
+        return Err(Error::usage("--max-restarts", reason));
     }
     Ok(())
 }
@@ -174,48 +178,55 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
     let nodes = match (least.parse::<usize>(), most.parse::<usize>()) {
         (Ok(least), Ok(most)) if least == most && least > 0 => least,
         (Ok(least), Ok(most)) if least > 0 && least < most => {
-            let reason = format!("a run that grows and shrinks ({text}) is not supported: give one number");
-            return Err(Error::invalid("--nnodes", reason));
+            let reason = format!("elastic runs ({text}) are not supported: give a single number");
+            return Err(Error::usage("--nnodes", reason));
         }
-        _ => return Err(Error::invalid("--nnodes", format!("{text:?} is not a number of machines from 1 up"))),
+        _ => return Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines"))),
     };
     let node_rank = cli.node_rank.unwrap_or(0);
     if node_rank >= nodes {
-        let reason = format!("{node_rank} is not one of 0 to {} (--nnodes {nodes})", nodes - 1);
-        return Err(Error::invalid("--node-rank", reason));
+        let reason = format!("{node_rank} is not between 0 and {} (--nnodes {nodes})", nodes - 1);
+        return Err(Error::usage("--node-rank", reason));
     }
     if nodes > 1 && cli.standalone {
-        let reason = format!("means one machine, but --nnodes is {nodes}: leave out one of the two");
-        return Err(Error::invalid("--standalone", reason));
+        let reason = format!("means a single machine, but --nnodes is {nodes}: omit one of the two");
+        return Err(Error::usage("--standalone", reason));
     }
     if nodes > 1 && cli.node_rank.is_none() {
-        let reason = format!("is needed with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
-        return Err(Error::invalid("--node-rank", reason));
+        let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
+        return Err(Error::usage("--node-rank", reason));
     }
     let local_world_size = host.count(cli.nproc_per_node)?;
     if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
-        return Err(Error::invalid("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+        return Err(Error::usage("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
     }
     Ok(Topology { nodes, node_rank, local_world_size })
 }
 
 fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
     if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
-        let reason = "takes a free port of this machine: leave it out to choose --master-addr or --master-port";
-        return Err(Error::invalid("--standalone", reason));
+        let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
+        return Err(Error::usage("--standalone", reason));
     }
     if cli.master_port == Some(0) {
-        return Err(Error::invalid("--master-port", "0 is no port: leave it out on one machine to get a free one"));
+        return Err(Error::usage(
+            "--master-port",
+            "0 is not a port: omit this option on a single machine to get a free port",
+        ));
     }
     let address = match &cli.master_addr {
         Some(address) if address.trim().is_empty() => {
-            return Err(Error::invalid("--master-addr", "is empty: name machine 0, or leave it out on one machine"));
+            return Err(Error::usage(
+                "--master-addr",
+                "is empty: give the name of machine 0, or omit this option on a single machine",
+            ));
         }
-        // Brackets belong to an IPv6 address with a port.
+        // Brackets are only for IPv6 addresses followed by a port.
         Some(address) => address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address).into(),
         None if topology.nodes > 1 => {
-            let reason = "is needed with several machines: the name of machine 0, as all of them know it";
-            return Err(Error::invalid("--master-addr", reason));
+            let reason =
+                "is required for several machines: the name of machine 0, which all of them must be able to resolve";
+            return Err(Error::usage("--master-addr", reason));
         }
         None => "127.0.0.1".into(),
     };
@@ -231,14 +242,13 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
         (None, Some(name)) => CargoTarget { name, kind: "bin", package, features, profile },
         (None, None) => {
             if package.is_some() || !features.is_empty() || profile.is_some() {
-                let reason =
-                    "say how to build with cargo, but nothing is to be built: add --example NAME or --bin NAME";
-                return Err(Error::invalid("--package, --features, --profile and --debug", reason));
+                let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
+                return Err(Error::usage("--package, --features, --profile and --debug", reason));
             }
             let mut command = command.into_iter();
             let program = command.next().filter(|program| !program.is_empty());
             let program = program.ok_or_else(|| {
-                Error::invalid("PROGRAM", "is missing: say what to run, or use --example NAME or --bin NAME")
+                Error::usage("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME")
             })?;
             return Ok((Program::Path(program), command.collect()));
         }
@@ -246,15 +256,16 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
     Ok((Program::Cargo(target), command))
 }
 
-/// The variables of a prefix template.
+/// The variables that a prefix template may use.
 const VARIABLES: [&str; 3] = ["role_name", "local_rank", "rank"];
 
 fn check_template(template: &str) -> Result<()> {
     for (start, _) in template.match_indices("${") {
         let rest = template.get(start + 2..).unwrap_or_default();
         if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
-            let reason = format!("{template:?} has a ${{…}} that is not ${{role_name}}, ${{local_rank}} or ${{rank}}");
-            return Err(Error::invalid("--log-line-prefix-template", reason));
+            let reason =
+                format!("{template:?} contains a ${{…}} other than ${{role_name}}, ${{local_rank}} and ${{rank}}");
+            return Err(Error::usage("--log-line-prefix-template", reason));
         }
     }
     Ok(())
@@ -307,17 +318,17 @@ mod tests {
     #[test]
     fn contradictions_say_what_to_do() {
         let cases: &[(&[&str], &str)] = &[
-            (&[], "say what to run"),
+            (&[], "give a program to run"),
             (&["-m", "train"], "python -m"),
             (&["--max-restarts", "1", "x"], "not supported yet"),
-            (&["--nnodes", "0", "x"], "from 1 up"),
-            (&["--nnodes", "1:4", "x"], "grows and shrinks"),
-            (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "0 to 1"),
+            (&["--nnodes", "0", "x"], "a positive number of machines"),
+            (&["--nnodes", "1:4", "x"], "elastic runs"),
+            (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "between 0 and 1"),
             (&["--nnodes", "2", "--node-rank", "1", "x"], "name of machine 0"),
             (&["--nnodes", "2", "--master-addr", "a", "x"], "--node-rank"),
-            (&["--nnodes", "2", "--node-rank", "0", "--standalone", "x"], "leave out one"),
+            (&["--nnodes", "2", "--node-rank", "0", "--standalone", "x"], "omit one"),
             (&["--standalone", "--master-port", "1", "x"], "free port"),
-            (&["--master-port", "0", "x"], "no port"),
+            (&["--master-port", "0", "x"], "not a port"),
             (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
             (&["--log-line-prefix-template", "[${host}]", "x"], "${role_name}"),
             (&["--log-line-prefix-template", "[${rank", "x"], "${role_name}"),
@@ -330,7 +341,7 @@ mod tests {
         ];
         for (args, hint) in cases {
             let error = resolve(args).unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument { .. }), "{args:?}: {error}");
+            assert!(matches!(error, Error::Usage { .. }), "{args:?}: {error}");
             assert!(error.to_string().contains(hint), "{args:?}: {error}");
         }
     }

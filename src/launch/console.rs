@@ -1,4 +1,4 @@
-//! ddprun's own stdout and stderr, as the one place where the output of all ranks comes together.
+//! ddprun's own stdout and stderr, where the output of all ranks comes together.
 pub(super) use super::printer::{NoReader, Target};
 use super::printer::{Piece, Printer};
 use std::fs::File;
@@ -8,12 +8,12 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// The two streams. Threads write them, so that nothing else has to wait for whoever reads them.
+/// The two standard streams. Each is written by a thread, so that nothing else blocks on a slow reader.
 #[derive(Debug)]
 pub(super) struct Console {
     terminal: [bool; 2],
     stdout: Arc<Printer>,
-    /// The same one where both streams are one place.
+    /// The same printer as for stdout if both streams go to one place.
     stderr: Arc<Printer>,
 }
 
@@ -27,7 +27,7 @@ static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
 });
 
 impl Console {
-    /// Where this process's stdout and stderr go.
+    /// Returns the console of this process's stdout and stderr.
     pub(super) fn get() -> &'static Self {
         &CONSOLE
     }
@@ -39,7 +39,7 @@ impl Console {
         }
     }
 
-    /// Whether `target` is a terminal.
+    /// Returns whether `target` is a terminal.
     pub(super) fn is_terminal(&self, target: Target) -> bool {
         match target {
             Target::Stdout => self.terminal[0],
@@ -47,14 +47,14 @@ impl Console {
         }
     }
 
-    /// Whether stdout and stderr are the same terminal, file or pipe.
+    /// Returns whether stdout and stderr are the same terminal, file or pipe.
     pub(super) fn is_one(&self) -> bool {
         Arc::ptr_eq(&self.stdout, &self.stderr)
     }
 
-    /// Shows `bytes`, which came from `source`, after what came before them. Waits as long as too much is unwritten, which
-    /// is how a reader that is slow slows the workers down. What a full disk does not take is missing, which is said once:
-    /// it does not end the training.
+    /// Shows `bytes` from `source`, in order. Blocks while too much is unwritten, so that a slow reader slows the
+    /// workers down. If the output cannot be written, for example because a disk is full, it is lost; this is reported
+    /// once and does not end the training.
     pub(super) fn show(&self, source: usize, target: Target, bytes: Vec<u8>) -> Result<(), NoReader> {
         if bytes.is_empty() {
             return Ok(());
@@ -62,22 +62,22 @@ impl Console {
         self.printer(target).push(Piece::Output { source, target, bytes })
     }
 
-    /// Shows a message of ddprun's on stderr, on a line of its own. Never waits.
+    /// Shows a message of ddprun on stderr, on a line of its own. Never blocks.
     pub(super) fn message(&self, text: String) {
-        // Nobody may be there to read it.
+        // The message is lost if stderr has no reader.
         let _ = self.printer(Target::Stderr).push(Piece::Message(text));
     }
 
-    /// Makes [`Self::show`] wait no longer, since what is still to come is bounded.
+    /// Stops [`Self::show`] from blocking; the output that remains is bounded.
     pub(super) fn stop_waiting(&self) {
         self.stdout.stop_waiting();
         self.stderr.stop_waiting();
     }
 
-    /// Waits until everything was written. Gives up when nobody has read anything for `patience`, or when `interrupted`,
-    /// which is asked now and then, says so: what is unwritten then will never be.
+    /// Waits until everything is written. Gives up if nothing was read for `patience`, or if `interrupted`, which is
+    /// polled, returns true; unwritten output is then lost.
     pub(super) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
-        /// How long a signal may go unnoticed.
+        /// The interval at which `interrupted` is polled.
         const TICK: Duration = Duration::from_millis(50);
         let (mut least, mut since) = (usize::MAX, Instant::now());
         loop {
@@ -90,7 +90,7 @@ impl Console {
                 (least, since) = (lost, Instant::now());
             }
             if interrupted() || since.elapsed() >= patience {
-                self.message(format!("nobody reads the output: {lost} bytes of it are lost"));
+                self.message(format!("the output is not being read: {lost} bytes are lost"));
                 self.printer(Target::Stderr).wait(TICK);
                 return;
             }
@@ -98,13 +98,13 @@ impl Console {
     }
 }
 
-/// Device and inode: what makes two file descriptors the same place.
+/// Returns device and inode, which are equal if two file descriptors refer to the same file.
 fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     let metadata = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
     Some((metadata.dev(), metadata.ino()))
 }
 
-/// Shows one message of ddprun's to the user. Never waits.
+/// Shows a message of ddprun to the user. Never blocks.
 pub(super) fn message(text: impl std::fmt::Display) {
     Console::get().message(format!("ddprun: {text}\n"));
 }

@@ -1,13 +1,13 @@
-//! The processes of a run: the workers, and all that they have started, however it detached itself.
+//! The processes of a run: the workers and all their descendants, even detached ones.
 use rustix::process::{Pid, Signal, getpid, kill_process_group, set_child_subreaper};
 use std::collections::{HashMap, HashSet};
 
-/// A process below this one.
+/// A descendant of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Process {
     pub(super) pid: Pid,
     parent: Option<Pid>,
-    /// `None` for a group of another container.
+    /// `None` for a process group of another container.
     group: Option<Pid>,
     name: String,
 }
@@ -20,34 +20,35 @@ impl std::fmt::Display for Process {
 
 /// Finds the processes of the run.
 ///
-/// This process is the reaper of its descendants: those whose parent has ended become its children. So none is lost
-/// sight of, and when there are no children there are no descendants either.
+/// This process is the subreaper of its descendants: when a parent ends, its children become children of this process.
+/// So every descendant stays visible, and without children there are no descendants.
 #[derive(Debug)]
 pub(super) struct Descendants {
     own: Pid,
     own_group: Option<Pid>,
-    /// Children that this process had before the run, as a shell's that has started ddprun with `exec`.
+    /// Children that this process had before the run, for example because a shell replaced itself with ddprun by
+    /// `exec`.
     earlier: Vec<Pid>,
 }
 
 impl Descendants {
-    /// From now on orphans become children of this process. Whatever descends from it already is not of the run.
+    /// Makes this process the subreaper. Processes that already descend from it do not belong to the run.
     pub(super) fn adopt() -> Self {
         let own = getpid();
         let own_group = read(own.as_raw_nonzero().get()).and_then(|process| process.group);
         let mut descendants = Self { own, own_group, earlier: Vec::new() };
         descendants.earlier = descendants.list().into_iter().map(|process| process.pid).collect();
-        // Without it orphans go to the system's first process: they survive the run.
+        // If this fails, orphans become children of the init process and survive the run.
         let _ = set_child_subreaper(Some(descendants.own));
         descendants
     }
 
-    /// Takes note of the end of a child: its number may be given to another process.
+    /// Forgets a child that has ended, because its pid may be reused.
     pub(super) fn forget(&mut self, pid: Pid) {
         self.earlier.retain(|&earlier| earlier != pid);
     }
 
-    /// The processes of the run that are there now.
+    /// Returns the current processes of the run.
     pub(super) fn list(&self) -> Vec<Process> {
         let mut children: HashMap<Pid, Vec<Process>> = HashMap::new();
         for process in std::fs::read_dir("/proc")
@@ -63,7 +64,8 @@ impl Descendants {
         let mut found: Vec<Process> = Vec::new();
         let mut parents = vec![self.own];
         while let Some(parent) = parents.pop() {
-            // Workers lead process groups of their own, so a process in ours is no descendant of theirs.
+            // Workers lead process groups of their own, so a process in this process's group does not descend from a
+            // worker.
             let of_the_run = |process: &Process| {
                 process.group.is_some() && process.group != self.own_group && !self.earlier.contains(&process.pid)
             };
@@ -74,15 +76,15 @@ impl Descendants {
         found
     }
 
-    /// Sends `signal` to the processes of the run, and to the process groups that `leaders` lead.
+    /// Sends `signal` to the processes of the run and to the process groups of `leaders`.
     ///
-    /// By process group, since the kernel lets no process that is being forked escape then. The groups are those that
-    /// processes of the run have made, so nobody else is in them.
+    /// Signals go to process groups, because then no process that is just being forked escapes. Only processes of the
+    /// run create these groups, so no other process is affected.
     pub(super) fn signal(&self, signal: Signal, leaders: impl Iterator<Item = Pid>) {
         let groups: HashSet<Pid> = self.list().into_iter().filter_map(|process| process.group).chain(leaders).collect();
-        // `kill` takes the group of the first process for all processes there are.
+        // For `kill`, the group of process 1 would mean all processes.
         for group in groups.into_iter().filter(|group| !group.is_init()) {
-            // It may have ended just now.
+            // The group may have ended in the meantime.
             let _ = kill_process_group(group, signal);
         }
     }
@@ -92,11 +94,11 @@ fn read(pid: i32) -> Option<Process> {
     parse(&String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/stat")).ok()?))
 }
 
-/// Reads a line of /proc/PID/stat: `PID (NAME) STATE PARENT GROUP …`. The name may contain anything.
+/// Parses a line of /proc/PID/stat: `PID (NAME) STATE PARENT GROUP …`. The name may contain any character.
 fn parse(stat: &str) -> Option<Process> {
     let (before, after) = stat.rsplit_once(") ")?;
     let (pid, name) = before.split_once(" (")?;
-    // 0 is nobody.
+    // 0 is not a pid.
     let mut fields = after.split(' ').skip(1).map(|field| field.parse().map(Pid::from_raw).ok());
     let (parent, group) = (fields.next()??, fields.next()??);
     Some(Process { pid: Pid::from_raw(pid.parse().ok()?)?, parent, group, name: name.to_owned() })

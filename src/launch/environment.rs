@@ -1,19 +1,19 @@
-//! The environment that a worker finds: torchrun's.
+//! The environment variables of a worker, which are torchrun's.
 use super::config::Config;
 use std::ffi::OsString;
 use std::path::Path;
 
-/// Variables with which programs and libraries choose their number of threads.
+/// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
-/// Thread variables that ddprun sets, with their value: those that the user has not set, where several workers share
-/// the cores. Two ranks that each take all cores are slower than one.
+/// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
+/// user has not set. Two ranks that each use all cores are slower than a single one.
 pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
     let unset = |name: &&'static str| std::env::var_os(name).is_none();
     config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
 }
 
-/// What the worker `local_rank` gets in addition to ddprun's own environment.
+/// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment.
 pub(super) fn variables(
     config: &Config,
     local_rank: usize,

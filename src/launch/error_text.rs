@@ -1,10 +1,15 @@
-//! What the errors of workers say of other ranks.
+//! Finding the failed rank in the error messages of workers.
 
-/// The rank that failed, if `line` is one of the [`Error`](crate::Error)s that say that another rank did.
+/// Returns the failed rank if `line` is an [`Error`](crate::Error) that blames another rank.
 pub(super) fn named_in(line: &str) -> Option<usize> {
-    const ENDS: [&str; 3] = [" ended the group: ", " left the group ", " is gone: "];
-    if let Some(before) = ENDS.iter().find_map(|end| Some(line.split_once(end)?.0)) {
-        return before.rsplit_once("rank ")?.1.parse().ok();
+    const ENDS: [&str; 4] = [" ended the group: ", " left the group ", " is gone: ", " failed: "];
+    let named = ENDS.iter().filter_map(|end| {
+        let (before, _) = line.split_once(end)?;
+        Some((before.len(), before.rsplit_once("rank ")?.1.parse().ok()?))
+    });
+    // What another rank said comes behind its name, and may name further ones.
+    if let Some((_, rank)) = named.min() {
+        return Some(rank);
     }
     let (_, reason) = line.split_once(" timed out after ")?.1.split_once(": ")?;
     reason.strip_prefix("rank ")?.split(' ').next()?.parse().ok()
@@ -14,27 +19,28 @@ pub(super) fn named_in(line: &str) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::Error;
+    use crate::error::Failure;
 
     #[test]
-    fn errors_that_name_another_rank_are_known() {
+    fn errors_that_name_another_rank_are_recognised() {
         let call = || "all_reduce(f32[3])".to_string();
         let errors = [
-            Error::PeerGone { rank: 0, peer: 12, call: call() },
-            Error::PeerLeft { peer: 12, left_after: 5, call: call(), sequence: 6 },
-            Error::PeerFailed { peer: 12, reason: "rank 7 is gone: no".to_string() },
+            Failure::PeerGone { rank: 0, peer: 12, call: call() }.into(),
+            Failure::PeerLeft { peer: 12, left_after: 5, call: call(), sequence: 6 }.into(),
+            Failure::PeerFailed { peer: 12, reason: "rank 7 is gone: no".to_string() }.into(),
+            Error::RankFailed { rank: 12, reason: "rank 7 ended the group: no".to_string() },
         ];
         for error in errors {
-            assert_eq!(named_in(&format!("Error: {error}")), Some(12), "{error}");
+            assert_eq!(named_in(&format!("Error: {error:?}")), Some(12), "{error}");
+            assert_eq!(named_in(&error.to_string()), Some(12), "{error}");
         }
-        let timed_out = |reason: &str| Error::CollectiveTimeout {
-            rank: 3,
-            call: call(),
-            sequence: 6,
-            timeout: std::time::Duration::from_secs(5),
-            reason: reason.to_string(),
+        let timed_out = |reason: &str| -> Error {
+            let (call, reason) = (call(), reason.to_string());
+            let timeout = std::time::Duration::from_secs(5);
+            Failure::TimedOut { rank: 3, call, sequence: 6, timeout, reason }.into()
         };
         let late = timed_out("rank 12 has not started this collective: its last was sequence 5, barrier()");
-        assert_eq!(named_in(&late.to_string()), Some(12));
+        assert_eq!(named_in(&format!("Error: {late:?}")), Some(12));
         for other in
             [timed_out("all ranks have started it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
         {

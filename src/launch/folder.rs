@@ -1,22 +1,22 @@
-//! The run's folder: log files, and the files in which workers leave their errors.
+//! The run's folder: log files, and the files to which workers write their errors.
 use super::config::Config;
 use super::console::message;
-use crate::{Error, Result};
+use super::error::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// An error file is not read further.
+/// The maximum number of bytes read from an error file.
 const LONGEST_ERROR: u64 = 1 << 20;
 
-/// `LOG_DIR/RUN_ID/attempt_0/LOCAL_RANK/…`, torchrun's layout. Temporary unless there are log files in it.
+/// `LOG_DIR/RUN_ID/attempt_0/LOCAL_RANK/…`, torchrun's layout. Temporary unless it contains log files.
 #[derive(Debug)]
 pub(super) struct RunFolder {
     path: PathBuf,
     workers: usize,
-    /// The lock on a temporary folder, which says that its run is alive; `None` for a folder that is kept.
+    /// The lock that marks a temporary folder as in use; `None` for a folder that is kept.
     temporary: Option<File>,
 }
 
@@ -54,19 +54,19 @@ impl RunFolder {
         self.path.join("attempt_0").join(local_rank.to_string())
     }
 
-    /// A new log file of a worker.
+    /// Creates a log file for a worker.
     pub(super) fn log_file(&self, local_rank: usize, name: &str) -> Result<(PathBuf, File)> {
         let path = self.worker(local_rank).join(name);
         let file = File::create_new(&path).map_err(|error| io_error(&path, error))?;
         Ok((path, file))
     }
 
-    /// Where a worker may leave its error.
+    /// Returns the path to which a worker may write its error.
     pub(super) fn error_file(&self, local_rank: usize) -> PathBuf {
         self.worker(local_rank).join("error.json")
     }
 
-    /// The error that a worker left, in torchrun's format; otherwise whatever text it left.
+    /// Returns the error that a worker wrote, in torchrun's format or as plain text.
     pub(super) fn error(&self, local_rank: usize) -> Option<String> {
         let mut bytes = Vec::new();
         File::open(self.error_file(local_rank)).ok()?.take(LONGEST_ERROR).read_to_end(&mut bytes).ok()?;
@@ -83,8 +83,8 @@ impl Drop for RunFolder {
         if self.temporary.is_none() {
             return;
         }
-        // One by one, since `remove_dir_all` needs file descriptors, of which there may be none left. A folder that
-        // cannot be removed is left to the next run.
+        // `remove_dir_all` needs file descriptors, which may have run out, so remove entries one by one. The next run
+        // removes a folder that cannot be removed now.
         for rank in 0..self.workers {
             let _ = remove_file(self.error_file(rank));
             let _ = remove_dir(self.worker(rank));
@@ -96,14 +96,14 @@ impl Drop for RunFolder {
     }
 }
 
-/// How the names of temporary folders begin. A lock is seen by all processes of this system, so its boot is in the name;
-/// a folder that is kept has another name, whatever its run is called.
+/// Returns the prefix of temporary folders' names. It contains the boot id, because all processes of a boot see the
+/// same locks. A folder that is kept never has this prefix, whatever the run id is.
 fn temporary_prefix() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     format!("ddprun.tmp-{}-", boot.split('-').next().unwrap_or_default().trim())
 }
 
-/// Removes the temporary folders of runs that were killed: those that nobody has locked.
+/// Removes temporary folders of killed runs: those that are not locked.
 fn remove_stale(parent: &Path, prefix: &str) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let ours = entry.file_name().to_string_lossy().starts_with(prefix)
@@ -114,7 +114,7 @@ fn remove_stale(parent: &Path, prefix: &str) {
             && let Ok(folder) = File::open(entry.path())
             && flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok()
         {
-            // What cannot be removed now, is tried again by the next run.
+            // The next run tries again to remove what cannot be removed now.
             let _ = remove_dir_all(entry.path());
         }
     }
@@ -125,7 +125,8 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
     loop {
         let path = create_new(parent, name, 0o700)?;
         let locked = File::open(&path).and_then(|folder| {
-            // Another ddprun may be looking at it. Where there are no locks, none is taken for stale either.
+            // Another ddprun may be inspecting the folder. On a file system without locks, no folder is considered
+            // stale.
             let _ = flock(&folder, FlockOperation::LockExclusive);
             Ok((folder.metadata()?.ino(), folder))
         });
@@ -133,7 +134,7 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
             Ok((inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
                 return Ok((path, lock));
             }
-            // Another ddprun has taken it for stale and removed it.
+            // Another ddprun considered the folder stale and removed it.
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
@@ -144,7 +145,7 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
     }
 }
 
-/// Creates `name` in `parent`; `name_2` and so on when it is taken, so that no run overwrites another's files.
+/// Creates `name` in `parent`, or `name_2` and so on if it exists, so that no run overwrites another's files.
 fn create_new(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
@@ -158,5 +159,5 @@ fn create_new(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
 }
 
 fn io_error(path: &Path, error: std::io::Error) -> Error {
-    Error::io(format!("cannot create {}, for the run's log and error files (see --log-dir)", path.display()), error)
+    Error::io(format!("cannot create {} for the run's log and error files (see --log-dir)", path.display()), error)
 }

@@ -1,11 +1,11 @@
-//! Cutting a stream into pieces that may be shown without tearing a line.
+//! Cutting a stream into pieces that can be shown without splitting lines.
 
-/// A line that is longer is shown in pieces, so that memory stays bounded.
+/// The maximum length of a line in bytes. Longer lines are shown in pieces, to bound memory.
 const LONGEST: usize = 1 << 20;
 
-/// Holds back the last, unfinished line of a stream, and puts the prefix in front of every line.
+/// Holds back the last, unfinished line of a stream and prefixes every line.
 ///
-/// On a terminal, text that follows a carriage return is a progress bar: it is let through at once.
+/// On a terminal, text after a carriage return is a progress bar and passes at once.
 #[derive(Debug)]
 pub(super) struct Lines {
     held: Vec<u8>,
@@ -16,16 +16,16 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// For a stream that will be shown, `terminal` says where.
+    /// Creates the buffer for a stream that is shown; `terminal` says whether it is shown on a terminal.
     pub(super) fn new(prefix: Option<String>, terminal: bool) -> Self {
         Self { held: Vec::new(), terminal, in_place: false, prefix, last: b'\n' }
     }
 
-    /// Takes what the stream brought; returns what may be shown now.
+    /// Adds bytes of the stream and returns what can be shown now.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<u8> {
         let held = self.held.len();
         self.held.extend_from_slice(bytes);
-        // A return at the very end may be half of a Windows line end.
+        // A carriage return at the end may be the first half of a Windows line ending.
         let ends = |(index, &byte): (usize, &u8)| {
             let half = byte == b'\r' && !self.terminal && index + 1 == self.held.len();
             ((byte == b'\n' || byte == b'\r') && !half).then_some((index + 1, byte))
@@ -43,7 +43,7 @@ impl Lines {
         self.decorate(ready)
     }
 
-    /// What is left when the stream has ended.
+    /// Returns the rest after the stream has ended.
     pub(super) fn finish(&mut self) -> Vec<u8> {
         let ready = std::mem::take(&mut self.held);
         self.decorate(ready)

@@ -1,17 +1,16 @@
 //! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
 //!
-//! - The kernel kills the workers when the launcher dies, however that happens. Whatever they have started is ended by
-//!   the launcher, also where it detached itself. If the launcher is killed by SIGKILL, that survives; use `exec` in
-//!   wrapper scripts.
-//! - The first failure ends the others (a second to end by themselves, then SIGTERM, then SIGKILL after a grace period)
-//!   and decides the exit code.
-//! - Output is passed on line by line, by threads of its own: whoever does not read it stops the workers, as a full pipe
-//!   does, but not the launcher. Where the launcher writes to a terminal the workers see one too (a pseudo-terminal),
-//!   so that progress bars and colours work as if the program had been started by hand.
-//! - The store at which ranks meet is hosted here, on machine 0, and outlives the workers
-//!   (TORCHELASTIC_USE_AGENT_STORE).
+//! - If the launcher dies, for whatever reason, the kernel kills the workers. The launcher ends all other processes
+//!   that they started, even detached ones. If the launcher is killed by SIGKILL, these survive; use `exec` in wrapper
+//!   scripts.
+//! - The first failure ends the other workers and decides the exit code. They get a second to exit by themselves, then
+//!   SIGTERM, and SIGKILL after a grace period.
+//! - Dedicated threads forward the output line by line. If it is not read, the workers block, as on a full pipe, but
+//!   the launcher does not. If the launcher writes to a terminal, the workers see a pseudo-terminal, so that progress
+//!   bars and colours work as if the program had been started by hand.
+//! - The launcher on machine 0 hosts the rendezvous store, which outlives the workers (TORCHELASTIC_USE_AGENT_STORE).
 //!
-//! `Cli` is the command line as it was typed, `Config` what it means; `run` does it.
+//! `Cli` is the command line as typed, `Config` is its meaning, and `run` executes it.
 mod cargo;
 mod child;
 mod cli;
@@ -19,6 +18,7 @@ mod config;
 mod console;
 mod descendants;
 mod environment;
+mod error;
 mod error_text;
 mod folder;
 mod lines;
@@ -36,16 +36,15 @@ mod terminal;
 mod time;
 mod worker;
 
-use crate::{Error, Result};
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
 use config::{Config, Program};
 use console::{Console, message};
+use error::{Error, Result, USAGE};
 use folder::RunFolder;
 use processes::Host;
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
@@ -53,17 +52,10 @@ use std::time::Duration;
 use supervisor::{Events, Outcome, Supervisor};
 use worker::{Exit, Starter};
 
-/// A command line that makes no sense.
-const USAGE: u8 = 2;
-/// A program that is there but cannot be run, as shells have it.
-const NOT_EXECUTABLE: u8 = 126;
-/// A program that is not there, as shells have it.
-const NOT_FOUND: u8 = 127;
-
-/// How long output may stay unread at the end of a run that is to end at once.
+/// How long output may stay unread at the end of a run that must end at once.
 const UNREAD: Duration = Duration::from_secs(5);
 
-/// `ddprun`: reads the command line of this process and does what it says, to the end.
+/// The program `ddprun`: executes the command line of this process and returns when the run has ended.
 pub fn main() -> ExitCode {
     match parse() {
         Ok(cli) => run(cli),
@@ -71,23 +63,23 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Reads the command line of this process. Shows help, or what is wrong with it; `Err` is then the exit code.
+/// Parses the command line of this process. On `Err`, it has shown help or an error; the value is the exit code.
 fn parse() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
-        // Nobody may be there to read it.
+        // The text is lost if the stream has no reader.
         let _ = error.print();
         if error.use_stderr() {
-            say_variables();
+            list_variables();
             Console::get().finish(UNREAD, || false);
         }
         ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
     })
 }
 
-/// Does what `cli` says, and shows what goes wrong. Returns when all workers have ended.
+/// Executes `cli` and reports errors to the user. Returns when all workers have ended.
 ///
-/// It takes over the signals, the child processes and the output of this process, and must be called from a thread that
-/// lives as long as the process, as the main thread does: workers die with it.
+/// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
+/// process, such as the main thread, because the workers die with that thread.
 fn run(cli: Cli) -> ExitCode {
     let result = match &cli.merge_traces {
         Some(folder) => merge_traces(folder),
@@ -95,25 +87,20 @@ fn run(cli: Cli) -> ExitCode {
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
-        if matches!(error, Error::InvalidArgument { .. }) {
-            say_variables();
+        if matches!(error, Error::Usage { .. }) {
+            list_variables();
         }
-        End::now(match &error {
-            Error::InvalidArgument { .. } => USAGE,
-            Error::Program { source, .. } if source.kind() == ErrorKind::NotFound => NOT_FOUND,
-            Error::Program { .. } => NOT_EXECUTABLE,
-            _ => 1,
-        })
+        End::now(error.exit_code())
     });
     Console::get().finish(patience, || events.as_ref().is_some_and(Events::interrupted));
     ExitCode::from(code)
 }
 
-/// The exit code, and how long whoever reads the output may stand still before the rest of it is given up.
+/// The exit code, and how long to wait for a reader that has stopped reading the output.
 struct End {
     code: u8,
     patience: Duration,
-    /// A signal ends the wait, too.
+    /// With events, a signal also ends the wait.
     events: Option<Events>,
 }
 
@@ -123,17 +110,17 @@ impl End {
     }
 }
 
-/// An error, and what to do when the system has run out of something.
+/// Returns the error's text, with a hint if a resource of the system has run out.
 fn describe(error: &Error) -> String {
     let hint = match error {
-        Error::Io { source, .. } => worker::lack(source),
+        Error::Library(crate::Error::Io { error, .. }) => worker::resource_hint(error),
         _ => None,
     };
-    hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Perhaps {hint}"))
+    hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Hint: {hint}"))
 }
 
-/// Names the variables that options came from, or may have come from, since the command line does not show them.
-fn say_variables() {
+/// Lists the environment variables that may have set options, because the command line does not show them.
+fn list_variables() {
     let command = Cli::command();
     let variables = command.get_arguments().filter_map(|argument| argument.get_env()?.to_str());
     let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))).collect();
@@ -185,7 +172,7 @@ fn execute(config: &Config) -> Result<End> {
             if let Some(summary) = summary::of_failure(workers, cause, &remains, &folder, &config.topology) {
                 message(summary);
             }
-            // The cause need not have failed itself.
+            // The worker that caused the failure may not have failed itself.
             let failed = [cause.worker, first].into_iter().filter_map(|index| workers.get(index));
             let ended = failed.filter(|worker| root_cause::failed(worker)).find_map(|worker| worker.ended);
             (ended.map_or(1, |ended| ended.how.code()), patience)

@@ -1,4 +1,4 @@
-//! Passing the workers' output on: one thread reads every stream, so that nothing can tear.
+//! Forwarding the workers' output. A single thread reads all streams, so that lines stay whole.
 use super::console::{Console, Target, message};
 use super::lines::Lines;
 use super::tail::Tail;
@@ -9,39 +9,39 @@ use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-/// What is read of a stream at once.
+/// The maximum number of bytes per read.
 const CHUNK: usize = 1 << 16;
-/// What is still read of a stream after its worker has ended: more than a pipe can hold.
+/// The maximum number of bytes read from a stream after its worker has ended; more than a pipe holds.
 const REST: usize = 1 << 20;
 
-/// What is remembered of the output when all of it was read: local rank, stream and last lines of every source.
+/// The local rank, stream and last lines of every source, available when all output was read.
 pub(super) type Remains = Vec<(usize, Target, Tail)>;
 
-/// One stream of one worker, and where it goes.
+/// One output stream of a worker, and its destinations.
 #[derive(Debug)]
 pub(super) struct Source {
-    /// Our end of the pipe or pseudo-terminal; `None` once it has ended.
+    /// The launcher's end of the pipe or pseudo-terminal; `None` once the stream has ended.
     pub(super) fd: Option<OwnedFd>,
     /// The worker's local rank.
     pub(super) local_rank: usize,
-    /// Which stream it is.
+    /// Which of the two streams this is.
     pub(super) target: Target,
-    /// How it is shown, if it is.
+    /// The line buffer, if the stream is shown.
     pub(super) shown: Option<Lines>,
-    /// Its log file, if it has one.
+    /// The log file, if there is one.
     pub(super) file: Option<(PathBuf, File)>,
-    /// Its last lines.
+    /// The last lines.
     pub(super) tail: Tail,
 }
 
 impl Source {
-    /// Takes what is there to read. Returns the number of bytes; 0 when the stream has ended.
+    /// Reads available bytes and returns their number; 0 at the end of the stream.
     fn read(&mut self, index: usize, buffer: &mut [u8], console: &Console) -> usize {
         let Some(fd) = &self.fd else { return 0 };
         let count = match rustix::io::read(fd, &mut *buffer) {
             Ok(count) => count,
             Err(Errno::INTR | Errno::AGAIN) => return 1,
-            // A pseudo-terminal ends with EIO.
+            // A pseudo-terminal reports its end as EIO.
             Err(_) => 0,
         };
         match buffer.get(..count).unwrap_or_default() {
@@ -56,14 +56,15 @@ impl Source {
         if let Some((path, file)) = &mut self.file
             && let Err(error) = file.write_all(bytes)
         {
-            // A full disk does not end the training.
-            message(format_args!("cannot write {}: {error}. It is incomplete from here on", path.display()));
+            // A full disk must not end the training.
+            message(format_args!("cannot write {}: {error}. The file is incomplete from here on", path.display()));
             self.file = None;
         }
         if let Some(lines) = &mut self.shown {
             let ready = lines.push(bytes);
             if console.show(index, self.target, ready).is_err() {
-                // Without a log file the worker is told by its own write failing, as if it had written there itself.
+                // Without a log file, closing the stream makes the worker's own write fail, as if it had written to the
+                // console itself.
                 self.shown = None;
                 if self.file.is_none() {
                     self.fd = None;
@@ -77,13 +78,13 @@ impl Source {
         self.tail.end();
         if let Some(mut lines) = self.shown.take() {
             let rest = lines.finish();
-            // The stream has ended: nobody is left to be told.
+            // The stream has ended, so an error concerns nobody.
             let _ = console.show(index, self.target, rest);
         }
     }
 }
 
-/// Passes all output on until every source has ended, or until `closing` does, and then what is left in the pipes.
+/// Forwards all output until every source or `closing` has ended, and then what is left in the pipes.
 pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, console: &Console) -> Remains {
     let mut buffer = vec![0; CHUNK];
     let mut budget = vec![usize::MAX; sources.len()];

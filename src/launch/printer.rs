@@ -1,4 +1,4 @@
-//! A thread that writes to stdout or stderr, so that nobody else has to wait when nobody reads it.
+//! A thread that writes to stdout or stderr, so that nothing else blocks if the output is not read.
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -14,21 +14,21 @@ pub(super) enum Target {
     Stderr,
 }
 
-/// Nobody reads a stream of ours any more, as after `ddprun … | head`.
+/// The stream has no reader any more, as after `ddprun … | head`.
 #[derive(Debug)]
 pub(super) struct NoReader;
 
-/// Bytes that may be unwritten before output has to wait.
+/// The number of unwritten bytes from which output blocks.
 const LIMIT: usize = 1 << 18;
-/// Bytes that are written at once, so that it is noticed when somebody reads, but slowly.
+/// The maximum number of bytes per write; small, so that slow reading still shows as progress.
 const CHUNK: usize = 1 << 16;
 
-/// Something to write.
+/// A piece of output.
 #[derive(Debug)]
 pub(super) enum Piece {
-    /// Output of a worker: from which source, and to which stream.
+    /// Output of a worker, with its source and stream.
     Output { source: usize, target: Target, bytes: Vec<u8> },
-    /// A message of ddprun's own.
+    /// A message of ddprun.
     Message(String),
 }
 
@@ -44,15 +44,15 @@ impl Piece {
 #[derive(Debug, Default)]
 struct Queue {
     pieces: VecDeque<Piece>,
-    /// Bytes that are not yet written.
+    /// The number of unwritten bytes.
     left: usize,
-    /// Output does not wait however much is unwritten.
+    /// Whether output never blocks, however much is unwritten.
     unlimited: bool,
-    /// Nobody will ever read this.
+    /// Whether the reader has gone for good.
     closed: bool,
 }
 
-/// What one place, a terminal, a file or a pipe, has to be given.
+/// The queue of output for one terminal, file or pipe.
 #[derive(Debug, Default)]
 pub(super) struct Printer {
     queue: Mutex<Queue>,
@@ -60,14 +60,14 @@ pub(super) struct Printer {
 }
 
 impl Printer {
-    /// Starts the thread that writes to `target`, and to the other stream if that is the same place. `complain` is given
-    /// why output of the workers cannot be written, once.
+    /// Starts the thread that writes to `target`, and to the other stream if both go to the same place. Calls
+    /// `complain` once with the reason if output of the workers cannot be written.
     pub(super) fn start(target: Target, terminal: bool, complain: fn(&str)) -> Arc<Self> {
         let printer = Arc::new(Self::default());
         let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complain: Some(complain) };
         let name = if target == Target::Stdout { "ddprun-stdout" } else { "ddprun-stderr" };
         if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(move || writer.run()) {
-            // There are no threads left: no worker will run, and this is the way to say it.
+            // No more threads can be started, so no worker will run; write this message directly.
             let text = format!("ddprun: starting a thread: {error} (raise the limit on processes, `ulimit -u`)\n");
             let _ = write_all(io::stderr().as_fd(), text.as_bytes(), |_| ());
             printer.lock().closed = true;
@@ -79,7 +79,7 @@ impl Printer {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for `condition`, or until `deadline`.
+    /// Waits until `condition` is false or `deadline` has passed.
     fn wait_while<'a>(
         &'a self,
         mut queue: MutexGuard<'a, Queue>,
@@ -96,7 +96,7 @@ impl Printer {
         queue
     }
 
-    /// Puts `piece` in line. Output waits for its turn as long as the line is too long; messages never do.
+    /// Queues `piece`. Output blocks while the queue is full; messages never do.
     pub(super) fn push(&self, piece: Piece) -> Result<(), NoReader> {
         let mut queue = self.lock();
         if matches!(piece, Piece::Output { .. }) {
@@ -111,32 +111,32 @@ impl Printer {
         Ok(())
     }
 
-    /// From now on nothing waits for its turn.
+    /// Stops output from blocking.
     pub(super) fn stop_waiting(&self) {
         self.lock().unlimited = true;
         self.changed.notify_all();
     }
 
-    /// Waits until all is written, for `patience` at most. Returns the number of bytes that are not.
+    /// Waits until everything is written, for at most `patience`, and returns the number of unwritten bytes.
     pub(super) fn wait(&self, patience: Duration) -> usize {
         let deadline = Instant::now().checked_add(patience);
         self.wait_while(self.lock(), deadline, |queue| queue.left > 0).left
     }
 }
 
-/// An unfinished line: who wrote it, and whether it is a progress bar, which will be drawn again.
+/// An unfinished line: its source, and whether it is a progress bar, which will be redrawn.
 #[derive(Debug, Clone, Copy)]
 struct Open {
     source: usize,
     in_place: bool,
 }
 
-/// Writes pieces so that no source's line is continued by another.
+/// Writes pieces so that no source continues the line of another.
 struct Writer {
     printer: Arc<Printer>,
     terminal: bool,
     open: Option<Open>,
-    /// Whom to tell that the stream cannot be written; nobody, once that was told.
+    /// Reports that the stream cannot be written; `None` after the first report.
     complain: Option<fn(&str)>,
 }
 
@@ -147,7 +147,7 @@ impl Writer {
             let mut queue = printer.wait_while(printer.lock(), None, |queue| queue.pieces.is_empty());
             let Some(piece) = queue.pieces.pop_front() else { continue };
             drop(queue);
-            // What could not be written is settled here.
+            // Bytes that could not be written are also taken off the count here.
             let mut left = piece.len();
             let result = self.write(&piece, &mut left);
             let mut queue = printer.lock();
@@ -160,14 +160,14 @@ impl Writer {
                 } else if let Some(complain) = self.complain.take() {
                     drop(queue);
                     let name = if target == Target::Stdout { "stdout" } else { "stderr" };
-                    complain(&format!("cannot write the workers' output to {name}: {error}. Some of it is missing"));
+                    complain(&format!("cannot write the workers' output to {name}: {error}. Some output is missing"));
                 }
             }
             printer.changed.notify_all();
         }
     }
 
-    /// Writes one piece; `left` of its bytes are not yet taken off the queue's count.
+    /// Writes one piece. `left` counts the bytes of it that are still in the queue's count.
     fn write(&mut self, piece: &Piece, left: &mut usize) -> io::Result<()> {
         let (start, bytes, target): (&[u8], &[u8], Target) = match piece {
             Piece::Message(text) => {
@@ -191,7 +191,7 @@ impl Writer {
         if start.is_empty() { write_all(fd, bytes, written) } else { write_all(fd, &[start, bytes].concat(), written) }
     }
 
-    /// What is needed before `bytes` of `source`, where another source's line is unfinished.
+    /// Returns what to write before `bytes` of `source` while another source's line is unfinished.
     fn turn_to(&mut self, source: usize, bytes: &[u8]) -> &'static [u8] {
         if bytes.is_empty() {
             return b"";
@@ -210,8 +210,8 @@ impl Writer {
     }
 }
 
-/// Writes all of `bytes`, past interruptions, and also where somebody made the file non-blocking. Tells `written` of every
-/// part.
+/// Writes all of `bytes`, retrying after interruptions and on non-blocking files. Calls `written` with the length of
+/// every part.
 fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8], mut written: impl FnMut(usize)) -> io::Result<()> {
     while let Some(chunk) = bytes.get(..bytes.len().min(CHUNK)).filter(|chunk| !chunk.is_empty()) {
         match rustix::io::write(fd, chunk) {

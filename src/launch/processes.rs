@@ -1,18 +1,18 @@
-//! How many workers a machine gets: a number, or one per core or GPU.
-use crate::{Error, Result};
+//! The number of workers per machine: a number, or one per core or GPU.
+use super::error::{Error, Result};
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 /// A value of `--nproc-per-node`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Processes {
-    /// This many.
+    /// A fixed number.
     Count(NonZeroUsize),
-    /// One per GPU where there is one, else one per core.
+    /// One per GPU if there is one, otherwise one per core.
     Auto,
     /// One per core that this process may run on.
     Cpu,
-    /// One per GPU; an error where there is none.
+    /// One per GPU; an error if there is none.
     Gpu,
 }
 
@@ -25,24 +25,24 @@ impl FromStr for Processes {
             "cpu" => Ok(Self::Cpu),
             "gpu" => Ok(Self::Gpu),
             number => {
-                number.parse().map(Self::Count).map_err(|_| "expected a number from 1 up, auto, cpu or gpu".into())
+                number.parse().map(Self::Count).map_err(|_| "expected a positive number, auto, cpu or gpu".into())
             }
         }
     }
 }
 
-/// What of a machine decides the number of workers and of their threads.
+/// The resources of a machine, which determine the number of workers and of their threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Cores that this process may run on.
+    /// The number of cores that this process may run on.
     pub(crate) cores: usize,
-    /// GPUs that programs started from here will see.
+    /// The number of GPUs that programs started from here see.
     pub(crate) gpus: usize,
 }
 
 impl Host {
-    /// This machine: cores by affinity and control group, GPUs by CUDA_VISIBLE_DEVICES or, where it is not set, by
-    /// what the NVIDIA driver lists.
+    /// Detects this machine's resources: cores by affinity and control group, GPUs by CUDA_VISIBLE_DEVICES or, if that
+    /// is not set, by the NVIDIA driver's list.
     pub(crate) fn detect() -> Self {
         let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
             Ok(list) => visible_devices(&list),
@@ -51,11 +51,11 @@ impl Host {
         Self { cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get), gpus }
     }
 
-    /// The number that `processes` means here.
+    /// Returns the number of workers that `processes` means on this machine.
     pub(super) fn count(&self, processes: Processes) -> Result<usize> {
         match processes {
             Processes::Count(count) => Ok(count.get()),
-            Processes::Gpu if self.gpus == 0 => Err(Error::invalid(
+            Processes::Gpu if self.gpus == 0 => Err(Error::usage(
                 "--nproc-per-node gpu",
                 "no GPU is visible here: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use `cpu`, `auto` or a number",
             )),
@@ -65,13 +65,14 @@ impl Host {
         }
     }
 
-    /// The threads that each of `processes` workers should use, so that all together use every core once.
+    /// Returns the number of threads for each of `processes` workers, so that together they use every core once.
     pub(super) fn threads_each(&self, processes: usize) -> usize {
         (self.cores / processes.max(1)).max(1)
     }
 }
 
-/// Devices that a value of CUDA_VISIBLE_DEVICES leaves visible: CUDA stops reading at the first one that cannot be.
+/// Returns the number of devices that a value of CUDA_VISIBLE_DEVICES makes visible. CUDA stops at the first invalid
+/// entry.
 fn visible_devices(list: &str) -> usize {
     let valid = |entry: &&str| entry.parse::<u32>().is_ok() || entry.starts_with("GPU-") || entry.starts_with("MIG-");
     list.split(',').map(str::trim).take_while(valid).count()
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn visible_devices_end_at_the_first_that_cannot_be() {
+    fn visible_devices_end_at_the_first_invalid_one() {
         assert_eq!(
             ["", "0", "0,2, 3", "0,-1,1", "-1", "GPU-8932f937,MIG-4a", "NoDevFiles"].map(visible_devices),
             [0, 1, 3, 1, 0, 2, 0]

@@ -1,23 +1,23 @@
-//! Which rank's failure was the cause of the others'.
+//! Finding the rank whose failure caused the others'.
 use super::config::Topology;
 use super::output::Remains;
 use super::worker::{Exit, Worker};
 
-/// Where a failure comes from.
+/// The origin of a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Cause {
-    /// The index of the worker to look at.
+    /// The index of the worker to report.
     pub(super) worker: usize,
-    /// The rank that its error names, where that is a worker of another machine.
+    /// The rank that the worker's error names, if it runs on another machine.
     pub(super) elsewhere: Option<usize>,
 }
 
-/// The cause of a failure in which the worker with the index `first` was the first to fail.
+/// Returns the cause of a failure in which worker `first` was the first to fail.
 ///
-/// The first to end need not be the cause: the others hear of a failure at once, and a process takes a while to write an
-/// error or to give its memory back. So a worker that was killed comes before all others; otherwise, a worker whose error
-/// names another rank points to that. This one may not have failed: it left too early, or never came to a collective that
-/// timed out.
+/// The first worker to end need not be the cause: the other ranks learn of a failure at once, while the failing process
+/// needs time to write its error or release its memory. So a worker that was killed takes precedence. Otherwise, an
+/// error that names another rank points to that rank, which may not have failed itself: it may have left too early, or
+/// never joined a collective that timed out.
 pub(super) fn cause(workers: &[Worker], first: usize, remains: &Remains, topology: &Topology) -> Cause {
     let killed = workers.iter().enumerate().filter(|(_, worker)| failed(worker) && was_killed(worker));
     if let Some((worker, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
@@ -38,18 +38,19 @@ pub(super) fn cause(workers: &[Worker], first: usize, remains: &Remains, topolog
     Cause { worker, elsewhere: None }
 }
 
-/// By itself, and not because it was told to end.
+/// Returns whether the worker failed by itself, and not because ddprun ended it.
 pub(super) fn failed(worker: &Worker) -> bool {
-    worker.ended.is_some_and(|ended| !ended.told && ended.how != Exit::Code(0))
+    worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how != Exit::Code(0))
 }
 
-/// From outside, or for what only it did: processes abort themselves because of others as well.
+/// Returns whether the worker was killed from outside, or by a fault of its own. SIGABRT does not count, because
+/// processes also abort because of others.
 fn was_killed(worker: &Worker) -> bool {
     const SIGABRT: i32 = signal_hook::consts::SIGABRT;
     worker.ended.is_some_and(|ended| matches!(ended.how, Exit::Signal(signal) if signal != SIGABRT))
 }
 
-/// The rank whose failure the last such error of worker `index` names.
+/// Returns the failed rank that the last such error of worker `index` names.
 fn named_by(workers: &[Worker], index: usize, remains: &Remains) -> Option<usize> {
     let local_rank = workers.get(index)?.local_rank;
     remains.iter().filter(|(of, ..)| *of == local_rank).find_map(|(.., tail)| tail.named())

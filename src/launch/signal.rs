@@ -1,15 +1,15 @@
-//! Signals by number and name, and which of them we were told to ignore.
-use crate::{Error, Result};
+//! Names and numbers of signals, and whether they are ignored.
+use super::error::{Error, Result};
 use rustix::process::Signal;
 use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use signal_hook::low_level::signal_name;
 
-/// `SIGTERM`, or `signal 35` for one without a name of its own.
+/// Returns the name, such as `SIGTERM`, or `signal 35` for a signal without a name.
 pub(super) fn name(signal: i32) -> String {
     signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
-/// The signals of a list as in `SIGTERM,SIGINT`.
+/// Parses a list of signals, such as `SIGTERM,SIGINT`.
 pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
     let mut signals = Vec::new();
     for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
@@ -18,20 +18,21 @@ pub(super) fn parse_list(list: &str) -> Result<Vec<i32>> {
         match signal.filter(|signal| !FORBIDDEN.contains(signal) && !ours.contains(signal)) {
             Some(signal) => signals.push(signal),
             None => {
-                let reason = format!("{word} is not a signal that can end a run: use names as in SIGTERM,SIGINT");
-                return Err(Error::invalid("--signals-to-handle", reason));
+                let reason = format!("{word} is not a signal that can end a run: use names, as in SIGTERM,SIGINT");
+                return Err(Error::usage("--signals-to-handle", reason));
             }
         }
     }
     Ok(signals)
 }
 
-/// A number as rustix wants it; `None` for real-time signals.
+/// Converts a number to rustix's type; `None` for real-time signals.
 pub(super) fn typed(signal: i32) -> Option<Signal> {
     Signal::from_named_raw(signal)
 }
 
-/// Whether this process was started with `signal` ignored, as `nohup` does with SIGHUP. It should then stay so.
+/// Returns whether this process was started with `signal` ignored, as `nohup` does for SIGHUP. The signal must then
+/// stay ignored.
 pub(super) fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -44,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_both_ways() {
+    fn names_and_numbers() {
         assert_eq!(parse_list("SIGTERM, SIGINT,").unwrap(), [15, 2]);
         assert_eq!(name(9), "SIGKILL");
         assert_eq!(name(40), "signal 40");

@@ -1,13 +1,13 @@
-//! The store at which the ranks meet. It lives in the launcher of machine 0 and outlives the workers.
+//! The rendezvous store, which the launcher of machine 0 hosts and which outlives the workers.
 use super::config::Config;
 use super::console::message;
+use super::error::{Error, Result};
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
-use crate::{Error, Result};
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
 
-/// Says when the store's host has no address, as seen from this machine. That ends nothing, since a name server may hear
-/// of it later; it is a thread that asks, since one that does not answer takes its time.
+/// Warns if the store's host name does not resolve on this machine. This is not an error, because the name may appear
+/// later. The lookup runs in a thread, because a name server that does not answer takes long.
 pub(super) fn check_address(config: &Config) -> Result<()> {
     let host = config.master_addr.clone();
     if config.topology.node_rank == 0 || host.parse::<IpAddr>().is_ok() {
@@ -16,8 +16,8 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     let look_up = move || {
         if let Err(error) = (host.as_str(), 0).to_socket_addrs() {
             message(format_args!(
-                "--master-addr: the name {host} cannot be resolved on this machine: {error}. Its workers will try again \
-                 until their time-out"
+                "--master-addr: cannot resolve the name {host} on this machine: {error}. The workers will retry until \
+                 their time-out"
             ));
         }
     };
@@ -25,7 +25,7 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     thread.map(drop).map_err(|error| Error::io("starting a thread", error))
 }
 
-/// Shows the user what the store warns of, such as strangers that knock or a limit that keeps ranks out.
+/// Shows the store's warnings to the user, such as foreign connections or a limit that keeps ranks out.
 struct Warnings;
 
 impl log::Log for Warnings {
@@ -42,16 +42,17 @@ impl log::Log for Warnings {
     fn flush(&self) {}
 }
 
-/// Starts the store where it is this machine's task; it serves, and holds its port, until it is dropped. Returns it
-/// and its port.
+/// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
+/// it is dropped.
 ///
-/// Only the master address is served, since whoever reaches the store can write to it.
+/// It listens only on the master address, because anyone who can reach the store can write to it.
 pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
     if config.topology.node_rank != 0 {
-        let missing = || Error::invalid("--master-port", "is needed on every machine but the one that hosts the store");
+        let missing =
+            || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
-    // A program that calls the launcher may have a logger of its own.
+    // A program that calls the launcher may already have a logger.
     if log::set_logger(&Warnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }

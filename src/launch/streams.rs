@@ -1,8 +1,8 @@
-//! Which output streams of which worker an option means.
+//! The output streams that an option selects.
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-/// Some of a worker's two output streams.
+/// A selection of a worker's two output streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Streams {
     /// Standard output.
@@ -12,13 +12,13 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// Whether at least one is meant.
+    /// Returns whether at least one stream is selected.
     pub(super) fn any(self) -> bool {
         self.stdout || self.stderr
     }
 }
 
-/// torchrun's 0 (none), 1 (stdout), 2 (stderr) and 3 (both).
+/// Parses torchrun's 0 (none), 1 (stdout), 2 (stderr) and 3 (both).
 impl FromStr for Streams {
     type Err = String;
 
@@ -38,12 +38,12 @@ impl FromStr for Streams {
 pub(crate) enum StreamSelection {
     /// The same for every worker.
     Every(Streams),
-    /// By local rank; none for those that are not named.
+    /// By local rank; none for ranks that are not listed.
     ByLocalRank(BTreeMap<usize, Streams>),
 }
 
 impl StreamSelection {
-    /// What is selected of the worker `local_rank`.
+    /// Returns the selection for the worker `local_rank`.
     pub(crate) fn of(&self, local_rank: usize) -> Streams {
         match self {
             Self::Every(streams) => *streams,
@@ -51,7 +51,7 @@ impl StreamSelection {
         }
     }
 
-    /// The highest local rank that is named.
+    /// Returns the highest local rank in the list.
     pub(super) fn last_named(&self) -> Option<usize> {
         match self {
             Self::Every(_) => None,
@@ -73,7 +73,7 @@ impl FromStr for StreamSelection {
             let (rank, streams) = entry.split_once(':').ok_or_else(wrong)?;
             let rank = rank.trim().parse().map_err(|_| wrong())?;
             if map.insert(rank, streams.parse()?).is_some() {
-                return Err(format!("local rank {rank} is named twice"));
+                return Err(format!("local rank {rank} is listed twice"));
             }
         }
         Ok(Self::ByLocalRank(map))
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_forms_are_refused() {
+    fn invalid_forms_are_refused() {
         for wrong in ["4", "", "x", "0:1,2", "0:4", ":1", "a:1", "0:1,0:2"] {
             assert!(wrong.parse::<StreamSelection>().is_err(), "{wrong:?}");
         }

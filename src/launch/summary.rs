@@ -1,4 +1,4 @@
-//! What ddprun says when a run has failed.
+//! The report that ddprun prints when a run has failed.
 use super::config::Topology;
 use super::console::Target;
 use super::folder::RunFolder;
@@ -9,7 +9,7 @@ use super::time;
 use super::worker::{Ended, Exit, Worker};
 use std::fmt::Write;
 
-/// The summary: who failed first, how, and its last words; then the others.
+/// Describes the failure: the rank that caused it, how it ended and its last output; then the other ranks.
 pub(super) fn of_failure(
     workers: &[Worker],
     cause: Cause,
@@ -24,7 +24,7 @@ pub(super) fn of_failure(
         let node = elsewhere / topology.local_world_size;
         let _ = writeln!(
             text,
-            "rank {elsewhere} failed first, as rank {rank} heard from it: look at the output of ddprun on the machine \
+            "rank {elsewhere} failed first, according to the error of rank {rank}: see the output of ddprun on the machine \
              with --node-rank {node}. Here,"
         );
     }
@@ -32,11 +32,13 @@ pub(super) fn of_failure(
     let first = if workers.len() > 1 && cause.elsewhere.is_none() { " first" } else { "" };
     let _ = match ended {
         Some(ended) if failed(worker) => write!(text, "rank {rank} failed{first}: it {}", ended.how),
-        Some(Ended { how, told: false, .. }) => write!(text, "rank {rank} is what the others failed for: it {how}"),
-        Some(Ended { how, .. }) => {
-            write!(text, "rank {rank} is what the others failed for: it {how} after ddprun had told it to end")
+        Some(Ended { how, asked_to_exit: false, .. }) => {
+            write!(text, "rank {rank} made the other ranks fail: it {how}")
         }
-        None => write!(text, "rank {rank} is what the others failed for: it could not be ended"),
+        Some(Ended { how, .. }) => {
+            write!(text, "rank {rank} made the other ranks fail: it {how} after ddprun asked it to exit")
+        }
+        None => write!(text, "rank {rank} made the other ranks fail: it could not be killed"),
     };
     if let Some(ended) = ended {
         let _ = write!(text, ", {:.1} s after the start, at {}", ended.after.as_secs_f64(), time::readable(ended.at));
@@ -50,15 +52,15 @@ pub(super) fn of_failure(
     }
     match tail {
         Some(tail) => section(&mut text, "its last lines:", tail.lines().iter().map(String::as_str)),
-        None => text.push_str("\n  it wrote nothing"),
+        None => text.push_str("\n  it wrote no output"),
     }
     for (index, other) in workers.iter().enumerate().filter(|(index, _)| *index != cause.worker) {
         let rank = other.rank;
         let _ = match other.ended {
-            None => write!(text, "\n  rank {rank} could not be ended (pid {})", other.pid),
+            None => write!(text, "\n  rank {rank} could not be killed (pid {})", other.pid),
             Some(Ended { how: Exit::Code(0), after, .. }) if ended.is_none_or(|ended| after >= ended.after) => continue,
-            Some(Ended { how, told: false, .. }) => write!(text, "\n  rank {rank} {how} by itself"),
-            Some(Ended { how, .. }) => write!(text, "\n  rank {rank} {how} after ddprun had told it to end"),
+            Some(Ended { how, asked_to_exit: false, .. }) => write!(text, "\n  rank {rank} {how} by itself"),
+            Some(Ended { how, .. }) => write!(text, "\n  rank {rank} {how} after ddprun asked it to exit"),
         };
         if let Some(error) = folder.error(index) {
             section(&mut text, "with the error:", error.lines());
@@ -73,7 +75,7 @@ pub(super) fn of_failure(
     Some(text)
 }
 
-/// What is kept of a worker's stderr, or else of its stdout, or else of both in one stream.
+/// Returns the last lines of a worker's stderr; if there are none, those of its stdout or of the combined stream.
 fn last_words<'a>(worker: &Worker, remains: &'a Remains) -> Option<&'a Tail> {
     let own = remains.iter().filter(|(local_rank, ..)| *local_rank == worker.local_rank);
     let written = own.filter(|(.., tail)| !tail.lines().is_empty());

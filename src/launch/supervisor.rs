@@ -1,10 +1,10 @@
-//! Watching over the workers: the first failure ends them all, signals are passed on, nothing is left behind.
+//! Supervising the workers: the first failure ends them all, signals are forwarded, and no process is left behind.
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
+use super::error::{Error, Result};
 use super::output::{Remains, Source};
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
-use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitOptions, wait};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
@@ -14,31 +14,30 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-/// How long the other workers have to end by themselves when one has failed: those that failed because of it say so, and
-/// the one that did so by itself may need a moment to write its error. Also, how long what the workers have left behind
-/// has when all of them ended well.
+/// How long the other workers have to exit by themselves after a failure. Those that fail because of it report it, and
+/// the rank that caused it may need a moment to write its error. Also how long leftover processes have after a success.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// How long killed processes may take to disappear: one that hangs in the kernel may take for ever.
+/// How long killed processes may take to disappear. A process that hangs in the kernel may never disappear.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
-/// Processes that take longer than this to end are named, so that the user knows what ddprun waits for.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Processes that take longer than this to exit are named, so that the user knows what ddprun waits for.
+const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 
-/// Signals that follow the first one faster are the same request: `timeout` sends its own to the process and to its
+/// A signal that follows the first one within this time is the same request: `timeout` signals both the process and its
 /// group.
-const AGAIN: Duration = Duration::from_millis(500);
+const SAME_REQUEST: Duration = Duration::from_millis(500);
 
-/// What the supervisor waits for.
+/// An event that the supervisor handles.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// This process was sent a signal.
+    /// This process received a signal.
     Signal(i32),
     /// All output was read.
     Output(Remains),
 }
 
-/// Events, and the way to send more.
+/// The receiving end of events, and a sender for more.
 #[derive(Debug)]
 pub(super) struct Events {
     sender: Sender<Event>,
@@ -46,10 +45,10 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Turns signals into events from now on: those that end a run, and those that are needed to watch it.
+    /// Starts to turn signals into events: those that end a run, and those that supervision needs.
     pub(super) fn listen(ending: &[i32]) -> Result<Self> {
         let (sender, receiver) = channel();
-        // What this process was told to ignore, as by nohup, stays ignored.
+        // Signals that this process was started to ignore, as by nohup, stay ignored.
         let wanted = ending.iter().copied().chain([SIGTSTP]).filter(|&signal| !signal::is_ignored(signal));
         let mut signals = Signals::new(wanted.chain([SIGCHLD, SIGCONT, SIGWINCH]))
             .map_err(|error| Error::io("handling signals", error))?;
@@ -64,29 +63,29 @@ impl Events {
         Ok(Self { sender, receiver })
     }
 
-    /// Passes output on in a thread of its own, until all has ended or `closing` does.
+    /// Forwards output in a thread until all streams or `closing` have ended.
     pub(super) fn forward(&self, sources: Vec<Source>, closing: OwnedFd) -> Result<()> {
         let sender = self.sender.clone();
         spawn_thread("output", move || {
             let remains = super::output::forward(sources, closing, Console::get());
-            // The supervisor may have given up on it.
+            // The supervisor may have stopped waiting for it.
             let _ = sender.send(Event::Output(remains));
         })
     }
 
-    /// The next event; `None` when there is none before `deadline`.
+    /// Returns the next event, or `None` if there is none before `deadline`.
     fn next(&self, deadline: Option<Instant>) -> Option<Event> {
         let Some(deadline) = deadline else { return self.receiver.recv().ok() };
         self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
 
-    /// Whether this process was sent a signal that ends a run since this was last asked.
+    /// Returns whether this process received a signal that ends a run since the last call.
     pub(super) fn interrupted(&self) -> bool {
         self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if !WATCHING.contains(&signal)))
     }
 }
 
-/// Signals that do not end a run, but are needed to watch it.
+/// Signals that do not end a run but are needed to supervise it.
 const WATCHING: [i32; 4] = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
 
 fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -94,50 +93,50 @@ fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> 
     thread.map(drop).map_err(|error| Error::io("starting a thread", error))
 }
 
-/// How far a run is.
+/// The phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// All is well.
+    /// No worker has failed.
     Running,
-    /// A worker has failed; the others are told to end at this time.
+    /// A worker has failed; the others are asked to exit at this time.
     Settling(Instant),
-    /// The workers were told to end, and are killed at the deadline (`None`: never).
+    /// The workers were asked to exit and are killed at the deadline (`None`: never).
     Ending(Option<Instant>),
-    /// They were killed, and are given up at the deadline.
+    /// The workers were killed; at the deadline the supervisor stops waiting for them.
     Killed(Instant),
 }
 
-/// What became of a run.
+/// The outcome of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// Every worker ended well.
+    /// Every worker succeeded.
     Success,
-    /// A worker failed: the index of the first that ended so.
+    /// A worker failed: the index of the first that did.
     Failure(usize),
-    /// This process was sent a signal.
+    /// This process received a signal.
     Signalled(i32),
 }
 
-/// The workers of a run. When it is dropped, neither they nor anything that they have started is left.
+/// The workers of a run. Dropping it kills them and every process they started.
 #[derive(Debug)]
 pub(super) struct Supervisor {
     /// The workers, by local rank.
     pub(super) workers: Vec<Worker>,
     descendants: Descendants,
-    /// Pseudo-terminals, which follow the size of ours.
+    /// The pseudo-terminals, which are resized with the launcher's terminal.
     terminals: Vec<OwnedFd>,
     started: Instant,
     grace: Duration,
     phase: Phase,
-    /// When this process was first sent a signal that ends the run.
+    /// When this process first received a signal that ends the run.
     signalled: Option<Instant>,
-    /// When to say who is being waited for.
+    /// When to name the processes that are being waited for.
     announce: Option<Instant>,
     outcome: Outcome,
 }
 
 impl Supervisor {
-    /// Watches over nobody yet. Workers that were told to end get `grace` before they are killed.
+    /// Creates a supervisor without workers. Workers that were asked to exit are killed after `grace`.
     pub(super) fn new(grace: Duration) -> Self {
         Self {
             workers: Vec::new(),
@@ -152,8 +151,8 @@ impl Supervisor {
         }
     }
 
-    /// Waits until all workers and all that they started have ended, then until their output was read. `closing` is
-    /// dropped in between: it tells the output's thread that nothing more will come.
+    /// Waits until all workers and their descendants have ended, and then until their output was read. Drops `closing`
+    /// in between, which tells the output thread that no more output will come.
     pub(super) fn watch(
         &mut self,
         events: &Events,
@@ -179,7 +178,7 @@ impl Supervisor {
                 Phase::Settling(deadline) => Some(deadline),
                 Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
                 Phase::Killed(deadline) => {
-                    // What was started before its parent was killed.
+                    // Kills processes that were started before their parent was killed.
                     self.signal_all(Signal::KILL);
                     Some(deadline)
                 }
@@ -200,7 +199,7 @@ impl Supervisor {
         drop(closing);
         let deadline = Instant::now() + LAST_WAIT;
         let remains = remains.or_else(|| {
-            // A log file on a file system that hangs is the only thing that can keep the thread from ending.
+            // Only a log file on a file system that hangs can keep the thread from finishing.
             while let Some(event) = events.next(Some(deadline)) {
                 if let Event::Output(remains) = event {
                     return Some(remains);
@@ -219,16 +218,16 @@ impl Supervisor {
             (SIGCONT, _) => self.signal_all(Signal::CONT),
             (SIGTSTP, _) => {
                 self.signal_all(Signal::STOP);
-                // Stops this process; SIGCONT brings it and the workers back.
+                // Stops this process. SIGCONT resumes it, and it then resumes the workers.
                 let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
             }
             (_, Phase::Killed(_)) => {}
             (_, Phase::Ending(_)) => match self.signalled {
-                Some(first) if first.elapsed() < AGAIN => {}
+                Some(first) if first.elapsed() < SAME_REQUEST => {}
                 Some(_) => self.kill(),
                 None => {
                     self.signalled = Some(Instant::now());
-                    message(format_args!("{}: the workers were already told to end; {again}", signal::name(number)));
+                    message(format_args!("{}: the workers were already asked to exit; {again}", signal::name(number)));
                 }
             },
             (_, Phase::Running | Phase::Settling(_)) => {
@@ -238,7 +237,7 @@ impl Supervisor {
                 self.signalled = Some(Instant::now());
                 self.end(signal::typed(number).unwrap_or(Signal::TERM));
                 message(format_args!(
-                    "{} passed on to the workers, which have {} s to end; {again}",
+                    "{} forwarded to the workers, which have {} s to exit; {again}",
                     signal::name(number),
                     self.grace.as_secs_f64()
                 ));
@@ -246,32 +245,32 @@ impl Supervisor {
         }
     }
 
-    /// Tells all processes to end.
+    /// Asks all processes to exit.
     fn end(&mut self, signal: Signal) {
         let now = Instant::now();
-        self.announce = Some(now + PATIENCE);
+        self.announce = Some(now + ANNOUNCE_AFTER);
         if self.outcome == Outcome::Success {
-            // Only this outcome leaves processes that nobody expects to be ended.
+            // Only after a success does this surprise the user, so the processes are named at once and not again.
             self.announce = None;
             let (names, grace) = (self.names(), self.grace.as_secs_f64());
             message(format_args!(
-                "the workers have ended and left {names}: told to end now, with SIGKILL after {grace} s"
+                "the workers have exited but left {names} behind: asking them to exit, SIGKILL after {grace} s"
             ));
         }
         self.signal_all(signal);
-        // One that is stopped does not hear anything else.
+        // A stopped process handles no other signal until it continues.
         self.signal_all(Signal::CONT);
         self.phase = Phase::Ending(now.checked_add(self.grace));
     }
 
-    /// Says who is being waited for.
+    /// Names the processes that are being waited for.
     fn announce(&mut self) {
         self.announce = None;
         let grace = self.grace.as_secs_f64();
-        message(format_args!("waiting for {} to end: SIGKILL after {grace} s", self.names()));
+        message(format_args!("waiting for {} to exit; SIGKILL after {grace} s", self.names()));
     }
 
-    /// The processes that are there: workers by their rank.
+    /// Returns the names of the remaining processes; workers by their rank.
     fn names(&self) -> String {
         const MOST: usize = 8;
         let name = |process: &Process| match self.workers.iter().find(|worker| worker.pid == process.pid) {
@@ -292,12 +291,12 @@ impl Supervisor {
     }
 
     fn signal_all(&self, signal: Signal) {
-        // The numbers of those that have ended may have been given to others.
+        // The pids of workers that have ended may have been reused.
         let workers = self.workers.iter().filter(|worker| worker.ended.is_none());
         self.descendants.signal(signal, workers.map(|worker| worker.pid));
     }
 
-    /// Takes note of every process that has ended: workers, and orphans of theirs. Returns whether no process is left.
+    /// Records every process that has ended: workers, and orphaned descendants. Returns whether no process is left.
     fn reap(&mut self) -> bool {
         loop {
             let (pid, status) = match wait(WaitOptions::NOHANG) {
@@ -310,13 +309,13 @@ impl Supervisor {
             let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
             let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { continue };
             let how = Exit::new(status);
-            let told = match self.phase {
+            let asked_to_exit = match self.phase {
                 Phase::Running | Phase::Settling(_) => false,
-                // Not by this process.
+                // In this phase, this process has not sent SIGKILL.
                 Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
                 Phase::Killed(_) => true,
             };
-            worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), told });
+            worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), asked_to_exit });
             if how != Exit::Code(0) && self.phase == Phase::Running {
                 self.outcome = Outcome::Failure(index);
                 self.phase = Phase::Settling(Instant::now() + SETTLE);
@@ -327,7 +326,7 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        // Those that could not be killed were given up.
+        // Processes that could not be killed are abandoned.
         let deadline = Instant::now() + LAST_WAIT;
         while !matches!(self.phase, Phase::Killed(_)) && !self.reap() && Instant::now() < deadline {
             if self.descendants.list().is_empty() {

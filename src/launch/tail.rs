@@ -1,28 +1,28 @@
-//! What is kept of a stream for the summary of a failure: its last lines, and the last error in it.
+//! The last lines of a stream, and the last error in it, for the report of a failure.
 use super::error_text::named_in;
 use std::collections::VecDeque;
 
-/// Lines that are kept.
+/// The number of lines that are kept.
 const LINES: usize = 20;
-/// Bytes of a line that are kept.
+/// The number of bytes of each line that are kept.
 const LINE_BYTES: usize = 2048;
 
-/// The last lines that went through, as a terminal would show them: text that a carriage return overwrote is gone.
+/// The last lines of a stream as a terminal would show them, without text that a carriage return overwrote.
 #[derive(Debug, Default)]
 pub(super) struct Tail {
     lines: VecDeque<Vec<u8>>,
     current: Vec<u8>,
     after_return: bool,
-    /// The last error. Many lines may follow it: a backtrace, or what a program says when it cleans up.
+    /// The last error. Many lines may follow it, such as a backtrace or cleanup messages.
     error: Option<String>,
-    /// Whether the error is a panic whose message is in the next line.
+    /// Whether the error is a panic whose message is on the next line.
     panicked: bool,
-    /// The rank that the last error about another rank named.
+    /// The failed rank that the last error about another rank named.
     named: Option<usize>,
 }
 
 impl Tail {
-    /// Takes what the stream brought.
+    /// Adds bytes of the stream.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n' || byte == b'\r') {
             let (text, end) = match piece.split_last() {
@@ -51,7 +51,7 @@ impl Tail {
             self.lines.pop_front();
         }
         let line = std::mem::take(&mut self.current);
-        // Errors have a colon: other lines are not worth a closer look.
+        // Errors contain a colon; other lines need no closer look.
         if self.panicked || line.contains(&b':') {
             self.look_for_error(&plain(&String::from_utf8_lossy(&line)));
         }
@@ -69,25 +69,25 @@ impl Tail {
         self.named = named_in(line).or(self.named);
     }
 
-    /// Takes note of the end of the stream.
+    /// Handles the end of the stream.
     pub(super) fn end(&mut self) {
         if !self.current.is_empty() {
             self.end_line();
         }
     }
 
-    /// The last error, if lines follow it that leave it out of [`Self::lines`].
+    /// Returns the last error if it is no longer among [`Self::lines`].
     pub(super) fn earlier_error(&self) -> Option<&str> {
         let lines = self.lines();
         self.error.as_deref().filter(|error| !lines.iter().any(|line| error.lines().next() == Some(line)))
     }
 
-    /// The rank that failed, as the last error about another rank said.
+    /// Returns the failed rank that the last error about another rank named.
     pub(super) fn named(&self) -> Option<usize> {
         self.named
     }
 
-    /// The lines, the oldest first, without colours and other control sequences, and without empty ones at the end.
+    /// Returns the lines, oldest first, without control sequences such as colours and without trailing empty lines.
     pub(super) fn lines(&self) -> Vec<String> {
         let unfinished = Some(&self.current).filter(|line| !line.is_empty());
         let lines = self.lines.iter().chain(unfinished).map(|line| plain(&String::from_utf8_lossy(line)));
@@ -102,15 +102,15 @@ impl Tail {
 
 const PANICKED: &str = "' panicked at ";
 
-/// Whether a line has the form in which programs say why they end: `Error: …` of a Rust `main`, a panic, or a Python
-/// exception, `ValueError: …`.
+/// Returns whether a line is an error message of a program: `Error: …` of a Rust `main`, a panic, or a Python exception
+/// such as `ValueError: …`.
 fn is_error(line: &str) -> bool {
     let kind = line.split_once(": ").map_or("", |(kind, _)| kind);
     let is_name = kind.chars().all(|character| character.is_alphanumeric() || "._".contains(character));
     (is_name && (kind.ends_with("Error") || kind.ends_with("Exception"))) || line.contains(PANICKED)
 }
 
-/// `text` without ANSI control sequences (ESC [ … final byte) and control characters.
+/// Returns `text` without ANSI control sequences (ESC [ … final byte) and control characters.
 fn plain(text: &str) -> String {
     let mut characters = text.chars().peekable();
     let mut result = String::with_capacity(text.len());
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_carriage_return_overwrote_is_gone() {
+    fn text_overwritten_after_a_carriage_return_is_dropped() {
         assert_eq!(lines(&["10%\r20%", "\r30%\n", "end\r", "\n"]), ["30%", "end"]);
     }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn control_sequences_are_left_out() {
+    fn control_sequences_are_removed() {
         assert_eq!(lines(&["\r\x1b[2K\x1b[1;31merror\x1b[0m:\tbad\u{7}\n"]), ["error:\tbad"]);
         assert_eq!(lines(&["cut \x1b[12"]), ["cut "]);
     }

@@ -1,7 +1,7 @@
-//! The time of day in UTC, for messages and folder names.
+//! UTC times for messages and folder names.
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Year, month, day, hour, minute, second.
+/// Returns year, month, day, hour, minute and second.
 fn civil(time: SystemTime) -> [u64; 6] {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let mut days = seconds / 86_400;
@@ -22,13 +22,13 @@ fn civil(time: SystemTime) -> [u64; 6] {
     [year, month, days + 1, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60]
 }
 
-/// `2026-02-28 23:59:59 UTC`.
+/// Formats a time as `2026-02-28 23:59:59 UTC`.
 pub(super) fn readable(time: SystemTime) -> String {
     let [year, month, day, hour, minute, second] = civil(time);
     format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
-/// `20260228T235959`.
+/// Formats a time as `20260228T235959`.
 pub(super) fn compact(time: SystemTime) -> String {
     let [year, month, day, hour, minute, second] = civil(time);
     format!("{year}{month:02}{day:02}T{hour:02}{minute:02}{second:02}")
@@ -40,7 +40,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn known_moments() {
+    fn known_times() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         assert_eq!(readable(at(0)), "1970-01-01 00:00:00 UTC");
         assert_eq!(readable(at(951_827_696)), "2000-02-29 12:34:56 UTC");

@@ -1,12 +1,12 @@
-//! One worker: how it is started, and how it ended.
+//! Starting a worker, and how it ended.
 use super::config::Config;
 use super::console::{Console, Target};
+use super::error::{Error, Result};
 use super::folder::RunFolder;
 use super::lines::Lines;
 use super::output::Source;
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
-use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
 use std::ffi::OsStr;
@@ -25,7 +25,7 @@ pub(super) enum Exit {
 }
 
 impl Exit {
-    /// Reads what the system says.
+    /// Converts the system's status.
     pub(super) fn new(status: WaitStatus) -> Self {
         match status.terminating_signal() {
             Some(signal) => Self::Signal(signal),
@@ -33,7 +33,7 @@ impl Exit {
         }
     }
 
-    /// As the shell has it: the code, or 128 + the signal.
+    /// Returns the exit code as shells define it: the code, or 128 + the signal.
     pub(super) fn code(self) -> u8 {
         let code = match self {
             Self::Code(code) => code,
@@ -46,24 +46,24 @@ impl Exit {
 impl std::fmt::Display for Exit {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Code(code) => write!(formatter, "ended with exit code {code}"),
+            Self::Code(code) => write!(formatter, "exited with code {code}"),
             Self::Signal(number) => write!(formatter, "was killed by {}", signal::name(*number)),
         }
     }
 }
 
-/// The end of a worker.
+/// How and when a worker ended.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ended {
     pub(super) how: Exit,
-    /// Since the start of the run.
+    /// The time since the start of the run.
     pub(super) after: Duration,
     pub(super) at: SystemTime,
-    /// Whether it had been told to end.
-    pub(super) told: bool,
+    /// Whether ddprun had asked it to exit.
+    pub(super) asked_to_exit: bool,
 }
 
-/// A worker that was started. It leads a process group of its own.
+/// A worker that was started. It leads its own process group.
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) local_rank: usize,
@@ -72,21 +72,21 @@ pub(super) struct Worker {
     pub(super) ended: Option<Ended>,
 }
 
-/// What is needed to start workers.
+/// Everything needed to start workers.
 pub(super) struct Starter<'a> {
     pub(super) config: &'a Config,
     pub(super) program: &'a OsStr,
     pub(super) folder: &'a RunFolder,
     pub(super) master_port: u16,
     pub(super) console: &'static Console,
-    /// The streams of the workers that were started.
+    /// The output streams of the workers that were started.
     pub(super) sources: Vec<Source>,
-    /// Those of them that are pseudo-terminals.
+    /// The pseudo-terminals among these streams.
     pub(super) terminals: Vec<OwnedFd>,
 }
 
 impl Starter<'_> {
-    /// Starts one worker, as the leader of a process group of its own.
+    /// Starts one worker as the leader of its own process group.
     pub(super) fn start(&mut self, local_rank: usize) -> Result<Worker> {
         let config = self.config;
         let rank = config.topology.rank(local_rank);
@@ -94,11 +94,11 @@ impl Starter<'_> {
         command.args(&config.args);
         let error_file = self.folder.error_file(local_rank);
         command.envs(environment::variables(config, local_rank, self.master_port, &error_file));
-        // A worker in the background of the terminal would be stopped as soon as it read from it.
+        // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
         let (redirects, tee) = (config.redirects.of(local_rank), config.tee.of(local_rank));
         if self.console.is_one() && !redirects.any() && !tee.any() {
-            // Both end in the same place: one stream keeps them in the order in which they were written.
+            // Both streams end in the same place, so a single stream keeps their order.
             let both = self.stream(local_rank, Target::Stdout, false, false)?;
             let copy = both.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?;
             command.stdout(both).stderr(copy);
@@ -108,7 +108,7 @@ impl Starter<'_> {
         }
         command.process_group(0);
         child::bind_to_launcher(&mut command);
-        let process = command.spawn().map_err(|source| match lack(&source) {
+        let process = command.spawn().map_err(|source| match resource_hint(&source) {
             Some(_) => cannot("starting a process", rank, source),
             None => cannot_start(self.program, source),
         })?;
@@ -116,7 +116,7 @@ impl Starter<'_> {
         Ok(Worker { local_rank, rank, pid, ended: None })
     }
 
-    /// Makes one output stream: the worker's end.
+    /// Creates one output stream and returns the worker's end.
     fn stream(&mut self, local_rank: usize, target: Target, redirect: bool, tee: bool) -> Result<OwnedFd> {
         let config = self.config;
         let file = match target {
@@ -133,7 +133,7 @@ impl Starter<'_> {
                 self.terminals.push(copy);
                 (ours, theirs)
             }
-            // A system without pseudo-terminals.
+            // The system has no pseudo-terminals.
             Some(Err(_)) | None => {
                 let (reader, writer) = std::io::pipe().map_err(|error| cannot("creating a pipe", rank, error))?;
                 (reader.into(), writer.into())
@@ -152,44 +152,42 @@ impl Starter<'_> {
     }
 }
 
-/// What to do when the system has run out of something, whatever the program is.
-pub(super) fn lack(error: &std::io::Error) -> Option<&'static str> {
+/// Returns a remedy if the system has run out of a resource.
+pub(super) fn resource_hint(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
         Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),
-        Errno::AGAIN => Some("raise the limit on processes, `ulimit -u` or that of the container or job"),
-        Errno::NOMEM => Some("there is too little memory for so many workers"),
+        Errno::AGAIN => Some("raise the limit on processes, `ulimit -u` or the limit of the container or job"),
+        Errno::NOMEM => Some("reduce the number of workers: there is too little memory"),
         _ => None,
     }
 }
 
-/// Something that every worker needs failed, not its program.
-fn cannot(doing: &str, rank: usize, source: std::io::Error) -> Error {
-    Error::io(format!("{doing} for rank {rank}"), source)
+/// Builds the error for a resource that every worker needs; the program is not to blame.
+fn cannot(doing: &str, rank: usize, error: std::io::Error) -> Error {
+    Error::io(format!("{doing} for rank {rank}"), error)
 }
 
-/// Why a program could not be started, and what to do.
-fn cannot_start(program: &OsStr, source: std::io::Error) -> Error {
+/// Explains why a program could not be started and what to do.
+fn cannot_start(program: &OsStr, error: std::io::Error) -> Error {
     let path = Path::new(program);
     let name = program.to_string_lossy();
     let plain_name = path.components().count() == 1 && !name.contains('/');
-    let hint = match source.kind() {
+    let hint = match error.kind() {
         ErrorKind::NotFound if plain_name && path.exists() => {
-            format!("It is not in PATH; the one in this folder is ./{name}")
+            format!("It is not in PATH; use ./{name} for the one in this folder")
         }
         ErrorKind::NotFound if plain_name => {
             "It is not in PATH: build it first and give its path, or use --example NAME or --bin NAME".into()
         }
-        ErrorKind::NotFound if path.exists() => {
-            "The file is there, but not the interpreter or the loader that it names".into()
-        }
+        ErrorKind::NotFound if path.exists() => "The file exists, but its interpreter or loader does not".into(),
         ErrorKind::NotFound => "Build it first, or use --example NAME or --bin NAME".into(),
-        _ if path.is_dir() => "It is a folder: name a program in it".into(),
+        _ if path.is_dir() => "It is a folder: give the path of a program".into(),
         _ if path.extension().is_some_and(|extension| extension == "py") => {
             format!("For a Python script use `ddprun … python {name}`")
         }
-        ErrorKind::PermissionDenied => "Make it executable (chmod +x), or name its interpreter before it".into(),
-        _ => "Check that it is a program for this kind of machine".into(),
+        ErrorKind::PermissionDenied => "Make it executable (chmod +x), or put its interpreter in front of it".into(),
+        _ => "Check that the program was built for this architecture".into(),
     };
-    Error::Program { program: name.into_owned(), source, hint }
+    Error::Program { program: name.into_owned(), error, hint }
 }

@@ -4,7 +4,7 @@
 //! A batch may be empty. On a GPU most of candle's operations on storages, and some on tensors, refuse that, since a
 //! kernel cannot be launched without threads; the composites therefore leave them out.
 use crate::tensor::borrow::{slice, with_slice};
-use crate::tensor::{Element, dispatch};
+use crate::tensor::{self, Element, Real, dispatch};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::{Add, Mul, Sub};
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
@@ -14,7 +14,9 @@ use std::ops::Range;
 /// Channels that are summed up together: neighbours share cache lines where a channel is a single number.
 const BLOCK: usize = 16;
 /// Independent partial sums, so that the compiler can use vector instructions.
-const LANES: usize = 8;
+const LANES: usize = 16;
+/// How many neighbouring numbers a channel has at least for their mean and spread to be found at once.
+const MIN_RUN: usize = 32;
 
 /// The extents of a batch: samples, channels, and numbers per sample and channel.
 #[derive(Clone, Copy)]
@@ -50,19 +52,50 @@ pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
     dispatch!(x.dtype(), "batch normalisation", T => with_slice::<T, _>(x, |x| {
         type Acc = <T as Element>::Real;
         let count = (extents.samples * extents.spatial).max(1) as f64;
+        if centred && extents.spatial >= MIN_RUN {
+            return rows::<Acc>(moments_of_runs::<T>(extents, x), extents.channels);
+        }
         let mut moments = if centred {
-            channel_sums(extents, |_, range| sums(&x[range.clone()], &x[range], |x: Acc, _| [x]))
+            channel_sums(extents, #[inline(always)] |_, range| sums(&x[range.clone()], &x[range], |x: Acc, _| [x]))
         } else {
             vec![0.0; extents.channels]
         };
         moments.iter_mut().for_each(|sum| *sum /= count);
-        let squares = channel_sums(extents, |channel, range| {
+        let squares = channel_sums(extents, #[inline(always)] |channel, range| {
             let mean = Acc::from_f64(moments[channel]);
             sums(&x[range.clone()], &x[range], |x: Acc, _| [(x - mean) * (x - mean)])
         });
         moments.extend(squares.into_iter().map(|sum| sum / count));
         rows::<Acc>(moments, extents.channels)
     }))
+}
+
+/// The means, and then the mean squared distances from them, in one pass over memory: each run's mean and spread are found
+/// while it is in the cache, and put together as Chan, Golub and LeVeque do (1979).
+fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
+    let Extents { samples, channels, spatial } = extents;
+    let length = T::Real::from_f64(spatial as f64);
+    let mut moments = vec![[0.0; 2]; channels];
+    moments.par_chunks_mut(BLOCK).enumerate().for_each(|(block, moments)| {
+        for sample in 0..samples {
+            for (index, [mean, spread]) in moments.iter_mut().enumerate() {
+                let start = (sample * channels + block * BLOCK + index) * spatial;
+                let run = &x[start..start + spatial];
+                let (run_mean, run_spread) = tensor::vectorise!(|| {
+                    let [sum] = sums(run, run, |x, _| [x]);
+                    let mean = sum / length;
+                    let [spread] = sums(run, run, |x, _| [(x - mean) * (x - mean)]);
+                    (mean.to_f64(), spread.to_f64())
+                });
+                let (before, share) = (sample as f64, 1.0 / (sample + 1) as f64);
+                let distance = run_mean - *mean;
+                *mean += distance * share;
+                *spread += run_spread + distance * distance * before * share * spatial as f64;
+            }
+        }
+    });
+    let count = (samples * spatial).max(1) as f64;
+    moments.iter().map(|[mean, _]| *mean).chain(moments.iter().map(|[_, spread]| spread / count)).collect()
 }
 
 fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
@@ -78,23 +111,67 @@ fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
     Tensor::cat(&[mean, variance], 0)?.reshape((2, extents.channels))
 }
 
-/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels).
-pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
+/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, which only the CPU has, of
+/// those dy that it lets through.
+pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option<Gate>) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return gradient_sums_composite(x, dy, mean);
     }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;
-        let mean = mean.to_vec1::<Acc>()?;
+        let (mean, gate) = (mean.to_vec1::<Acc>()?, gate.map(|gate| gate.values::<Acc>()).transpose()?);
         with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
-            let sums = channel_sums(extents, |channel, range| {
+            let sums = channel_sums(extents, #[inline(always)] |channel, range| {
                 let mean = mean[channel];
-                sums(&x[range.clone()], &dy[range], |x: Acc, dy| [dy, dy * (x - mean)])
+                let (x, dy) = (&x[range.clone()], &dy[range]);
+                match &gate {
+                    None => sums(x, dy, |x: Acc, dy| [dy, dy * (x - mean)]),
+                    Some([scale, shift]) => {
+                        let (scale, shift) = (scale[channel], shift[channel]);
+                        sums(x, dy, |x: Acc, dy| {
+                            let dy = gated((x - mean) * scale + shift, dy);
+                            [dy, dy * (x - mean)]
+                        })
+                    }
+                }
             });
             rows::<Acc>(sums, extents.channels)
         }))
     })
+}
+
+/// A ReLU behind the normalisation: lets gradients through where (x − mean) × scale + shift is positive.
+#[derive(Clone, Copy)]
+pub(super) struct Gate<'a> {
+    pub(super) scale: &'a Tensor,
+    pub(super) shift: &'a Tensor,
+}
+
+impl Gate<'_> {
+    fn values<A: WithDType>(self) -> Result<[Vec<A>; 2]> {
+        Ok([self.scale.to_vec1()?, self.shift.to_vec1()?])
+    }
+}
+
+/// What a ReLU leaves of a gradient.
+#[inline(always)]
+fn gated<A: Real>(value: A, gradient: A) -> A {
+    if value > A::default() { gradient } else { A::default() }
+}
+
+/// Each channel's sum, as a tensor of shape (channels) and the dtype of `x`, which is contiguous.
+pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    if !x.device().is_cpu() {
+        return x.detach().reshape(extents.shape())?.sum((0, 2));
+    }
+    dispatch!(x.dtype(), "the sums of channels", T => with_slice::<T, _>(x, |x| {
+        type Acc = <T as Element>::Real;
+        let sums = channel_sums(extents, #[inline(always)] |_, range| sums(&x[range.clone()], &x[range], |x: Acc, _| [x]));
+        let sums: Vec<T> = sums.into_iter().map(T::from_f64).collect();
+        Tensor::from_vec(sums, extents.channels, &candle_core::Device::Cpu)
+    }))
 }
 
 fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
@@ -108,24 +185,81 @@ fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Ten
     Tensor::cat(&[dy.sum_keepdim((0, 2))?, products.sum_keepdim((0, 2))?], 0)?.reshape((2, extents.channels))
 }
 
-/// (x − mean) × scale + shift, each channel with its own; the storage of a tensor like `x`.
+/// (x − mean) × scale + shift, each channel with its own, and what comes `after`; the storage of a tensor like `x`.
 pub(super) fn normalise(
     x: &CpuStorage,
     layout: &Layout,
     [mean, scale, shift]: [&Tensor; 3],
+    after: &After,
 ) -> Result<(CpuStorage, Shape)> {
     let extents = Extents::of(layout.dims());
     let storage = dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;
         let x = slice::<T>(x, layout)?;
         let (mean, scale, shift) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?, shift.to_vec1::<Acc>()?);
-        let y = channel_map::<T>(extents, |channel, range, y| {
-            let (mean, scale, shift) = (mean[channel], scale[channel], shift[channel]);
-            y.iter_mut().zip(&x[range]).for_each(|(y, x)| *y = T::narrow((x.widen() - mean) * scale + shift));
-        });
+        let zero = Acc::default();
+        let of = |channel: usize| (mean[channel], scale[channel], shift[channel]);
+        let y = match after {
+            After::Nothing => channel_map::<T>(extents, #[inline(always)] |channel, range, y| {
+                let (mean, scale, shift) = of(channel);
+                y.iter_mut().zip(&x[range]).for_each(|(y, x)| *y = T::narrow((x.widen() - mean) * scale + shift));
+            }),
+            After::Relu => channel_map::<T>(extents, #[inline(always)] |channel, range, y| {
+                let (mean, scale, shift) = of(channel);
+                y.iter_mut().zip(&x[range]).for_each(|(y, x)| {
+                    *y = T::narrow(relu((x.widen() - mean) * scale + shift, zero));
+                });
+            }),
+            After::AddRelu(z) => with_slice::<T, _>(z, |z| Ok(channel_map::<T>(extents, #[inline(always)] |channel, range, y| {
+                let (mean, scale, shift) = of(channel);
+                let inputs = x[range.clone()].iter().zip(&z[range]);
+                y.iter_mut().zip(inputs).for_each(|(y, (x, z))| {
+                    *y = T::narrow(relu((x.widen() - mean) * scale + shift + z.widen(), zero));
+                });
+            })))?,
+        };
         Ok(T::to_cpu_storage_owned(y))
     })?;
     Ok((storage, layout.shape().clone()))
+}
+
+/// What follows a normalisation in the same pass over memory.
+pub(super) enum After {
+    Nothing,
+    Relu,
+    /// A tensor of the same shape and dtype, contiguous, is added first.
+    AddRelu(Tensor),
+}
+
+/// NaN stays NaN, as in PyTorch.
+#[inline(always)]
+fn relu<A: Real>(value: A, zero: A) -> A {
+    if value < zero { zero } else { value }
+}
+
+/// What the ReLU behind an [`After::AddRelu`] leaves of `dy`.
+pub(super) fn add_relu_gradient(
+    x: &Tensor,
+    z: &Tensor,
+    dy: &Tensor,
+    [mean, scale, shift]: [&Tensor; 3],
+) -> Result<Tensor> {
+    let extents = Extents::of(x.dims());
+    dispatch!(x.dtype(), "batch normalisation", T => {
+        type Acc = <T as Element>::Real;
+        let (mean, scale, shift) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?, shift.to_vec1::<Acc>()?);
+        let gradient = with_slice::<T, _>(x, |x| with_slice::<T, _>(z, |z| with_slice::<T, _>(dy, |dy| {
+            Ok(channel_map::<T>(extents, #[inline(always)] |channel, range, gradient| {
+                let (mean, scale, shift) = (mean[channel], scale[channel], shift[channel]);
+                let inputs = x[range.clone()].iter().zip(&z[range.clone()]).zip(&dy[range]);
+                gradient.iter_mut().zip(inputs).for_each(|(gradient, ((x, z), dy))| {
+                    let value = (x.widen() - mean) * scale + shift + z.widen();
+                    *gradient = T::narrow(gated(value, dy.widen()));
+                });
+            }))
+        })))?;
+        Tensor::from_vec(gradient, x.shape(), x.device())
+    })
 }
 
 /// [`normalise`] with candle's operations, on any device. `channels` are the storages of mean, scale and shift, which
@@ -156,8 +290,14 @@ where
     Ok((y.to_dtype(&flat, dtype)?, layout.shape().clone()))
 }
 
-/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`.
-pub(super) fn input_gradient(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
+/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`. With a `gate`, which only the CPU has,
+/// dy counts as zero where that does not let it through.
+pub(super) fn input_gradient(
+    x: &Tensor,
+    dy: &Tensor,
+    [mean, scale, a, b]: [&Tensor; 4],
+    gate: Option<Gate>,
+) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
     if !x.device().is_cpu() {
         return input_gradient_composite(x, dy, [mean, scale, a, b]);
@@ -166,13 +306,24 @@ pub(super) fn input_gradient(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Ten
         type Acc = <T as Element>::Real;
         let (mean, scale) = (mean.to_vec1::<Acc>()?, scale.to_vec1::<Acc>()?);
         let (a, b) = (a.to_vec1::<Acc>()?, b.to_vec1::<Acc>()?);
+        let gate = gate.map(|gate| gate.values::<Acc>()).transpose()?;
         let dx = with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
-            Ok(channel_map::<T>(extents, |channel, range, dx| {
+            Ok(channel_map::<T>(extents, #[inline(always)] |channel, range, dx| {
                 let (mean, scale, a, b) = (mean[channel], scale[channel], a[channel], b[channel]);
-                let inputs = x[range.clone()].iter().zip(&dy[range]);
-                dx.iter_mut().zip(inputs).for_each(|(dx, (x, dy))| {
-                    *dx = T::narrow(scale * (dy.widen() - a - (x.widen() - mean) * b));
-                });
+                let inputs = dx.iter_mut().zip(x[range.clone()].iter().zip(&dy[range]));
+                match &gate {
+                    None => inputs.for_each(|(dx, (x, dy))| {
+                        *dx = T::narrow(scale * (dy.widen() - a - (x.widen() - mean) * b));
+                    }),
+                    Some([gate_scale, shift]) => {
+                        let (gate_scale, shift) = (gate_scale[channel], shift[channel]);
+                        inputs.for_each(|(dx, (x, dy))| {
+                            let distance = x.widen() - mean;
+                            let dy = gated(distance * gate_scale + shift, dy.widen());
+                            *dx = T::narrow(scale * (dy - a - distance * b));
+                        });
+                    }
+                }
             }))
         }))?;
         Tensor::from_vec(dx, x.shape(), x.device())
@@ -211,19 +362,22 @@ fn channel_sums<A: WithDType, const K: usize>(
     let Extents { samples, channels, spatial } = extents;
     let mut totals = vec![[0.0; K]; channels];
     totals.par_chunks_mut(BLOCK).enumerate().for_each(|(block, totals)| {
-        for sample in 0..samples {
-            for (index, total) in totals.iter_mut().enumerate() {
-                let channel = block * BLOCK + index;
-                let start = (sample * channels + channel) * spatial;
-                let part = part(channel, start..start + spatial);
-                total.iter_mut().zip(part).for_each(|(total, part)| *total += part.to_f64());
+        tensor::vectorise!(|| {
+            for sample in 0..samples {
+                for (index, total) in totals.iter_mut().enumerate() {
+                    let channel = block * BLOCK + index;
+                    let start = (sample * channels + channel) * spatial;
+                    let part = part(channel, start..start + spatial);
+                    total.iter_mut().zip(part).for_each(|(total, part)| *total += part.to_f64());
+                }
             }
-        }
+        });
     });
     (0..K).flat_map(|row| totals.iter().map(move |total| total[row])).collect()
 }
 
 /// The sums over pairs of elements of what `terms` makes of them.
+#[inline(always)]
 fn sums<T: Element, const K: usize>(
     a: &[T],
     b: &[T],
@@ -256,10 +410,12 @@ fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, 
         return values;
     }
     values.par_chunks_mut(sample_len).enumerate().for_each(|(sample, values)| {
-        for (channel, values) in values.chunks_mut(spatial).enumerate() {
-            let start = sample * sample_len + channel * spatial;
-            fill(channel, start..start + spatial, values);
-        }
+        tensor::vectorise!(|| {
+            for (channel, values) in values.chunks_mut(spatial).enumerate() {
+                let start = sample * sample_len + channel * spatial;
+                fill(channel, start..start + spatial, values);
+            }
+        });
     });
     values
 }
@@ -312,10 +468,10 @@ mod tests {
                 Tensor::new(values, &Device::Cpu).unwrap().to_dtype(acc).unwrap()
             };
             let (mean, scale, a, b) = (row(0.5), row(1.0), row(-0.3), row(0.2));
-            let loops = gradient_sums(&x, &dy, &mean).unwrap();
+            let loops = gradient_sums(&x, &dy, &mean, None).unwrap();
             assert_close(&loops, &gradient_sums_composite(&x, &dy, &mean).unwrap(), tolerance);
             let channels = [&mean, &scale, &a, &b];
-            let loops = input_gradient(&x, &dy, channels).unwrap();
+            let loops = input_gradient(&x, &dy, channels, None).unwrap();
             assert_close(&loops, &input_gradient_composite(&x, &dy, channels).unwrap(), tolerance);
 
             let cpu = |t: &Tensor| match &*t.storage_and_layout().0 {
@@ -326,7 +482,7 @@ mod tests {
             let layout = Layout::contiguous(19);
             let others = [0, 1, 2].map(|index| (&storages[index], &layout));
             let (composite, _) = normalise_composite(&cpu(&x), x.layout(), others).unwrap();
-            let (loops, shape) = normalise(&cpu(&x), x.layout(), [&mean, &scale, &a]).unwrap();
+            let (loops, shape) = normalise(&cpu(&x), x.layout(), [&mean, &scale, &a], &After::Nothing).unwrap();
             let tensor = |storage: CpuStorage| dispatch!(dtype, "test", T => Tensor::from_vec(T::cpu_storage_data(storage)?, &shape, &Device::Cpu));
             assert_close(&tensor(loops).unwrap(), &tensor(composite).unwrap(), tolerance);
         }
@@ -337,8 +493,8 @@ mod tests {
         let x = Tensor::zeros((0, 3, 2), DType::F32, &Device::Cpu).unwrap();
         assert_eq!(moments(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
         let mean = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(gradient_sums(&x, &x, &mean).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
-        assert_eq!(input_gradient(&x, &x, [&mean; 4]).unwrap().dims(), [0, 3, 2]);
+        assert_eq!(gradient_sums(&x, &x, &mean, None).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+        assert_eq!(input_gradient(&x, &x, [&mean; 4], None).unwrap().dims(), [0, 3, 2]);
 
         let x = x.to_dtype(DType::F16).unwrap();
         assert_eq!(moments_composite(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);

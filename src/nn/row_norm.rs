@@ -5,6 +5,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::kernels::{self, NormOperands, NormStatistics};
 use crate::tensor::borrow::{slice, with_slice};
+use crate::tensor::function::{op2, op3};
 use crate::tensor::{self, Element, Real, dispatch};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
@@ -36,8 +37,8 @@ pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: 
     let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
     let x = x.contiguous()?;
     match bias {
-        Some(bias) => x.apply_op3(&weight, &bias, norm),
-        None => x.apply_op2(&weight, norm),
+        Some(bias) => op3(&x, &weight, &bias, norm),
+        None => op2(&x, &weight, norm),
     }
 }
 
@@ -85,7 +86,7 @@ impl RowNorm {
             let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
             blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
                 let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
-                tensor::vectorise(#[inline(always)] || {
+                tensor::vectorise!(|| {
                     for ((y, x), statistics) in rows.zip(statistics) {
                         let (mean, scale) = row_statistics(x, self.eps, self.centred);
                         normalise_row(y, x, weight, bias, mean, scale);
@@ -127,7 +128,7 @@ impl RowNorm {
                     let zeros = vec![Acc::from_f64(0.0); size];
                     let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
                     let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
-                    tensor::vectorise(#[inline(always)] || {
+                    tensor::vectorise!(|| {
                         for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
                             let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
                             let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));

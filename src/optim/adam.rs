@@ -31,7 +31,7 @@ impl Default for ParamsAdam {
 /// What both kinds of Adam keep.
 pub(super) const MOMENTS: &[&str] = &["exp_avg", "exp_avg_sq"];
 
-/// Weight decay on its two ways.
+/// The two kinds of weight decay.
 struct Decay {
     /// Added to the gradient.
     coupled: f64,

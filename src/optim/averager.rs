@@ -1,5 +1,5 @@
 //! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
-use crate::backend::ReduceOp;
+use crate::backend::{Label, ReduceOp};
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
@@ -44,7 +44,7 @@ impl PeriodicModelAverager {
     }
 
     /// To be called after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
-    /// the ranks if it is time to. Returns whether it was. Parameters belong together by their names, in whatever order
+    /// the ranks if it is time to. Returns whether it did. Parameters belong together by their names, in whatever order
     /// they are given: `ddp.named_parameters()`, or what a `VarMap` holds. Variables of integers are left alone.
     ///
     /// ```
@@ -59,7 +59,7 @@ impl PeriodicModelAverager {
     /// ```
     ///
     /// # Errors
-    /// When ranks have other names, shapes or dtypes ([`Error::ModelMismatch`], on all of them), and those of
+    /// When ranks have other names, shapes or dtypes ([`Error::Mismatch`], on all of them), and those of
     /// [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: &[(String, Var)]) -> Result<bool> {
         let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
@@ -80,8 +80,8 @@ impl PeriodicModelAverager {
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
-        match self.group.compare(Ok(described.clone()), "it has no parameters")? {
-            Some((rank, difference)) => Err(Error::ModelMismatch { rank, difference }),
+        match Label::AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
+            Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
                 self.agreed = Some(described);
                 Ok(())
@@ -99,7 +99,7 @@ fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
         let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
         // Divided first, as gradients are, so that the sum cannot overflow. The product is never a variable's storage.
         let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
-        let work = group.all_reduce_async(&flat, ReduceOp::Sum)?;
+        let work = Label::AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
         messages.push((vars, flat, work));
     }
     for (vars, flat, work) in messages {

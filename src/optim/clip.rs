@@ -9,6 +9,7 @@ use candle_core::{DType, Tensor, Var, WithDType};
 
 /// How the length of all gradients together is measured. PyTorch's other norms, such as the 1-norm, are not offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NormType {
     /// The square root of the sum of the squares.
     #[default]
@@ -27,8 +28,8 @@ pub struct ClipOptions {
     pub error_if_nonfinite: bool,
 }
 
-/// [`clip_grad_norm_with`] the L2 norm. With a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), call that one's
-/// [`clip_grad_norm`](super::ZeroRedundancyOptimizer::clip_grad_norm).
+/// [`clip_grad_norm_with`] the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does it for all parameters
+/// of an optimizer, and is the one to call with a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer).
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(grads, vars, max_norm, ClipOptions::default())
 }
@@ -41,8 +42,8 @@ pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Res
 /// each rank's own: clip them apart, or the norms, and with them the averaged parameters, differ from rank to rank.)
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, where none of `vars` has a gradient, and for a norm that is
-/// not finite if so asked for.
+/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, where none of `vars` has a gradient, and, with
+/// `error_if_nonfinite`, for a norm that is not finite.
 pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
     check_any_gradient(grads, vars)?;
@@ -68,7 +69,7 @@ pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
     Ok(())
 }
 
-/// Clipping nothing at all is never meant.
+/// A call that would clip nothing at all is a mistake.
 fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
         let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \

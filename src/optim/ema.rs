@@ -82,9 +82,9 @@ impl Ema {
                 dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
             } else {
                 let weights = slot.flat.to_dtype(dtype)?;
-                // Nothing times infinity is no number.
+                // Zero times infinity is NaN.
                 let moved = if decay == 0. { weights } else { ((&slot.average * decay)? + (weights * (1. - decay))?)? };
-                // In place, as on the CPU, for those who hold the averages.
+                // In place, as on the CPU: the program may hold what `averages` returned.
                 slot.average.slice_set(&moved, 0, 0)?;
             }
         }
@@ -121,7 +121,7 @@ impl Ema {
         Ok(())
     }
 
-    /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever it is time for.
+    /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever is possible.
     ///
     /// # Errors
     /// Errors of candle.
@@ -201,7 +201,7 @@ impl StateDict for Ema {
             averages.push(average.to_device(slot.average.device())?.copy()?.flatten_all()?.detach());
         }
         loader.finish()?;
-        // In place, for those who hold the averages.
+        // In place: the program may hold what `averages` returned.
         for (slot, average) in self.slots.iter().zip(&averages) {
             slot.average.slice_set(average, 0, 0)?;
         }

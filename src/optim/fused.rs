@@ -1,6 +1,7 @@
 //! The optimizer around an update rule: parameters, groups, counters, state.
 use super::clip;
-use super::rule::{Moment, UpdateRule, limit, not_negative};
+use super::optimizer::{Optimizer, check_learning_rates};
+use super::rule::{Moment, UpdateRule, limit};
 use super::update::{self, Part};
 use crate::error::describe;
 use crate::kernels;
@@ -9,7 +10,6 @@ use crate::tensor::DTYPES;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use candle_nn::Optimizer;
 use std::collections::{HashMap, HashSet};
 
 /// Parameters that are trained with the same options.
@@ -31,8 +31,9 @@ pub struct ParameterGroup<R> {
 /// On a GPU all parameters of a dtype are updated together, by as many launches of a kernel as one parameter would take:
 /// one, and three for LAMB, which also waits for the norm of the gradients once if `max_grad_norm` is set.
 ///
-/// [`new`](Optimizer::new) takes variables without names, as candle's optimizers do; made with
-/// [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups), the optimizer can be saved.
+/// Made with [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups), it can be saved. It implements
+/// [`Optimizer`] and also candle's trait of that name, whose [`new`](candle_nn::Optimizer::new) takes variables without
+/// names.
 #[derive(Debug)]
 pub struct FusedOptimizer<R> {
     groups: Vec<Group<R>>,
@@ -110,41 +111,6 @@ pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DTy
         return Err(Error::parameter(name, reason));
     }
     Ok(dtype)
-}
-
-/// An optimizer whose groups of parameters each have a learning rate: what schedules work on.
-pub trait LearningRates {
-    /// The learning rate of each group.
-    fn learning_rates(&self) -> Vec<f64>;
-
-    /// Changes the learning rate of each group.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] when there are not as many as groups.
-    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()>;
-}
-
-/// There must be one for each of the `groups`.
-pub(super) fn check_learning_rates(learning_rates: &[f64], groups: usize) -> Result<()> {
-    learning_rates.iter().try_for_each(|learning_rate| not_negative("learning_rates", *learning_rate))?;
-    if learning_rates.len() == groups {
-        return Ok(());
-    }
-    Err(Error::invalid("learning_rates", format!("{} were given for {groups} groups", learning_rates.len())))
-}
-
-impl<R: UpdateRule> LearningRates for FusedOptimizer<R> {
-    fn learning_rates(&self) -> Vec<f64> {
-        self.options().map(R::learning_rate).collect()
-    }
-
-    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
-        check_learning_rates(learning_rates, self.groups.len())?;
-        for (group, learning_rate) in self.groups.iter_mut().zip(learning_rates) {
-            group.options.set_learning_rate(*learning_rate);
-        }
-        Ok(())
-    }
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
@@ -249,6 +215,30 @@ impl<R: UpdateRule> FusedOptimizer<R> {
 }
 
 impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.apply(grads)
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.options().map(R::learning_rate).collect()
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        check_learning_rates(learning_rates, self.groups.len())?;
+        for (group, learning_rate) in self.groups.iter_mut().zip(learning_rates) {
+            group.options.set_learning_rate(*learning_rate);
+        }
+        Ok(())
+    }
+
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        let vars: Vec<Var> = self.slots().map(|slot| slot.var.clone()).collect();
+        clip::clip_grad_norm(grads, &vars, max_norm)
+    }
+}
+
+/// candle's trait.
+impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
     type Config = R;
 
     /// An optimizer for variables without names, which cannot be saved: error messages call them by their place.
@@ -264,7 +254,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
 
     /// That of the first group.
     fn learning_rate(&self) -> f64 {
-        self.options().next().map_or(0., R::learning_rate)
+        Optimizer::learning_rate(self)
     }
 
     /// Gives all groups the same learning rate.

@@ -155,7 +155,7 @@ impl ParamsLamb {
         if self.grad_averaging { 1. - self.beta1 } else { 1. }
     }
 
-    /// The weight decay on its two ways: added to the gradient, and to the update.
+    /// The two kinds of weight decay: added to the gradient, and to the update.
     fn decays(&self) -> (f64, f64) {
         if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) }
     }

@@ -3,8 +3,8 @@
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
-//! use candle_ddp::optim::{AdamW, ParameterGroup, ParamsAdamW, StateDict, clip_grad_norm};
-//! use candle_nn::{Optimizer, VarBuilder, VarMap, linear};
+//! use candle_ddp::optim::{AdamW, Optimizer, ParameterGroup, ParamsAdamW, StateDict};
+//! use candle_nn::{VarBuilder, VarMap, linear};
 //!
 //! # fn main() -> candle_ddp::Result<()> {
 //! let varmap = VarMap::new();
@@ -22,7 +22,7 @@
 //!
 //! let loss = model.forward(&Tensor::ones((8, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
 //! let mut grads = loss.backward()?; // under DDP: ddp.backward(&loss)
-//! clip_grad_norm(&mut grads, &varmap.all_vars(), 1.0)?;
+//! optimizer.clip_grad_norm(&mut grads, 1.0)?;
 //! optimizer.step(&grads)?;
 //!
 //! let file = std::env::temp_dir().join(format!("optimizer-{}.safetensors", std::process::id()));
@@ -38,6 +38,7 @@ mod clip;
 mod ema;
 mod fused;
 mod lamb;
+mod optimizer;
 mod plateau;
 mod rule;
 mod schedule;
@@ -52,8 +53,9 @@ pub use averager::PeriodicModelAverager;
 pub use candle_nn::ParamsAdamW;
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, clip_grad_value};
 pub use ema::Ema;
-pub use fused::{FusedOptimizer, LearningRates, ParameterGroup};
+pub use fused::{FusedOptimizer, ParameterGroup};
 pub use lamb::ParamsLamb;
+pub use optimizer::Optimizer;
 pub use plateau::{ParamsReduceLrOnPlateau, PlateauMode, ReduceLrOnPlateau, Threshold};
 #[cfg(test)]
 pub(crate) use rule::Moment;

@@ -1,5 +1,5 @@
 //! Learning rates that fall when training makes no more progress.
-use super::fused::LearningRates;
+use super::optimizer::Optimizer;
 use super::rule::not_negative;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
@@ -32,15 +32,15 @@ pub struct ParamsReduceLrOnPlateau {
     pub mode: PlateauMode,
     /// What the learning rates are multiplied by. Default: 0.1.
     pub factor: f64,
-    /// How many steps without progress are borne with. Default: 10.
+    /// How many steps without progress are accepted. Default: 10.
     pub patience: u64,
     /// Default: relative, 1e-4.
     pub threshold: Threshold,
     /// For how many steps after a reduction nothing is counted. Default: 0.
     pub cooldown: u64,
-    /// Learning rates never fall below. Default: 0.
+    /// The lowest learning rate. Default: 0.
     pub min_lr: f64,
-    /// Changes that are not larger than this are not made. Default: 1e-8.
+    /// A change that is not larger than this is not made. Default: 1e-8.
     pub eps: f64,
 }
 
@@ -92,15 +92,15 @@ impl ReduceLrOnPlateau {
     /// Takes note of `metric`, and reduces the learning rates of `optimizer` if it is time to. Returns whether it was.
     ///
     /// # Errors
-    /// None at present.
-    pub fn step(&mut self, optimizer: &mut impl LearningRates, metric: f64) -> Result<bool> {
+    /// Those of [`Optimizer::set_learning_rates`].
+    pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), metric: f64) -> Result<bool> {
         let mut rates = optimizer.learning_rates();
         let reduced = self.update(&mut rates, metric);
         optimizer.set_learning_rates(&rates)?;
         Ok(reduced)
     }
 
-    /// [`step`](Self::step) for optimizers of other kinds: reduces the learning rates that are given to it.
+    /// [`step`](Self::step) for what does not implement [`Optimizer`]: reduces the learning rates that are given to it.
     pub fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
         if self.is_better(metric) {
             self.best = metric;

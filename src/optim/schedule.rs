@@ -1,5 +1,5 @@
 //! Learning rates that follow from the number of steps.
-use super::fused::LearningRates;
+use super::optimizer::Optimizer;
 use super::rule::{fraction, not_negative};
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
@@ -26,10 +26,9 @@ pub trait Schedule {
 /// what "step" means in the options. Every rank does the same.
 ///
 /// ```
-/// # use candle_ddp::optim::{ParamsSgd, ParamsStepLr, Sgd, StepLr};
-/// # use candle_nn::Optimizer;
+/// # use candle_ddp::optim::{Optimizer, ParamsSgd, ParamsStepLr, Sgd, StepLr};
 /// # fn main() -> candle_ddp::Result<()> {
-/// let mut optimizer = Sgd::new(vec![], ParamsSgd { lr: 0.1, ..Default::default() })?;
+/// let mut optimizer = Sgd::from_named(vec![], ParamsSgd { lr: 0.1, ..Default::default() })?;
 /// let mut schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 2, gamma: 0.5 })?;
 /// for epoch in 0..4 {
 ///     // … optimizer.step(&grads)? for every batch …
@@ -52,13 +51,14 @@ impl<S: Schedule> LrScheduler<S> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for options that make no sense.
-    pub fn new(optimizer: &mut impl LearningRates, schedule: S) -> Result<Self> {
+    pub fn new(optimizer: &mut (impl Optimizer + ?Sized), schedule: S) -> Result<Self> {
         let scheduler = Self::from_rates(optimizer.learning_rates(), schedule)?;
         optimizer.set_learning_rates(&scheduler.learning_rates())?;
         Ok(scheduler)
     }
 
-    /// For optimizers of other kinds: the program gives them the [`learning_rates`](Self::learning_rates) itself.
+    /// For what does not implement [`Optimizer`], such as candle's own optimizers: the program gives them the
+    /// [`learning_rates`](Self::learning_rates) itself.
     ///
     /// # Errors
     /// As with [`new`](Self::new).
@@ -81,7 +81,7 @@ impl<S: Schedule> LrScheduler<S> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] when the optimizer has another number of groups than before.
-    pub fn step(&mut self, optimizer: &mut impl LearningRates) -> Result<()> {
+    pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<()> {
         self.advance();
         optimizer.set_learning_rates(&self.learning_rates())
     }
@@ -248,6 +248,7 @@ impl Schedule for ParamsWarmupCosine {
 
 /// How a one-cycle schedule goes from one learning rate to another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Anneal {
     /// Half a cosine.
     #[default]
@@ -319,7 +320,7 @@ impl Schedule for ParamsOneCycleLr {
         let mut phase_start = 0.;
         for (index, (phase_end, from, to)) in phases.iter().copied().enumerate() {
             if step <= phase_end || index + 1 == phases.len() {
-                // A phase without a length is at its end.
+                // A phase of no length is at its end.
                 let length = phase_end - phase_start;
                 let progress = if length > 0. { (step - phase_start) / length } else { 1. };
                 return match self.anneal_strategy {

@@ -11,7 +11,7 @@ impl ProcessGroup {
         failed: &str,
     ) -> Result<Option<(usize, String)>> {
         match self.gather_reports(report.as_deref().map_err(|error| *error))? {
-            Err((peer, reason)) => Err(Error::PeerFailed { peer, reason: format!("{failed}: {reason}") }),
+            Err((rank, reason)) => Err(Error::RankFailed { rank, reason: format!("{failed}: {reason}") }),
             Ok(reports) => {
                 let other = reports.iter().position(|report| *report != reports[0]);
                 Ok(other.map(|rank| (rank, first_difference(rank, &reports[rank], &reports[0]))))

@@ -1,6 +1,8 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
+use super::threads;
 use crate::backend::{Construction, nccl};
+use crate::error::Failure;
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -48,14 +50,17 @@ impl Default for InitOptions {
 /// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
 ///
 /// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
-/// on its host, and the others with the CPU engine. All ranks must end up with the same engine. In a build without NCCL (feature
-/// `cuda`), a GPU as the device makes a group of one rank.
+/// on its host, and the others with the CPU engine. All ranks must end up with the same engine. In a build without NCCL
+/// (feature `cuda`), a GPU as the device makes a group of one rank.
+///
+/// Where several ranks share a host and `RAYON_NUM_THREADS` is not set, as when ranks are started by hand, each would take
+/// all processors: rayon's threads are then limited to the rank's share, unless they run already, and a warning says so.
 ///
 /// # Errors
 /// A missing or contradictory environment, an engine that is not available, or ranks that do not come within the time-out;
 /// each error says which variable, address or rank, and what to do. If a rank has come and then fails, for example because it
-/// has no device or another engine than the others, all ranks get an error at once ([`Error::PeerFailed`]); if its process
-/// dies, they do within ten seconds. The time-out bounds all of it.
+/// has no device or another engine than the others, all ranks get an error at once
+/// ([`Failure::PeerFailed`]); if its process dies, they do within ten seconds. The time-out bounds all of it.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;
@@ -86,6 +91,7 @@ fn connect(
     };
     let (rank, world_size) = (found.rank, found.world_size);
     agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
+    threads::limit(found.local_rank, found.local_world_size);
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
         backend,
@@ -165,7 +171,7 @@ fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
         }
         error => error,
     };
-    let names = reports.hear(None, missing)?.map_err(|(peer, reason)| Error::PeerFailed { peer, reason })?;
+    let names = reports.hear(None, missing)?.map_err(|(peer, reason)| Failure::PeerFailed { peer, reason })?;
     let Some(peer) = names.iter().position(|name| *name != names[0]) else { return Ok(()) };
     let [first, other] = [0, peer].map(|rank| String::from_utf8_lossy(&names[rank]));
     let reason = format!(

@@ -48,7 +48,7 @@ impl ProcessGroup {
             };
             let reports = self.gather_reports(report);
             let own = state?;
-            let reports = reports?.map_err(|(peer, reason)| Error::PeerFailed { peer, reason })?;
+            let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
             state = match own {
                 State::Done(value) if reports.iter().all(|report| report != WORKING) => return Ok(value),
                 own => Ok(own),

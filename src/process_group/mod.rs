@@ -4,9 +4,11 @@ mod custom;
 mod engine;
 mod init;
 mod long_work;
+mod objects;
 mod on_error;
 mod parent;
-mod spawn;
+pub(crate) mod spawn;
+mod threads;
 
 pub use custom::CustomOptions;
 pub use engine::Backend;
@@ -15,6 +17,7 @@ pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, Construction, ReduceOp, Split, Work};
+use crate::error::Failure;
 use crate::rendezvous::{PrefixStore, Store, decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -35,11 +38,10 @@ use std::time::Duration;
 /// first calls may wait until the ranks are connected.
 ///
 /// # Errors
-/// A call fails on every rank, within the group's time-out, when ranks make different calls ([`Error::Desync`]), when a rank
-/// is gone ([`Error::PeerGone`], [`Error::PeerLeft`]), reports an error of its own ([`Error::PeerFailed`]) or does not come
-/// in time ([`Error::CollectiveTimeout`]). The group is then broken, and all
-/// its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
-/// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
+/// A call fails on every rank, within the group's time-out, when ranks make different calls, when a rank is gone, reports an
+/// error of its own, or does not come in time: [`Error::Group`], with the [`Failure`]. The group is
+/// then broken, and all its later calls return the same cause. A tensor that the group cannot take is refused on the calling
+/// rank alone, before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
 
@@ -169,7 +171,7 @@ impl ProcessGroup {
         let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
         let Some(made) = self.member(duplicate, &store, Some(self.rank()), self.world_size())? else {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
-            return Err(Error::PeerFailed { peer: self.rank(), reason });
+            return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
@@ -269,13 +271,13 @@ impl ProcessGroup {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 
-    /// This rank's `result`, or, if another rank has an error, that error as [`Error::PeerFailed`]. Every rank calls it.
+    /// This rank's `result`, or, if another rank has an error, that error as [`Error::RankFailed`]. Every rank calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let reports = self.gather_reports(result.as_ref().map(|_| ""));
         let value = result?;
         match reports? {
             Ok(_) => Ok(value),
-            Err((peer, reason)) => Err(Error::PeerFailed { peer, reason }),
+            Err((rank, reason)) => Err(Error::RankFailed { rank, reason }),
         }
     }
 
@@ -308,15 +310,16 @@ impl ProcessGroup {
     }
 }
 
+/// Far more than the report of any model.
+const LONGEST_REPORT: usize = 64 << 20;
+
 /// The number of bytes that rank `rank` says its report has. It may be anything if that rank is in another call that looks
 /// alike.
 fn report_length(rank: usize, length: i64) -> Result<usize> {
-    /// Far more than the report of any model.
-    const LONGEST: usize = 64 << 20;
-    usize::try_from(length).ok().filter(|length| *length <= LONGEST).ok_or_else(|| Error::PeerFailed {
-        peer: rank,
+    usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
+        rank,
         reason: format!(
-            "it sent {length} as the length of a report, which is 0 to {LONGEST} bytes: all ranks of a group must make the \
+            "it sent {length} as the length of a report, which is 0 to {LONGEST_REPORT} bytes: all ranks of a group must make the \
              same calls in the same order"
         ),
     })

@@ -4,9 +4,9 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl ProcessGroup {
-    /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason if it returns an error or
-    /// panics. The other ranks then get that reason at once, as [`Error::PeerFailed`](crate::Error::PeerFailed); otherwise
-    /// they would only see this rank leave.
+    /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason if it returns an error
+    /// or panics. The other ranks then get that reason at once, as
+    /// [`Failure::PeerFailed`](crate::error::Failure::PeerFailed); otherwise they would only see this rank leave.
     ///
     /// An error that comes from the group itself, such as another rank's failure, stays the same on all ranks.
     ///

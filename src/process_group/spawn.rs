@@ -1,5 +1,6 @@
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
+use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Store};
 use crate::{Error, Result};
@@ -68,6 +69,20 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             .inspect_err(|error| cancel(rank, error))?;
         pg.abort_on_error(|| work(pg.clone()))
     };
+    on_ranks(world_size, run, cancel)
+}
+
+/// Runs `run` for every rank, on a thread of its own, and returns the results in rank order; `cancel` is told the error
+/// of a rank whose thread could not be started.
+///
+/// # Errors
+/// The error of the rank that failed first, rather than those that it caused on the others; a panic is
+/// [`Error::RankFailed`].
+pub(crate) fn on_ranks<T: Send>(
+    world_size: usize,
+    run: impl Fn(usize) -> Result<T> + Sync,
+    cancel: impl Fn(usize, &Error),
+) -> Result<Vec<T>> {
     let run = &run;
     let outcomes: Vec<(Instant, Result<T>)> = thread::scope(|scope| {
         let ranks: Vec<_> = (0..world_size)
@@ -89,9 +104,10 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             .collect();
         ranks
             .into_iter()
-            .map(|rank| match rank {
-                Ok(rank) => rank.join().unwrap_or_else(|panic| {
-                    (Instant::now(), Err(Error::RankFailed { rank: 0, reason: panic_message(&*panic) }))
+            .enumerate()
+            .map(|(rank, thread)| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| {
+                    (Instant::now(), Err(Error::RankFailed { rank, reason: panic_message(&*panic) }))
                 }),
                 Err(error) => (Instant::now(), Err(error)),
             })
@@ -99,10 +115,10 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
     });
     let mut results = Vec::with_capacity(world_size);
     let mut failures = Vec::new();
-    for (at, result) in outcomes {
+    for (rank, (at, result)) in outcomes.into_iter().enumerate() {
         match result {
             Ok(value) => results.push(value),
-            Err(error) => failures.push((is_echo(&error), at, error)),
+            Err(error) => failures.push((is_echo(rank, &error), at, error)),
         }
     }
     match failures.into_iter().min_by_key(|(echo, at, _)| (*echo, *at)) {
@@ -111,7 +127,13 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
     }
 }
 
-/// Whether `error` says only that another rank failed.
-fn is_echo(error: &Error) -> bool {
-    matches!(error, Error::PeerGone { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. })
+/// Whether `error`, of rank `own`, says only that another rank failed.
+pub(crate) fn is_echo(own: usize, error: &Error) -> bool {
+    match error {
+        Error::Group(failure) => {
+            matches!(failure, Failure::PeerGone { .. } | Failure::PeerLeft { .. } | Failure::PeerFailed { .. })
+        }
+        Error::RankFailed { rank, .. } => *rank != own,
+        _ => false,
+    }
 }

@@ -1,7 +1,8 @@
+use crate::error::Failure;
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
-/// Ends the waiting of all who share it, with one reason.
+/// A shared cancellation signal: ends all waits that use it, with a single reason.
 #[derive(Default)]
 pub(crate) struct Cancellation(Mutex<Option<Reason>>);
 
@@ -12,12 +13,12 @@ pub(crate) enum Reason {
 }
 
 impl Cancellation {
-    /// Cancels, unless that was done before.
+    /// Cancels with `reason`, unless already cancelled.
     pub(crate) fn cancel(&self, reason: Reason) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
     }
 
-    /// The reason as an error, if this was cancelled.
+    /// Returns the reason as an error if this was cancelled.
     pub(crate) fn check(&self) -> Result<()> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), |reason| Err(reason.into()))
     }
@@ -26,7 +27,7 @@ impl Cancellation {
 impl From<Reason> for Error {
     fn from(reason: Reason) -> Self {
         match reason {
-            Reason::PeerFailed { peer, reason } => Self::PeerFailed { peer, reason },
+            Reason::PeerFailed { peer, reason } => Failure::PeerFailed { peer, reason }.into(),
             Reason::StoreLost { operation, store, reason } => Self::Store { operation, store, reason },
         }
     }

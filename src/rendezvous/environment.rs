@@ -2,57 +2,60 @@ use super::slurm;
 use crate::{Error, Result};
 use std::str::FromStr;
 
-/// Who started this process, judged by the variables that were left.
+/// The launcher that started this process, detected by its environment variables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Launcher {
-    /// RANK and its like: `ddprun`, `torchrun`, Kubernetes' PyTorchJob, or a script.
+    /// RANK and related variables: `ddprun`, `torchrun`, Kubernetes' PyTorchJob, or a script.
     Torchrun,
-    /// Slurm's `srun`: SLURM_PROCID and its like.
+    /// SLURM_PROCID and related variables: Slurm's `srun`.
     Slurm,
-    /// Open MPI's `mpirun`: OMPI_COMM_WORLD_RANK and its like.
+    /// OMPI_COMM_WORLD_RANK and related variables: Open MPI's `mpirun`.
     OpenMpi,
-    /// MPICH's or Intel MPI's `mpiexec` (Hydra): PMI_RANK and its like.
+    /// PMI_RANK and related variables: the `mpiexec` of MPICH or Intel MPI (Hydra).
     Mpich,
-    /// Nobody.
+    /// No launcher.
     #[default]
     None,
 }
 
-/// What the environment says about this process's place among the ranks.
+/// This process's rank and rendezvous point, as given by environment variables.
 ///
-/// Values are checked on their own and against each other; what no variable says is `None`. Where the variables of
-/// several launchers are present, torchrun's win, then an MPI's, then Slurm's: a job script starts the others.
+/// Values are validated individually and against each other. A value without a variable is `None`. If the variables of
+/// several launchers are present, torchrun's take precedence, then an MPI's, then Slurm's, because a Slurm job script
+/// starts the other launchers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Environment {
-    /// This process's place among all.
+    /// The rank of this process.
     pub rank: Option<usize>,
-    /// How many processes there are.
+    /// The number of ranks.
     pub world_size: Option<usize>,
-    /// This process's place among those on its host: which GPU to take.
+    /// The rank of this process among those on its host, which determines its GPU.
     pub local_rank: Option<usize>,
-    /// How many processes this host has.
+    /// The number of ranks on this host.
     pub local_world_size: Option<usize>,
-    /// MASTER_ADDR: the host of rank 0; under Slurm, the first node of the job step when unset.
+    /// MASTER_ADDR: the host of rank 0. Under Slurm, defaults to the first node of the job step.
     pub master_addr: Option<String>,
-    /// MASTER_PORT: the store's port; under Slurm, derived from the job when unset.
+    /// MASTER_PORT: the store's port. Under Slurm, defaults to a port derived from the job id.
     pub master_port: Option<u16>,
-    /// TORCHELASTIC_RESTART_COUNT: how often the launcher has started all ranks anew; 0 the first time.
+    /// TORCHELASTIC_RESTART_COUNT: how often the launcher has restarted all ranks; initially 0.
     pub restart_count: u64,
-    /// TORCHELASTIC_RUN_ID: the launcher's name for the whole run; under Slurm, the numbers of its job and step.
+    /// TORCHELASTIC_RUN_ID: the launcher's id of the run. Under Slurm, made from the ids of job and step.
     pub run_id: Option<String>,
     /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank may.
     pub use_agent_store: bool,
-    /// Whose variables gave the rank.
+    /// The launcher whose variables gave the rank.
     pub launcher: Launcher,
 }
 
 impl Environment {
-    /// Reads the variables of this process.
+    /// Reads the environment variables of this process.
     pub fn from_process() -> Result<Self> {
         Self::read(process_variable)
     }
 
-    /// Reads the variables that `lookup` knows.
+    /// Reads the variables through `lookup`.
     pub fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let variables = Variables(&lookup);
         let mut environment = variables.run()?;
@@ -60,8 +63,8 @@ impl Environment {
         Ok(environment)
     }
 
-    /// As [`Environment::read`], but without rank and world size, which the caller knows better, and with the local
-    /// ones only if they belong to these.
+    /// Like [`Environment::read`], but for a given rank and world size. Local rank and local world size are used only
+    /// if the variables agree with these.
     pub(super) fn read_for(lookup: impl Fn(&str) -> Option<String>, rank: usize, world_size: usize) -> Result<Self> {
         let variables = Variables(&lookup);
         let mut environment = variables.run()?;
@@ -77,7 +80,7 @@ pub(super) fn process_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// The four variables that say where a rank is, of each launcher.
+/// Each launcher's variables for rank, world size, local rank and local world size.
 const TORCHRUN: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 const OPEN_MPI: [&str; 4] =
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"];
@@ -91,7 +94,7 @@ impl Variables<'_> {
         (self.0)(name).is_some()
     }
 
-    /// A text; an empty one is as good as none.
+    /// Returns the value of a variable; an empty one counts as unset.
     fn text(&self, name: &str) -> Option<String> {
         (self.0)(name).filter(|value| !value.trim().is_empty())
     }
@@ -105,16 +108,16 @@ impl Variables<'_> {
     }
 
     fn count(&self, name: &str) -> Result<Option<usize>> {
-        self.number(name, "a number from 0")
+        self.number(name, "a non-negative number")
     }
 
-    /// Everything that does not differ between the ranks.
+    /// Reads everything that is the same on all ranks.
     fn run(&self) -> Result<Environment> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE").unwrap_or_default();
         let mut environment = Environment {
             master_addr: self.text("MASTER_ADDR"),
             master_port: self.number("MASTER_PORT", "a port (0 to 65535)")?,
-            restart_count: self.number("TORCHELASTIC_RESTART_COUNT", "a number from 0")?.unwrap_or(0),
+            restart_count: self.number("TORCHELASTIC_RESTART_COUNT", "a non-negative number")?.unwrap_or(0),
             run_id: self.text("TORCHELASTIC_RUN_ID"),
             use_agent_store: match agent.trim().to_ascii_lowercase().as_str() {
                 "true" | "1" => true,
@@ -144,8 +147,8 @@ impl Variables<'_> {
             environment.run_id = self.slurm_run();
         }
         match (environment.rank, environment.world_size) {
-            (Some(_), None) => return Err(missing(world_size, format!("{rank} is set, so it must be too"))),
-            (None, Some(_)) => return Err(missing(rank, format!("{world_size} is set, so it must be too"))),
+            (Some(_), None) => return Err(missing(world_size, format!("{rank} is set, so it must be set as well"))),
+            (None, Some(_)) => return Err(missing(rank, format!("{world_size} is set, so it must be set as well"))),
             _ => {}
         }
         within((rank, environment.rank), (world_size, environment.world_size))?;
@@ -172,17 +175,18 @@ impl Variables<'_> {
         } else if self.has(OPEN_MPI[0]) {
             (Launcher::OpenMpi, OPEN_MPI)
         } else if self.has(MPICH[0]) && (self.has(MPICH[2]) || !self.has(SLURM[0])) {
-            // srun sets PMI_RANK too, without the local rank: its own variables say more.
+            // srun sets PMI_RANK too, but no local rank; its own variables are more complete.
             (Launcher::Mpich, MPICH)
         } else if self.has(SLURM[0]) {
             (Launcher::Slurm, SLURM)
         } else {
-            // A lone LOCAL_RANK is still worth reading.
+            // A LOCAL_RANK without other variables is still useful.
             (Launcher::None, TORCHRUN)
         }
     }
 
-    /// The job step, which has the same name on all tasks; not so in a heterogeneous job, whose parts are jobs themselves.
+    /// Returns the id of the job step, which is the same for all tasks. The components of a heterogeneous job are jobs
+    /// of their own, so such a job has no common id.
     fn slurm_run(&self) -> Option<String> {
         if self.has("SLURM_HET_SIZE") || self.has("SLURM_PACK_SIZE") {
             return None;
@@ -191,7 +195,7 @@ impl Variables<'_> {
         Some(format!("slurm {job}.{}", self.text("SLURM_STEP_ID")?))
     }
 
-    /// The tasks of this node: the step's own count, before those of the job.
+    /// Returns the number of tasks on this node; the step's count takes precedence over the job's.
     fn slurm_local_world_size(&self) -> Result<Option<usize>> {
         let node = self.count("SLURM_NODEID")?;
         for name in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
@@ -209,18 +213,19 @@ impl Variables<'_> {
             for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
                 let Some(list) = self.text(name) else { continue };
                 let first = slurm::first_node(&list);
-                environment.master_addr = Some(
-                    first.ok_or_else(|| invalid(name, list, "it is no list of nodes such as node[003-005,9],gpu-a"))?,
-                );
+                environment.master_addr =
+                    Some(first.ok_or_else(|| {
+                        invalid(name, list, "it is not a list of nodes such as node[003-005,9],gpu-a")
+                    })?);
                 break;
             }
         }
         if environment.master_port.is_none() {
-            let job = match self.number("SLURM_JOB_ID", "a number from 0")? {
+            let job = match self.number("SLURM_JOB_ID", "a non-negative number")? {
                 Some(job) => Some(job),
-                None => self.number("SLURM_JOBID", "a number from 0")?,
+                None => self.number("SLURM_JOBID", "a non-negative number")?,
             };
-            // srun leaves a number here; the job script's own shell may hold a word.
+            // srun sets a number; the job script's own shell may have a word.
             let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse().ok()).unwrap_or(0);
             environment.master_port = job.map(|job| slurm::port(job, step));
         }
@@ -230,9 +235,9 @@ impl Variables<'_> {
 
 fn within((name, value): (&str, Option<usize>), (size_name, size): (&str, Option<usize>)) -> Result<()> {
     match (value, size) {
-        (_, Some(0)) => Err(invalid(size_name, 0, "there is at least one rank")),
+        (_, Some(0)) => Err(invalid(size_name, 0, "it must be at least 1")),
         (Some(value), Some(size)) if value >= size => {
-            Err(invalid(name, value, format!("{size_name}={size}, so it goes from 0 to {}", size - 1)))
+            Err(invalid(name, value, format!("{size_name}={size}, so it must be between 0 and {}", size - 1)))
         }
         _ => Ok(()),
     }
@@ -276,7 +281,7 @@ mod tests {
     ];
 
     #[test]
-    fn torchrun_wins() {
+    fn torchrun_takes_precedence() {
         let expected = Environment {
             rank: Some(5),
             world_size: Some(8),
@@ -332,7 +337,7 @@ mod tests {
         for (variables, launcher, expected) in
             [(open_mpi, Launcher::OpenMpi, [1, 4, 1, 2]), (hydra, Launcher::Mpich, [3, 4, 0, 1])]
         {
-            // Also inside of a Slurm job, whose script started mpirun.
+            // The same variables inside a Slurm job whose script started mpirun.
             for variables in [variables.to_vec(), [&variables[..], SLURM].concat()] {
                 let environment = read(&variables).unwrap();
                 assert_eq!(environment.launcher, launcher);
@@ -347,13 +352,13 @@ mod tests {
     fn names_the_variable_and_the_value() {
         type Texts = &'static [&'static str];
         let cases: &[(&[(&str, &str)], Texts)] = &[
-            (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK=\"4\"", "WORLD_SIZE=4", "0 to 3"]),
+            (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK=\"4\"", "WORLD_SIZE=4", "between 0 and 3"]),
             (&[("RANK", "1")], &["WORLD_SIZE is not set", "RANK is set"]),
             (&[("WORLD_SIZE", "2")], &["variable RANK is not set", "WORLD_SIZE is set"]),
-            (&[("RANK", "one"), ("WORLD_SIZE", "2")], &["RANK=\"one\"", "a number"]),
-            (&[("RANK", ""), ("WORLD_SIZE", "2")], &["RANK=\"\"", "a number"]),
-            (&[("RANK", "-1"), ("WORLD_SIZE", "2")], &["RANK=\"-1\"", "a number"]),
-            (&[("RANK", "0"), ("WORLD_SIZE", "0")], &["WORLD_SIZE=\"0\"", "at least one"]),
+            (&[("RANK", "one"), ("WORLD_SIZE", "2")], &["RANK=\"one\"", "a non-negative number"]),
+            (&[("RANK", ""), ("WORLD_SIZE", "2")], &["RANK=\"\"", "a non-negative number"]),
+            (&[("RANK", "-1"), ("WORLD_SIZE", "2")], &["RANK=\"-1\"", "a non-negative number"]),
+            (&[("RANK", "0"), ("WORLD_SIZE", "0")], &["WORLD_SIZE=\"0\"", "at least 1"]),
             (&[("MASTER_PORT", "65536")], &["MASTER_PORT=\"65536\"", "a port"]),
             (&[("TORCHELASTIC_RESTART_COUNT", "x")], &["TORCHELASTIC_RESTART_COUNT=\"x\""]),
             (

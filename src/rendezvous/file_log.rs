@@ -1,4 +1,4 @@
-//! The file behind a [`FileStore`](super::FileStore): a log of changes, and the locks around it.
+//! The file behind a [`FileStore`](super::FileStore): a log of changes with its locks.
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions, Permissions, TryLockError};
@@ -7,34 +7,35 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The first bytes of every log: what protects other files from being taken for one.
+/// The first bytes of every log; a file without them is never taken for a log.
 const MAGIC: &[u8] = b"candle-ddp store 1\n";
-/// Length and checksum in front of each record.
+/// The size of the header of each record: length and checksum.
 const HEADER: usize = 8;
-/// The longest record; a longer one means that the file is damaged.
+/// The maximum length of a record. A longer one means that the file is damaged.
 const MAX_RECORD: usize = 9 << 20;
 
-/// A log of records that several processes append to.
+/// A log of records to which several processes append.
 ///
-/// Two locks, both freed by the system when a process dies: `PATH.lock` is shared by all who use the log, so whoever
-/// gets it for itself alone knows that what the log holds is left over; `PATH` itself is locked for each access.
+/// There are two locks, both released by the system when a process dies. All users of the log hold `PATH.lock` as a
+/// shared lock, so a process that gets it exclusively knows that the log's content is stale. `PATH` itself is locked
+/// for each access.
 pub(super) struct FileLog {
     path: PathBuf,
     lock_path: PathBuf,
     data: File,
     users: File,
-    /// Everything before this has been read.
+    /// The offset up to which the log has been read.
     offset: u64,
 }
 
-/// The right to read or append, until dropped.
+/// The lock for reading and appending, released when dropped.
 pub(super) struct Access<'a> {
     log: &'a mut FileLog,
 }
 
 impl Drop for Access<'_> {
     fn drop(&mut self) {
-        // The next lock call on this file would fail in the same way, and be reported.
+        // The next lock call on this file would fail in the same way and report the error.
         let _ = self.log.data.unlock();
     }
 }
@@ -50,7 +51,7 @@ fn retry(deadline: Instant, pause: &mut Duration) -> io::Result<()> {
 
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 
-/// Locks within the deadline: a process that was stopped while it held the lock must not stop us too.
+/// Locks before the deadline, so that a process that was stopped while holding the lock does not block this one.
 fn lock(deadline: Instant, attempt: impl Fn() -> Result<(), TryLockError>) -> io::Result<()> {
     let mut pause = FIRST_PAUSE;
     loop {
@@ -62,11 +63,11 @@ fn lock(deadline: Instant, attempt: impl Fn() -> Result<(), TryLockError>) -> io
     }
 }
 
-/// Who may read and write a store's files: what is in them decides where ranks connect.
+/// The permissions of a store's files. Their content decides where ranks connect, so only the owner may access them.
 const MODE: u32 = 0o600;
 
-/// Opens a file of this user's own, or creates it where asked. In a folder that others can write, such as /tmp, somebody
-/// else's file or a link of theirs must not be taken for it.
+/// Opens a file of this user, or creates it if `create` is set. In a folder that others can write to, such as /tmp,
+/// files and links of other users must be refused.
 fn open(path: &Path, create: bool) -> io::Result<File> {
     let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
     // Without O_NONBLOCK, opening a device could block.
@@ -76,7 +77,7 @@ fn open(path: &Path, create: bool) -> io::Result<File> {
     let file = match options.open(path) {
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
             return refuse(format!(
-                "{} is a symbolic link, which a store does not follow: name another file",
+                "{} is a symbolic link, which a store does not follow: choose another file",
                 path.display()
             ));
         }
@@ -85,19 +86,19 @@ fn open(path: &Path, create: bool) -> io::Result<File> {
     let metadata = file.metadata()?;
     let (owner, user) = (metadata.uid(), rustix::process::geteuid().as_raw());
     if owner != user {
-        let hint = "all ranks must be the same user's, in a folder where files keep their owner";
+        let hint = "all ranks must run as the same user, and the folder must preserve ownership";
         return refuse(format!(
-            "{} belongs to the user with the number {owner}, this process to {user}: {hint}, or name another file",
+            "{} belongs to user id {owner}, but this process runs as {user}: {hint}, or choose another file",
             path.display()
         ));
     }
     if !metadata.is_file() {
-        return refuse(format!("{} is not a regular file: name another one", path.display()));
+        return refuse(format!("{} is not a regular file: choose another one", path.display()));
     }
     Ok(file)
 }
 
-/// Whether `path` still leads to `file`, which a leaving user may have removed.
+/// Returns whether `path` still refers to `file`; the last user may have removed it.
 fn leads_to(path: &Path, file: &File) -> io::Result<bool> {
     match path.metadata() {
         Ok(there) => file.metadata().map(|here| (here.dev(), here.ino()) == (there.dev(), there.ino())),
@@ -107,7 +108,7 @@ fn leads_to(path: &Path, file: &File) -> io::Result<bool> {
 }
 
 impl FileLog {
-    /// Opens the log at `path`, and empties it if nobody else uses it.
+    /// Opens the log at `path`, and empties it if no other process uses it.
     pub(super) fn open(path: &Path, deadline: Instant) -> Result<Self> {
         let mut lock_path = path.as_os_str().to_owned();
         lock_path.push(".lock");
@@ -121,8 +122,8 @@ impl FileLog {
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(error)) => return Err(context(error)),
             }
-            // Not in one step with the exclusive lock: another newcomer may come between and clear the log as well,
-            // which does no harm, since nothing is written before the shared lock is held.
+            // This is not atomic with the exclusive lock: another process may clear the log in between. That does no
+            // harm, because nothing is written before the shared lock is held.
             lock(deadline, || users.try_lock_shared()).map_err(context)?;
             if leads_to(&lock_path, &users).map_err(context)? {
                 let data = open(path, false).map_err(context)?;
@@ -133,7 +134,7 @@ impl FileLog {
         }
     }
 
-    /// Makes an empty log of `path`, unless it is somebody's file.
+    /// Makes `path` an empty log, unless it is a file of another kind.
     fn clear(path: &Path) -> Result<()> {
         let context = |error| Error::io(format!("create the file store {}", path.display()), error);
         let mut data = open(path, true).map_err(context)?;
@@ -142,10 +143,10 @@ impl FileLog {
         if !MAGIC.starts_with(&start) {
             return Err(Error::InvalidArgument {
                 argument: "init_method",
-                reason: format!("the file {} exists and is no store: name another one", path.display()),
+                reason: format!("the file {} exists and is not a store: choose another one", path.display()),
             });
         }
-        // One that an earlier version left may be open to others.
+        // Files left by an earlier version may be readable by other users.
         data.set_permissions(Permissions::from_mode(MODE)).map_err(context)?;
         data.set_len(0).and_then(|()| data.rewind()).and_then(|()| data.write_all(MAGIC)).map_err(context)
     }
@@ -154,17 +155,17 @@ impl FileLog {
         &self.path
     }
 
-    /// How far it has been read.
+    /// Returns the offset up to which the log has been read.
     pub(super) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Whether there may be something to read: cheap, for polling.
+    /// Returns whether there may be new records. Cheap enough for polling.
     pub(super) fn has_grown(&self) -> io::Result<bool> {
         self.data.metadata().map(|metadata| metadata.len() != self.offset)
     }
 
-    /// Waits for the right to read and append.
+    /// Waits for the lock for reading and appending.
     pub(super) fn access(&mut self, deadline: Instant) -> io::Result<Access<'_>> {
         lock(deadline, || self.data.try_lock())?;
         Ok(Access { log: self })
@@ -172,8 +173,8 @@ impl FileLog {
 }
 
 impl Access<'_> {
-    /// Gives `apply` each record that was appended since the last call. A torn one at the end, of a writer that died,
-    /// is left out: nobody has seen it, and the next writer overwrites it.
+    /// Passes each record appended since the last call to `apply`. Skips a torn record at the end, whose writer died:
+    /// no process has seen it, and the next writer overwrites it.
     pub(super) fn read(&mut self, mut apply: impl FnMut(&[u8])) -> io::Result<()> {
         let log = &mut *self.log;
         if log.data.metadata()?.len() <= log.offset {
@@ -203,7 +204,7 @@ impl Access<'_> {
         }
     }
 
-    /// Appends a record; everything before it must have been read.
+    /// Appends a record. Everything before it must have been read.
     pub(super) fn append(&mut self, record: &[u8]) -> io::Result<()> {
         let log = &mut *self.log;
         let length = u32::try_from(record.len()).ok().filter(|length| *length as usize <= MAX_RECORD);
@@ -212,11 +213,11 @@ impl Access<'_> {
         bytes.extend_from_slice(&length.to_le_bytes());
         bytes.extend_from_slice(&checksum(record).to_le_bytes());
         bytes.extend_from_slice(record);
-        // What stands behind the offset is torn.
+        // Anything after the offset is torn.
         log.data.set_len(log.offset)?;
         log.data.seek(SeekFrom::Start(log.offset))?;
         if let Err(error) = log.data.write_all(&bytes) {
-            // Best effort, on a disk that is full: readers do not take the torn record anyway.
+            // This is best effort on a full disk; readers skip the torn record anyway.
             let _ = log.data.set_len(log.offset);
             return Err(error);
         }
@@ -226,17 +227,17 @@ impl Access<'_> {
 }
 
 impl Drop for FileLog {
-    /// The last one out removes the files.
+    /// The last user removes the files.
     fn drop(&mut self) {
         if self.users.try_lock().is_ok() && leads_to(&self.lock_path, &self.users).unwrap_or(false) {
-            // If either cannot be removed, the next run clears it.
+            // If a file cannot be removed, the next run clears it.
             let _ = std::fs::remove_file(&self.path);
             let _ = std::fs::remove_file(&self.lock_path);
         }
     }
 }
 
-/// FNV-1a: tells a whole record from one that a crash of the host left half written.
+/// FNV-1a, which distinguishes whole records from those that a crash of the host left incomplete.
 fn checksum(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811C_9DC5, |sum, byte| (sum ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }

@@ -8,31 +8,31 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The longest key and value, as in a [`TcpStore`](super::TcpStore).
+/// The maximum length of a key, as in a [`TcpStore`](super::TcpStore).
 const MAX_KEY: usize = 8192;
 const MAX_VALUE: usize = 8 << 20;
-/// How often a waiting call looks at the file, at first and later on.
+/// The interval at which a waiting call polls the file, initially and later.
 const FIRST_LOOK: Duration = Duration::from_micros(200);
 const LATER_LOOK: Duration = Duration::from_millis(10);
 
 type Map = HashMap<Vec<u8>, Vec<u8>>;
 
-/// A store in a file that all ranks can write: PyTorch's `FileStore`, for hosts that share a file system whose `flock`
-/// works (local ones, and NFS from version 3 with its lock service).
+/// A store in a file that all ranks can write to, like PyTorch's `FileStore`. For hosts that share a file system with
+/// working `flock` (local file systems, and NFS from version 3 with its lock service).
 ///
-/// The store lives from its first user's arrival to its last one's leave, who removes the file (and `PATH.lock` beside
-/// it). What a run that was killed left behind is recognised, because the system has freed its locks, and cleared: there
-/// is no stale state to clean up by hand, as there is with PyTorch's. A file of another kind is never touched.
+/// The store exists from the time its first user opens it until its last user drops it, which removes the file (and
+/// `PATH.lock` next to it). Leftovers of a killed run are recognised, because the system has released their locks, and
+/// cleared. So unlike PyTorch's, the store never needs manual cleanup. A file of another kind is never touched.
 ///
-/// The files are readable and writable by their owner only. A symbolic link or a file of another user is refused.
+/// Only the owner can read and write the files. Symbolic links and files of other users are refused.
 ///
-/// Every change is appended to the file, which therefore grows with the number of calls: meant for a rendezvous, not as
-/// a database. A process that dies in the middle of a change leaves the store as it was before.
+/// Every change is appended to the file, so the file grows with the number of calls. The store is meant for rendezvous,
+/// not as a database. If a process dies during a change, the store remains as it was before.
 pub struct FileStore {
     state: Arc<Mutex<State>>,
     path: String,
     timeout: Duration,
-    /// The end of all calls, if they have one in common.
+    /// The common deadline of all calls, if there is one.
     deadline: Option<Instant>,
 }
 
@@ -42,7 +42,7 @@ struct State {
 }
 
 impl FileStore {
-    /// Opens or creates the store in the file `path`; its folder must exist. `timeout` bounds each call.
+    /// Opens or creates the store in the file `path`, whose folder must exist. `timeout` bounds each call.
     pub fn open(path: impl AsRef<Path>, timeout: Duration) -> Result<Self> {
         let log = FileLog::open(path.as_ref(), deadline_after(timeout))?;
         let path = log.path().display().to_string();
@@ -50,14 +50,14 @@ impl FileStore {
         Ok(Self { state, path, timeout, deadline: None })
     }
 
-    /// The same store for calls that all end at `deadline`.
+    /// Returns the same store with a common `deadline` for all calls.
     pub(super) fn until(&self, deadline: Instant) -> Self {
         let Self { state, path, timeout, .. } = self;
         Self { state: Arc::clone(state), path: path.clone(), timeout: *timeout, deadline: Some(deadline) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock half-way through a change.
+        // No code panics while it holds the lock in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -68,13 +68,13 @@ impl FileStore {
                 operation,
                 store,
                 timeout: self.timeout,
-                reason: "another process holds the file's lock and does not move on".to_string(),
+                reason: "another process holds the file's lock and does not release it".to_string(),
             },
             _ => Error::io(format!("{operation} on the store {store}"), error),
         }
     }
 
-    /// Looks at the map as it is now, and appends the changes that `body` returns.
+    /// Reads the current map and appends the changes that `body` returns.
     fn access<T>(&self, operation: &str, body: impl FnOnce(&Map) -> Result<(T, Vec<Change>)>) -> Result<T> {
         let mut state = self.lock();
         let State { log, map } = &mut *state;
@@ -102,14 +102,14 @@ impl FileStore {
         let Change::Set(key, value) = change else { return Ok(()) };
         for (what, length, limit) in [("key", key.len(), MAX_KEY), ("value", value.len(), MAX_VALUE)] {
             if length > limit {
-                let reason = format!("the {what} has {length} bytes, a store takes at most {limit}");
+                let reason = format!("the {what} has {length} bytes, but a store accepts at most {limit}");
                 return Err(Error::Store { operation: operation.to_string(), store: self.path.clone(), reason });
             }
         }
         Ok(())
     }
 
-    /// Waits for all of `keys`, then reads the map.
+    /// Waits until all `keys` are set, then reads the map.
     fn wait_then<T>(&self, operation: &str, keys: &[&str], timeout: Duration, read: impl Fn(&Map) -> T) -> Result<T> {
         let deadline = deadline_after(timeout);
         let mut pause = FIRST_LOOK;
@@ -131,14 +131,14 @@ impl FileStore {
                         operation: operation.to_string(),
                         store: self.path.clone(),
                         timeout,
-                        reason: format!("nobody set {missing:?}"),
+                        reason: format!("no rank set {missing:?}"),
                     });
                 }
             }
-            // The lock is not held here: other threads go on.
+            // The lock is not held here, so other threads can proceed.
             std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
             pause = (pause * 2).min(LATER_LOOK);
-            // Another thread may have read what has come, so the file's length alone does not tell.
+            // Another thread may have read the new records, so checking the file's length is not enough.
             let log = &self.lock().log;
             look = log.has_grown().map_err(|error| self.failed(operation, error))?
                 || log.offset() != seen
@@ -151,7 +151,7 @@ fn missing<'a>(map: &Map, keys: &[&'a str]) -> Vec<&'a str> {
     keys.iter().copied().filter(|key| !map.contains_key(key.as_bytes())).collect()
 }
 
-/// One change of the map: a record of the log.
+/// A change of the map: a record of the log.
 enum Change {
     Set(Vec<u8>, Vec<u8>),
     Delete(Vec<u8>),
@@ -165,7 +165,7 @@ impl Change {
         vec![Self::Set(key.as_bytes().to_vec(), value.to_vec())]
     }
 
-    /// A byte for the kind, the key's length as u16, the key, and the value.
+    /// Encodes the change as a byte for the kind, the key's length as u16, the key, and the value.
     fn encode(&self) -> Vec<u8> {
         let (kind, key, value) = match self {
             Self::Set(key, value) => (SET, key, value.as_slice()),
@@ -194,7 +194,7 @@ impl Change {
 }
 
 fn apply(map: &mut Map, record: &[u8]) {
-    // The checksum was right, so only another version's record could be none of ours.
+    // The checksum was right, so an unknown record can only come from another version.
     if let Some(change) = Change::decode(record) {
         change.apply(map);
     }

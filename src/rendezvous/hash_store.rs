@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A store inside one process, for ranks that are threads: PyTorch's `HashStore`.
+/// A store inside one process, for ranks that are threads; like PyTorch's `HashStore`.
 pub struct HashStore {
     map: Mutex<HashMap<String, Vec<u8>>>,
     changed: Condvar,
@@ -13,13 +13,13 @@ pub struct HashStore {
 }
 
 impl HashStore {
-    /// An empty store whose waiting calls give up after `timeout`.
+    /// Creates an empty store. Waiting calls time out after `timeout`.
     pub fn new(timeout: Duration) -> Self {
         Self { map: Mutex::default(), changed: Condvar::new(), timeout }
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<u8>>> {
-        // No code panics while it holds the lock half-way through a change.
+        // No code panics while it holds the lock in the middle of a change.
         self.map.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -29,7 +29,7 @@ impl HashStore {
         result
     }
 
-    /// Waits for all of `keys`, then reads the map under the same lock.
+    /// Waits until all `keys` are set, then reads the map under the same lock.
     fn wait_then<T>(
         &self,
         operation: &str,
@@ -50,7 +50,7 @@ impl HashStore {
                     operation: operation.to_string(),
                     store: "in this process".to_string(),
                     timeout,
-                    reason: format!("nobody set {missing:?}"),
+                    reason: format!("no rank set {missing:?}"),
                 });
             }
             map = self.changed.wait_timeout(map, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -58,12 +58,12 @@ impl HashStore {
     }
 }
 
-/// A counter's value: decimal text, as in PyTorch's stores.
+/// Parses a counter's value: decimal text, as in PyTorch's stores.
 pub(super) fn parse_counter(key: &str, store: &str, value: &[u8]) -> Result<i64> {
     std::str::from_utf8(value).ok().and_then(|text| text.parse().ok()).ok_or_else(|| Error::Store {
         operation: format!("add({key:?})"),
         store: store.to_string(),
-        reason: format!("the key holds {:?}, which is no number", String::from_utf8_lossy(value)),
+        reason: format!("the key holds {:?}, which is not a number", String::from_utf8_lossy(value)),
     })
 }
 

@@ -1,4 +1,4 @@
-//! The store that a launcher or rank 0 hosts for one job.
+//! The store that a launcher or rank 0 hosts for a job.
 use super::tcp_store::Listening;
 use super::{Store, TcpStoreServer, TcpStoreServerOptions};
 use crate::{Error, Result};
@@ -6,10 +6,10 @@ use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// The key with which a hosted store says whose it is: the run id, or nothing where that is unknown.
+/// The key under which a hosted store holds its run id, or nothing if that is unknown.
 const RUN_ID: &str = "candle_ddp/run_id";
 
-/// The run id of torchrun and ddprun for runs of several nodes where the user gives none: it tells no runs apart.
+/// The run id that torchrun and ddprun use for runs on several nodes by default. It does not distinguish runs.
 const NO_NAME: &str = "none";
 
 fn named(run_id: Option<&str>) -> Option<&str> {
@@ -22,13 +22,13 @@ pub(crate) fn host(listening: &Listening, run_id: Option<&str>) -> Result<TcpSto
     TcpStoreServer::serve(&listening.addresses, TcpStoreServerOptions::default(), &pairs)
 }
 
-/// The servers that this process hosts: groups that meet at the same port, one after the other or at once, share one.
+/// The servers that this process hosts. Groups that use the same port, concurrently or in succession, share a server.
 static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
 
-/// How long a port may still be in the hands of an earlier attempt's process, or of a child that is just being started.
+/// How long a port may still be held by an earlier attempt's process, or by a child that is just being started.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// As [`host`], or the one that this process hosts there already.
+/// Like [`host`], but returns the server that this process already hosts there, if any.
 pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result<Arc<TcpStoreServer>> {
     let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
     servers.retain(|server| server.strong_count() > 0);
@@ -39,7 +39,7 @@ pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result
     let deadline = Instant::now() + RELEASE;
     let server = loop {
         match host(listening, run_id) {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             result => break Arc::new(result?),
@@ -49,13 +49,13 @@ pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result
     Ok(server)
 }
 
-/// The run whose ranks meet in this store, for their keys; `None` where nobody knows.
+/// Returns the id of the run whose ranks use this store, for their keys; `None` if it is unknown.
 ///
-/// A store that says whose it is decides for all of its ranks, so that one whose environment lacks the run id, or has
-/// one that rank 0 lacks, still finds the others.
+/// The store's run id applies to all of its ranks. So a rank whose environment lacks the run id, or has one that rank 0
+/// lacks, still finds the others.
 ///
 /// # Errors
-/// The store is that of another run: two jobs use one port.
+/// Returns [`Error::Store`] if the store belongs to another run, because two jobs use the same port.
 pub(super) fn run_of(store: &dyn Store, name: &str, rank: usize, own: Option<&str>) -> Result<Option<String>> {
     let own = named(own);
     if !store.check(&[RUN_ID])? {
@@ -70,9 +70,9 @@ pub(super) fn run_of(store: &dyn Store, name: &str, rank: usize, own: Option<&st
             operation: format!("rendezvous of rank {rank}"),
             store: name.to_string(),
             reason: format!(
-                "the store is that of the run {hosted:?}, and this rank belongs to the run {own:?}. If these are two \
-                 jobs, give each a port of its own (MASTER_PORT, --master-port); if they are one, give all nodes the \
-                 same run id (--run-id)"
+                "the store belongs to the run {hosted:?}, but this rank belongs to the run {own:?}. If these are two \
+                 jobs, give each its own port (MASTER_PORT, --master-port); if they are one, give all nodes the same \
+                 run id (--run-id)"
             ),
         }),
         _ => Ok(Some(hosted)),

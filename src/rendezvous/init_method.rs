@@ -2,31 +2,33 @@ use crate::{Error, Result};
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where ranks meet: the parsed form of an init method, with the forms that PyTorch's `init_process_group` accepts.
+/// Where ranks rendezvous: a parsed init method, in the forms that PyTorch's `init_process_group` accepts.
 ///
-/// - `env://`: at MASTER_ADDR and MASTER_PORT, as a launcher set them;
-/// - `tcp://host:port`: at this address, which is rank 0's (`tcp://[::1]:29500` for IPv6);
-/// - `file:///path`: in a file that all ranks can write.
+/// - `env://`: at MASTER_ADDR and MASTER_PORT, as set by a launcher;
+/// - `tcp://host:port`: at this address of rank 0 (`tcp://[::1]:29500` for IPv6);
+/// - `file:///path`: in a file that all ranks can write to.
 ///
-/// Each may end with `?rank=R&world_size=W`.
+/// Each form may end with `?rank=R&world_size=W`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct InitMethod {
-    /// The place.
+    /// The location.
     pub location: Location,
-    /// `rank` of the query.
+    /// The query's `rank`.
     pub rank: Option<usize>,
-    /// `world_size` of the query.
+    /// The query's `world_size`.
     pub world_size: Option<usize>,
 }
 
-/// The place that an [`InitMethod`] names.
+/// The location that an [`InitMethod`] specifies.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Location {
-    /// Wherever the environment says.
+    /// The location that the environment specifies.
     Environment,
     /// A [`TcpStore`](super::TcpStore).
     Tcp {
-        /// A name or an address, without brackets.
+        /// The host's name, or its address without brackets.
         host: String,
         /// The port.
         port: u16,
@@ -49,11 +51,11 @@ impl FromStr for InitMethod {
         let (place, query) = rest.split_once('?').unwrap_or((rest, ""));
         let location = match scheme {
             "env" if place.is_empty() => Location::Environment,
-            "env" => return Err(invalid(text, "env:// takes no address, it comes from MASTER_ADDR and MASTER_PORT")),
+            "env" => return Err(invalid(text, "env:// takes no address: it comes from MASTER_ADDR and MASTER_PORT")),
             "tcp" => tcp(text, place)?,
             "file" if place.starts_with('/') && place.len() > 1 => Location::File(PathBuf::from(place)),
-            "file" => return Err(invalid(text, "the path must be absolute: file:///path has three slashes")),
-            scheme => return Err(invalid(text, format!("the scheme {scheme} is unknown, {FORMS}"))),
+            "file" => return Err(invalid(text, "the path must be absolute, with three slashes: file:///path")),
+            scheme => return Err(invalid(text, format!("the scheme {scheme} is unknown: {FORMS}"))),
         };
         let mut method = Self { location, rank: None, world_size: None };
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -61,9 +63,9 @@ impl FromStr for InitMethod {
             let field = match name {
                 "rank" => &mut method.rank,
                 "world_size" => &mut method.world_size,
-                name => return Err(invalid(text, format!("{name} is unknown, the query takes rank and world_size"))),
+                name => return Err(invalid(text, format!("{name} is unknown: the query takes rank and world_size"))),
             };
-            let number = value.parse().map_err(|_| invalid(text, format!("{name}={value} is no number")))?;
+            let number = value.parse().map_err(|_| invalid(text, format!("{name}={value} is not a number")))?;
             if field.replace(number).is_some() {
                 return Err(invalid(text, format!("{name} is given twice")));
             }
@@ -80,24 +82,24 @@ fn tcp(text: &str, place: &str) -> Result<Location> {
             host.split('%')
                 .next()
                 .and_then(|host| host.parse::<std::net::Ipv6Addr>().ok())
-                .ok_or_else(|| invalid(text, format!("{host} is no IPv6 address, and only those stand in brackets")))?;
+                .ok_or_else(|| invalid(text, format!("{host} is not an IPv6 address, and only those take brackets")))?;
             (host, port.strip_prefix(':').unwrap_or_default())
         }
         None => {
             let (host, port) = place.rsplit_once(':').unwrap_or((place, ""));
             if host.contains(':') {
-                return Err(invalid(text, "an IPv6 address stands in brackets: tcp://[::1]:29500"));
+                return Err(invalid(text, "an IPv6 address needs brackets: tcp://[::1]:29500"));
             }
             (host, port)
         }
     };
     if host.is_empty() || host.contains(|c: char| c.is_whitespace() || "/@".contains(c)) {
-        return Err(invalid(text, format!("{host:?} is no host name or address, use tcp://host:port")));
+        return Err(invalid(text, format!("{host:?} is not a host name or address: use tcp://host:port")));
     }
     if port.is_empty() {
-        return Err(invalid(text, "the port is missing, use tcp://host:port"));
+        return Err(invalid(text, "the port is missing: use tcp://host:port"));
     }
-    let port = port.parse().map_err(|_| invalid(text, format!("{port:?} is no port (0 to 65535)")))?;
+    let port = port.parse().map_err(|_| invalid(text, format!("{port:?} is not a port (0 to 65535)")))?;
     Ok(Location::Tcp { host: host.to_string(), port })
 }
 
@@ -128,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn names_what_is_wrong() {
+    fn errors_name_the_invalid_part() {
         for (text, expected) in [
             ("", "use env://"),
             ("localhost:29500", "use env://"),
@@ -136,19 +138,19 @@ mod tests {
             ("env://host", "takes no address"),
             ("tcp://host", "port is missing"),
             ("tcp://host:", "port is missing"),
-            ("tcp://:29500", "no host name"),
-            ("tcp://user@host:1", "no host name"),
-            ("tcp://host:65536", "\"65536\" is no port"),
-            ("tcp://host:x", "\"x\" is no port"),
-            ("tcp://::1:29500", "in brackets"),
+            ("tcp://:29500", "not a host name"),
+            ("tcp://user@host:1", "not a host name"),
+            ("tcp://host:65536", "\"65536\" is not a port"),
+            ("tcp://host:x", "\"x\" is not a port"),
+            ("tcp://::1:29500", "needs brackets"),
             ("tcp://[::1:29500", "not closed"),
             ("tcp://[::1]", "port is missing"),
             ("tcp://[::1]29500", "port is missing"),
-            ("tcp://[host]:1", "no IPv6 address"),
+            ("tcp://[host]:1", "not an IPv6 address"),
             ("file://tmp/x", "three slashes"),
             ("file:///", "three slashes"),
-            ("tcp://h:1?rank=-1", "rank=-1 is no number"),
-            ("tcp://h:1?rank", "rank= is no number"),
+            ("tcp://h:1?rank=-1", "rank=-1 is not a number"),
+            ("tcp://h:1?rank", "rank= is not a number"),
             ("tcp://h:1?ranks=1", "ranks is unknown"),
             ("tcp://h:1?rank=1&rank=2", "given twice"),
         ] {

@@ -4,12 +4,12 @@ use crate::{Error, Result};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// How long after the deadline the store is still asked which ranks are missing, and told of a failure.
+/// How long after the deadline the store may still be used, to find missing ranks and to report a failure.
 pub(super) const REPORTING: Duration = Duration::from_secs(2);
 
-/// A store whose calls can be given a common end.
+/// A store whose calls can be given a common deadline.
 pub(super) trait LimitedStore: Store {
-    /// The same store for calls that all end at `deadline`.
+    /// Returns the same store with a common `deadline` for all calls.
     fn limited(&self, deadline: Instant) -> Arc<dyn Store>;
 }
 
@@ -25,8 +25,8 @@ impl LimitedStore for FileStore {
     }
 }
 
-/// A run's store. While the group is being made, waits end at the deadline or when they are cancelled, and other calls
-/// soon after the deadline. Afterwards it is the plain store.
+/// A run's store. During initialisation, waits end at the deadline or on cancellation, and other calls end shortly
+/// after the deadline. Afterwards there are no such limits.
 pub(super) struct InitStore {
     plain: Arc<dyn LimitedStore>,
     /// `None` after initialisation.
@@ -41,17 +41,17 @@ impl InitStore {
         Self { plain, limited, cancellation: Cancellation::default(), deadline }
     }
 
-    /// Another limited store, which waits for nobody's deadline but `deadline`.
+    /// Returns another limited store, with its own `deadline`.
     pub(super) fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
         self.plain.limited(deadline)
     }
 
-    /// Initialisation is over.
+    /// Lifts the limits at the end of initialisation.
     pub(super) fn lift_limits(&self) {
         *self.limited.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// The store with its limits, unless they are lifted.
+    /// Returns the limited store, unless the limits have been lifted.
     pub(super) fn in_init(&self) -> Option<Arc<dyn Store>> {
         self.limited.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -60,7 +60,7 @@ impl InitStore {
         let Some(limited) = self.in_init() else { return call(&*self.plain) };
         call(&*limited).map_err(|error| match error {
             Error::StoreTimeout { .. } => error,
-            // Where the store has gone with the rank that failed, that one's reason is the cause.
+            // If the store ended together with the rank that failed, that rank's reason is the cause.
             _ => self.cancellation.check().err().unwrap_or(error),
         })
     }

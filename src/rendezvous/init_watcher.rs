@@ -1,12 +1,13 @@
-//! How ranks hear of each other's failures before they are connected.
+//! How ranks learn of each other's failures before they are connected.
 //!
-//! A rank whose initialisation fails sets the abort key, and each rank has a thread that looks at it. The thread also
-//! writes this rank's heartbeat and watches that of the next rank, so that the store has a few requests per rank and
-//! second, however many ranks there are. When the next rank's heartbeat stops, its process has died without a word.
+//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. That thread also writes
+//! this rank's heartbeat and monitors that of the next rank, so the store gets only a few requests per rank and second,
+//! however many ranks there are. If the next rank's heartbeat stops, its process died without reporting an error.
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
 use super::{PrefixStore, Store};
+use crate::error::Failure;
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,43 +15,43 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The rank that failed first, and why.
+/// The rank that failed first, and the reason.
 const ABORT: &str = "init/abort";
-/// How many ranks know of it.
+/// The number of ranks that know of the failure.
 const HEARD: &str = "init/heard";
 const FIRST: &[u8] = b"0";
-/// The last heartbeat of a rank that needs no watching any more.
+/// The final heartbeat of a rank that no longer needs monitoring.
 const DONE: &[u8] = b"done";
 
 fn heartbeat_key(rank: usize) -> String {
     format!("init/heartbeat/{rank}")
 }
 
-/// How often the thread looks.
+/// The intervals of the thread.
 #[derive(Clone, Copy)]
 struct Pace {
-    /// The time between two looks at the abort key.
+    /// The interval at which the abort key is polled.
     tick: Duration,
-    /// Ticks from heartbeat to heartbeat.
+    /// The number of ticks between heartbeats.
     ticks_per_heartbeat: u32,
-    /// Heartbeats of this rank without one of the next, after which that one is taken for dead. They are counted, rather
-    /// than timed: where the store, or this process, stands still for a while, nobody is missing.
+    /// The number of this rank's heartbeats without one of the next rank after which that rank is considered dead.
+    /// Counting heartbeats instead of time avoids false alarms when the store or this process is suspended.
     lost_after: u32,
 }
 
 const PACE: Pace = Pace { tick: Duration::from_millis(500), ticks_per_heartbeat: 2, lost_after: 8 };
 
-/// After so many failed requests in a row the store is gone.
+/// The number of consecutive failed requests after which the store is considered lost.
 const STORE_LOST_AFTER: u32 = 4;
-/// How long the end of initialisation waits for the thread, which may be in a request that is not answered.
+/// How long the end of initialisation waits for the thread, which may be blocked in a request.
 const THREAD_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Watches over one rank's initialisation.
+/// Monitors the initialisation of one rank.
 pub(crate) struct InitWatcher {
     store: Arc<InitStore>,
     prefix: String,
     rank: usize,
-    /// Whether this process serves the store.
+    /// Whether this process hosts the store.
     hosts: bool,
     /// Whether this rank has been counted in `HEARD`.
     heard: Arc<AtomicBool>,
@@ -64,12 +65,13 @@ struct Thread {
 }
 
 impl InitWatcher {
-    /// The keys are those of `store` that begin with `prefix`; `hosts` says whether this process serves it.
+    /// Creates a watcher that uses the keys of `store` under `prefix`; `hosts` says whether this process hosts the
+    /// store.
     pub(super) fn new(store: Arc<InitStore>, prefix: &str, rank: usize, hosts: bool) -> Self {
         Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None }
     }
 
-    /// Begins to watch.
+    /// Starts the thread.
     pub(super) fn start(&mut self, world_size: usize) -> Result<()> {
         self.start_at(PACE, world_size)
     }
@@ -82,35 +84,35 @@ impl InitWatcher {
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
             let _end = end;
-            Look { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+            Poller { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
         };
         let handle = std::thread::Builder::new()
             .name(format!("ddp-{rank}-init"))
             .spawn(body)
-            .map_err(|error| Error::io("starting the thread that watches over initialisation", error))?;
+            .map_err(|error| Error::io("starting the thread that monitors initialisation", error))?;
         self.thread = Some(Thread { stop, ended, handle });
         Ok(())
     }
 
-    /// When initialisation must be over.
+    /// Returns the deadline of initialisation.
     pub(crate) fn deadline(&self) -> Instant {
         self.store.deadline
     }
 
-    /// The failure of another rank, or of the store.
+    /// Returns the failure of another rank or of the store as an error.
     pub(crate) fn check(&self) -> Result<()> {
         self.store.cancellation.check()
     }
 
-    /// Ends with the `result` of initialisation, of which the other ranks hear if it is an error.
+    /// Ends monitoring with the `result` of initialisation. An error is reported to the other ranks.
     pub(crate) fn conclude<T>(mut self, result: Result<T>) -> Result<T> {
         self.end_thread();
         match &result {
             Ok(_) => self.store.lift_limits(),
-            Err(Error::PeerGone { rank, peer, .. }) => {
-                self.tell(*peer, &format!("it is gone: its connection to rank {rank} closed"));
+            Err(Error::Group(Failure::PeerGone { rank, peer, .. })) => {
+                self.report(*peer, &format!("it is gone: its connection to rank {rank} closed"));
             }
-            Err(error) => self.tell(self.rank, &format!("{error} (on host {})", host_name())),
+            Err(error) => self.report(self.rank, &format!("{error} (on host {})", host_name())),
         }
         result
     }
@@ -121,25 +123,25 @@ impl InitWatcher {
         if let Err(RecvTimeoutError::Disconnected) = ended.recv_timeout(THREAD_PATIENCE)
             && handle.join().is_err()
         {
-            log::error!("rank {}: the thread that watched over initialisation panicked", self.rank);
+            log::error!("rank {}: the thread that monitors initialisation panicked", self.rank);
         }
     }
 
-    /// Tells the other ranks that `culprit` failed, unless another failure was first.
-    fn tell(&self, culprit: usize, reason: &str) {
-        let tell = || -> Result<()> {
+    /// Reports to the other ranks that `culprit` failed, unless another failure was reported first.
+    fn report(&self, culprit: usize, reason: &str) {
+        let report = || -> Result<()> {
             let end = self.store.deadline.min(Instant::now()) + REPORTING;
             let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
             keys.compare_set(ABORT, b"", format!("{culprit} {reason}").as_bytes())?;
             count(&keys, &self.heard)?;
-            // The store ends with this process: the others are given the time to hear why.
+            // The store ends with this process, so give the other ranks time to read the reason.
             while self.hosts && Instant::now() < end && keys.add(HEARD, 0)? < keys.add(&in_join(ARRIVED), 0)? {
                 std::thread::sleep(Duration::from_millis(20));
             }
             Ok(())
         };
-        if let Err(error) = tell() {
-            log::debug!("rank {}: the other ranks do not hear why it failed: {error}", self.rank);
+        if let Err(error) = report() {
+            log::debug!("rank {}: cannot report the failure to the other ranks: {error}", self.rank);
         }
     }
 }
@@ -149,7 +151,7 @@ impl Drop for InitWatcher {
         if self.thread.is_some() {
             self.end_thread();
             if std::thread::panicking() {
-                self.tell(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
+                self.report(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
             }
         }
     }
@@ -163,7 +165,7 @@ fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Counts this rank among those that know of the failure, once.
+/// Counts this rank, once, among those that know of the failure.
 fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
     if !heard.swap(true, Ordering::Relaxed) {
         keys.add(HEARD, 1)?;
@@ -171,8 +173,8 @@ fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-/// What the thread works with.
-struct Look<'a> {
+/// The data of the thread.
+struct Poller<'a> {
     keys: PrefixStore,
     cancellation: &'a Cancellation,
     heard: &'a AtomicBool,
@@ -180,16 +182,16 @@ struct Look<'a> {
     world_size: usize,
 }
 
-/// What was seen of the next rank.
+/// What is known of the next rank.
 enum Next {
-    /// No heartbeat yet.
+    /// It has not sent a heartbeat yet.
     Absent,
-    /// This heartbeat, and how often it was the same.
+    /// Its last heartbeat, and for how many checks that has not changed.
     Alive(Vec<u8>, u32),
     Done,
 }
 
-impl Look<'_> {
+impl Poller<'_> {
     fn run(&self, pace: Pace, stopped: &Receiver<()>) {
         let (mut heartbeats, mut failures, mut next) = (0, 0, Next::Absent);
         for tick in 1.. {
@@ -198,7 +200,7 @@ impl Look<'_> {
                 _ => break,
             }
             let look = || -> Result<bool> {
-                if self.hear()? {
+                if self.check_abort()? {
                     return Ok(true);
                 }
                 if tick % pace.ticks_per_heartbeat == 0 {
@@ -218,17 +220,17 @@ impl Look<'_> {
                         break;
                     }
                 }
-                // Time-outs among others: who waits for the store has a deadline of its own.
-                Err(error) => log::debug!("rank {}: a look at the store during initialisation: {error}", self.rank),
+                // This includes time-outs; callers that wait for the store have their own deadline.
+                Err(error) => log::debug!("rank {}: polling the store during initialisation: {error}", self.rank),
             }
         }
         if let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE) {
-            log::debug!("rank {}: the last heartbeat of initialisation: {error}", self.rank);
+            log::debug!("rank {}: sending the last heartbeat of initialisation: {error}", self.rank);
         }
     }
 
-    /// Whether a rank has failed.
-    fn hear(&self) -> Result<bool> {
+    /// Returns whether a rank has failed.
+    fn check_abort(&self) -> Result<bool> {
         if !self.keys.check(&[ABORT])? {
             return Ok(false);
         }
@@ -244,7 +246,7 @@ impl Look<'_> {
         count(&self.keys, self.heard)
     }
 
-    /// Looks at the next rank's heartbeat. Whether that one is lost, of which all ranks hear.
+    /// Checks the next rank's heartbeat. Returns whether that rank is lost, which is then reported to all ranks.
     fn watch(&self, pace: Pace, next: &mut Next) -> Result<bool> {
         let peer = (self.rank + 1) % self.world_size;
         let key = heartbeat_key(peer);
@@ -270,8 +272,8 @@ impl Look<'_> {
         }
         let seconds = (pace.tick * pace.ticks_per_heartbeat * missed).as_secs_f64();
         let reason = format!(
-            "it gave no sign of life for {seconds} s during initialisation, as rank {} sees it: its process{} has died, or \
-             stands still. Look for the first error in its output",
+            "it gave no sign of life for {seconds} s during initialisation, according to rank {}: its process{} died or is \
+             stopped. Look for the first error in its output",
             self.rank,
             self.host_of(peer)
         );
@@ -280,11 +282,11 @@ impl Look<'_> {
         Ok(true)
     }
 
-    /// ` on host NAME`, if the rank came so far as to tell.
+    /// Returns ` on host NAME`, if the rank has reported its host.
     fn host_of(&self, peer: usize) -> String {
         let key = in_join(&host_key(peer));
-        let told = self.keys.check(&[&key]).ok().filter(|told| *told).and_then(|_| self.keys.get(&key).ok());
-        let host = String::from_utf8_lossy(&told.unwrap_or_default()).into_owned();
+        let found = self.keys.check(&[&key]).ok().filter(|found| *found).and_then(|_| self.keys.get(&key).ok());
+        let host = String::from_utf8_lossy(&found.unwrap_or_default()).into_owned();
         host.split(' ')
             .next()
             .filter(|name| !name.is_empty())
@@ -308,29 +310,29 @@ mod tests {
         watcher
     }
 
-    fn hear(watcher: &InitWatcher) -> (usize, String) {
+    fn wait_for_failure(watcher: &InitWatcher) -> (usize, String) {
         let start = Instant::now();
         loop {
-            assert!(start.elapsed() < TIMEOUT, "nothing was heard");
+            assert!(start.elapsed() < TIMEOUT, "the failure was not reported");
             match watcher.check() {
                 Ok(()) => std::thread::sleep(Duration::from_millis(5)),
-                Err(Error::PeerFailed { peer, reason }) => return (peer, reason),
+                Err(Error::Group(Failure::PeerFailed { peer, reason })) => return (peer, reason),
                 Err(error) => panic!("{error}"),
             }
         }
     }
 
     #[test]
-    fn the_first_failure_is_heard_and_waits_end() {
+    fn the_first_failure_is_reported_and_ends_waits() {
         let folder = tempfile::tempdir().unwrap();
         let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
         let store = Arc::clone(&a.store);
         let waiting = std::thread::spawn(move || store.get("never set"));
         let error = b.conclude::<()>(Err(Error::invalid("device", "no GPU"))).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error stays what it is: {error}");
-        let (peer, reason) = hear(&a);
+        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error must not change: {error}");
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
-        assert!(matches!(waiting.join().unwrap(), Err(Error::PeerFailed { peer: 1, .. })));
+        assert!(matches!(waiting.join().unwrap(), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
         assert!(a.conclude::<()>(a_failure()).is_err());
     }
 
@@ -345,16 +347,16 @@ mod tests {
         let keys = FileStore::open(&path, TIMEOUT).unwrap();
         let a = watcher(&path, 0, FAST);
         std::thread::sleep(FAST.tick * 30);
-        a.check().unwrap(); // rank 1 has not come yet
+        a.check().unwrap(); // rank 1 has not arrived yet
         keys.set("run/join/host/1", b"node7 0123").unwrap();
         keys.set("run/init/heartbeat/1", FIRST).unwrap();
-        let (peer, reason) = hear(&a);
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
         assert!(keys.check(&["run/init/abort"]).unwrap());
     }
 
     #[test]
-    fn ranks_that_live_or_are_connected_are_not_lost() {
+    fn live_or_connected_ranks_are_not_lost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
         let slow = Pace { lost_after: 60, ..FAST };
@@ -367,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_told() {
+    fn a_panic_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
         let panicked = std::thread::spawn(move || {
@@ -375,7 +377,7 @@ mod tests {
             panic!("out of luck");
         });
         panicked.join().unwrap_err();
-        let (peer, reason) = hear(&a);
+        let (peer, reason) = wait_for_failure(&a);
         assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
     }
 }

@@ -1,16 +1,16 @@
-//! The moment when all ranks of a run have found each other in a store.
+//! The barrier at which all ranks of a run find each other in a store.
 use super::Store;
 use super::store::absent_ranks;
 use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Set by the rank that completes the run, or by one that finds that it cannot be completed, with its reason.
+/// Set, with a reason, by the rank that completes the run or by one that finds that it cannot complete.
 const OUTCOME: &str = "outcome";
 const COMPLETE: &[u8] = b"complete";
 pub(super) const ARRIVED: &str = "arrived";
 const WORLD_SIZE: &str = "world_size";
-/// The store's own address, told by a rank on another host.
+/// The store's own address, reported by a rank on another host.
 const STORE_ADDRESS: &str = "store_address";
 
 fn rank_key(rank: usize) -> String {
@@ -21,26 +21,28 @@ pub(super) fn host_key(rank: usize) -> String {
     format!("host/{rank}")
 }
 
-/// One rank's wish to take part.
+/// A rank's request to join the run.
 pub(super) struct Join<'a> {
     pub(super) store: &'a dyn Store,
-    /// What the store is called in messages.
+    /// The store's name in messages.
     pub(super) name: String,
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// What the ranks of one host have in common, see [`host`].
+    /// What the ranks on one host have in common; see [`host`].
     pub(super) host: String,
-    /// This rank's end of its connection to the store, and the store's.
+    /// The addresses of this rank's end and of the store's end of their connection.
     pub(super) addresses: Option<(IpAddr, IpAddr)>,
     pub(super) deadline: Instant,
     pub(super) timeout: Duration,
 }
 
 impl Join<'_> {
-    /// Returns when all ranks have arrived.
+    /// Waits until all ranks have arrived.
     ///
-    /// Fails on all ranks when two claim the same place or when they disagree on their number, and after the time-out
-    /// when some do not come.
+    /// # Errors
+    ///
+    /// Returns [`Error::Store`] on all ranks if two processes have the same rank or if world sizes differ, and
+    /// [`Error::StoreTimeout`] if ranks are missing after the time-out.
     pub(super) fn run(&self) -> Result<()> {
         match self.meet() {
             Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
@@ -51,13 +53,14 @@ impl Join<'_> {
     fn meet(&self) -> Result<()> {
         let Self { store, rank, world_size, .. } = *self;
         if store.add(&rank_key(rank), 1)? != 1 {
-            return self.give_up(format!("two processes claim to be rank {rank}: give each its own rank"));
+            return self.give_up(format!("two processes have rank {rank}: give each process its own rank"));
         }
         let agreed = store.compare_set(WORLD_SIZE, b"", world_size.to_string().as_bytes())?;
         if agreed != world_size.to_string().as_bytes() {
             let agreed = String::from_utf8_lossy(&agreed);
-            return self
-                .give_up(format!("rank {rank} was started with world size {world_size}, another with {agreed}"));
+            return self.give_up(format!(
+                "rank {rank} was started with world size {world_size}, but another rank with {agreed}"
+            ));
         }
         store.set(&host_key(rank), self.host.as_bytes())?;
         if let Some((local, server)) = self.addresses
@@ -75,18 +78,19 @@ impl Join<'_> {
         if outcome == COMPLETE { Ok(()) } else { Err(self.failed(String::from_utf8_lossy(&outcome).into_owned())) }
     }
 
-    /// Where other ranks can reach this one: the address by which it reached the store, or, if that is only good inside
-    /// of this host and there are other hosts, the one by which they reached the store, which then is on this host.
+    /// Returns the address at which other ranks can reach this one: the address of its connection to the store. If that
+    /// works only inside this host and there are other hosts, the store is on this host, and its address as seen from
+    /// other hosts is returned.
     pub(super) fn address(&self) -> Result<Option<IpAddr>> {
         let Some((local, _)) = self.addresses else { return Ok(None) };
         if !local.is_loopback() || !self.store.check(&[STORE_ADDRESS])? {
             return Ok(Some(local));
         }
-        let told = self.store.get(STORE_ADDRESS)?;
-        Ok(Some(String::from_utf8_lossy(&told).parse().unwrap_or(local)))
+        let reported = self.store.get(STORE_ADDRESS)?;
+        Ok(Some(String::from_utf8_lossy(&reported).parse().unwrap_or(local)))
     }
 
-    /// This rank's place among the ranks of its host, and their number.
+    /// Returns this rank's index among the ranks of its host, and their number.
     pub(super) fn local_place(&self) -> Result<(usize, usize)> {
         let keys: Vec<String> = (0..self.world_size).map(host_key).collect();
         let hosts = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
@@ -98,13 +102,13 @@ impl Join<'_> {
         Error::Store { operation: format!("rendezvous of rank {}", self.rank), store: self.name.clone(), reason }
     }
 
-    /// Tells the others, who would wait in vain, why; too late when all had come before.
+    /// Reports to the waiting ranks why this run cannot complete. Has no effect if all ranks had already arrived.
     fn give_up(&self, reason: String) -> Result<()> {
         self.store.compare_set(OUTCOME, b"", reason.as_bytes())?;
         Err(self.failed(reason))
     }
 
-    /// Says who is missing, if the store still answers.
+    /// Returns an error that names the missing ranks, if the store still answers.
     fn incomplete(&self) -> Error {
         const SHOWN: usize = 8;
         let world_size = self.world_size;
@@ -120,8 +124,8 @@ impl Join<'_> {
                 )
             }
             Err(_) => {
-                "the store does not answer, so that it is not known which ranks arrived. Check that the process which \
-                       hosts it (rank 0, or the launcher) runs and is not stopped, and that its host can be reached"
+                "the store does not answer, so the missing ranks are unknown. Check that the process that hosts it \
+                       (rank 0, or the launcher) is running, and that its host can be reached"
                     .to_string()
             }
         };
@@ -130,7 +134,7 @@ impl Join<'_> {
     }
 }
 
-/// This host: its name, which containers have of their own, and its last start.
+/// Returns an id of this host: its name, which is different in each container, and its boot id.
 pub(crate) fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     format!("{} {}", rustix::system::uname().nodename().to_string_lossy(), boot.trim())
@@ -143,7 +147,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
-    /// What `local_place` and `address` say on ranks with these hosts and addresses.
+    /// Returns the results of `local_place` and `address` on ranks with these hosts and addresses.
     fn meet(ranks: &[(&str, Option<(&str, &str)>)]) -> Vec<((usize, usize), Option<String>)> {
         let store = HashStore::new(TIMEOUT);
         let meet = |rank: usize, host: &str, addresses: Option<(&str, &str)>| {
@@ -172,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn places_on_hosts() {
+    fn local_ranks() {
         let places = |hosts: &[&'static str]| {
             let ranks: Vec<_> = hosts.iter().map(|host| (*host, None)).collect();
             meet(&ranks).into_iter().map(|met| met.0).collect::<Vec<_>>()
@@ -183,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_good_on_other_hosts() {
+    fn addresses_work_on_other_hosts() {
         let inside = Some(("127.0.0.1", "127.0.1.1"));
         let addresses = |ranks: &[(&str, Option<(&str, &str)>)]| {
             meet(ranks).into_iter().map(|met| met.1.unwrap_or_default()).collect::<Vec<_>>()

@@ -12,24 +12,26 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Keeps our keys apart from those of other users of the same store.
+/// Separates this crate's keys from those of other users of the same store.
 const PREFIX: &str = "candle_ddp";
 
-/// What a rank knows when all have found each other.
+/// The result of a rendezvous.
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct Rendezvous {
-    /// A store that belongs to this run alone. On rank 0 it keeps the server alive, unless the launcher hosts it: rank
-    /// 0 must hold it until the others need it no more.
+    /// A store for this run only. On rank 0 it keeps the server alive, unless the launcher hosts it: rank 0 must hold
+    /// it until no other rank needs it.
     pub store: Arc<dyn Store>,
-    /// This process's place among all.
+    /// The rank of this process.
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// This process's place among those of its host.
+    /// The rank of this process among those on its host.
     pub local_rank: usize,
     /// The number of ranks on this host.
     pub local_world_size: usize,
-    /// Where peers can reach this process, judged by its connection to the store; `None` with a [`FileStore`].
+    /// The address at which peers can reach this process, derived from its connection to the store; `None` with a
+    /// [`FileStore`].
     pub address: Option<IpAddr>,
 }
 
@@ -45,20 +47,26 @@ impl std::fmt::Debug for Rendezvous {
     }
 }
 
-/// Meets the other ranks: PyTorch's `init_process_group` up to the point where the store is there and all have come.
+/// Waits for the other ranks: PyTorch's `init_process_group` up to the point where the store exists and all ranks have
+/// arrived.
 ///
-/// Options win over the init method's query, and that over the environment. Rank 0 hosts the
-/// [`TcpStoreServer`](super::TcpStoreServer) unless the launcher does (TORCHELASTIC_USE_AGENT_STORE); it listens on the
-/// master address only, where that is an address of this host. Jobs that use one port by mistake do not disturb each
-/// other where their launchers gave them run ids: the ranks of the second end with an error. May be called again later, by all ranks in the same order: each
-/// call has keys of its own, as has each restart by the launcher. An error of one rank that the others would wait for
-/// (a rank given twice, another world size) is an error on all; who has not come in time is named.
+/// Options take precedence over the init method's query, and that over the environment. Rank 0 hosts the
+/// [`TcpStoreServer`](super::TcpStoreServer) unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The server
+/// listens only on the master address, if that belongs to this host. Run ids of the launchers keep jobs apart that use
+/// one port by mistake: the ranks of the second job get an error. The function may be called repeatedly, by all ranks
+/// in the same order; each call, and each restart by the launcher, has its own keys.
+///
+/// # Errors
+///
+/// An error that would make the other ranks wait (a duplicate rank, a different world size) is returned on all ranks.
+/// After the time-out, the error names the missing ranks.
 pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
     let (met, watcher) = meet(options)?;
     watcher.conclude(Ok(met))
 }
 
-/// [`rendezvous`], with the watcher over what else belongs to initialisation. It bounds the calls of the store until then.
+/// Like [`rendezvous`], but also returns the watcher for the rest of initialisation, which bounds the store's calls
+/// until then.
 pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatcher)> {
     let deadline = deadline_after(options.timeout);
     let plan = Plan::new(options)?;
@@ -74,7 +82,7 @@ pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatch
                     log::warn!("{warning}");
                 }
                 let server = host_shared(&listening, plan.run_id.as_deref())?;
-                // Not by the host's name, which need not lead to this host from inside of it.
+                // The host's name may not resolve to this host from inside.
                 TcpStore::connect(&server.own_host(), server.port(), options.timeout)?.named(host).hosting(server)
             } else {
                 TcpStore::connect(host, *port, options.timeout)?
@@ -118,8 +126,8 @@ pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatch
     }
 }
 
-/// How often this process has met others as this rank in this store: a part of the keys, since the store may remember
-/// the last time. Threads of one process may be several ranks.
+/// Counts how often this process has joined this store as this rank. The count is part of the keys, because the store
+/// may still hold those of earlier calls. Threads of one process may be several ranks.
 fn count_call(store: &str, rank: usize) -> u64 {
     static CALLS: Mutex<BTreeMap<(String, usize), u64>> = Mutex::new(BTreeMap::new());
     let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,6 +1,6 @@
-//! How ranks find each other: the environment a launcher sets, init methods, and key-value stores.
+//! How ranks find each other: launcher environments, init methods, and key-value stores.
 //!
-//! [`rendezvous`] is the way in; its answer holds a store of the run's own, this rank's place, and its address.
+//! The entry point is [`rendezvous`]. It returns a store for this run, the rank of this process, and its address.
 mod cancellation;
 mod environment;
 mod file_log;
@@ -34,7 +34,7 @@ pub(crate) use meeting::meet;
 pub use meeting::{Rendezvous, rendezvous};
 pub use options::RendezvousOptions;
 pub use prefix_store::PrefixStore;
-pub(crate) use reports::{StoreReports, decode_reports, encode_report};
+pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_report};
 pub use store::Store;
 pub(crate) use store::absent_ranks;
 #[cfg(feature = "launcher")]

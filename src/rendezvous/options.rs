@@ -1,20 +1,20 @@
 use std::time::Duration;
 
-/// How to find the other ranks.
+/// Options of [`rendezvous`](super::rendezvous).
 #[derive(Clone, Debug)]
 pub struct RendezvousOptions {
-    /// Where, see [`InitMethod`](super::InitMethod).
+    /// Where ranks rendezvous; see [`InitMethod`](super::InitMethod).
     pub init_method: String,
-    /// This process's rank; `None`: as the init method or the environment says.
+    /// The rank of this process; `None` takes it from the init method or the environment.
     pub rank: Option<usize>,
-    /// The number of ranks; `None`: as the init method or the environment says.
+    /// The number of ranks; `None` takes it from the init method or the environment.
     pub world_size: Option<usize>,
-    /// How long all of it may take, and afterwards each call of the store.
+    /// The time-out of the whole rendezvous, and later of each call of the store.
     pub timeout: Duration,
 }
 
 impl Default for RendezvousOptions {
-    /// `env://` and 300 s, as PyTorch's stores.
+    /// `env://` and 300 s, like PyTorch's stores.
     fn default() -> Self {
         Self { init_method: "env://".to_string(), rank: None, world_size: None, timeout: Duration::from_secs(300) }
     }

@@ -1,28 +1,28 @@
-//! Options, init method and environment, put together.
+//! Combining options, init method and environment.
 use super::environment::process_variable;
 use super::{Environment, InitMethod, Launcher, Location, RendezvousOptions};
 use crate::{Error, Result};
 use std::path::PathBuf;
 
-/// What one rank is about to do.
+/// A rank's parameters of the rendezvous.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) place: Place,
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// Local rank and local world size, where known beforehand.
+    /// Local rank and local world size, if known beforehand.
     pub(super) local: Option<(usize, usize)>,
     pub(super) restart_count: u64,
-    /// The launcher's name for the run, where it has given this rank its place.
+    /// The launcher's run id, if the launcher also determined this rank.
     pub(super) run_id: Option<String>,
 }
 
-/// Where the store is.
+/// The location of the store.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Served at this address, by the launcher or by rank 0.
+    /// The store is served at this address, by the launcher or by rank 0.
     Tcp { host: String, port: u16, launcher_hosts: bool },
-    /// In a file.
+    /// The store is in a file.
     File(PathBuf),
 }
 
@@ -54,8 +54,8 @@ impl Plan {
             Location::Environment => {
                 let hint = |what: &str| {
                     format!(
-                        "it is {what} of rank 0. A launcher sets it (mpirun passes it on with -x or -genv), \
-                         or give an init method such as tcp://host:port in the options"
+                        "it is {what} of rank 0. A launcher sets it (mpirun passes it on with -x or -genv); otherwise, \
+                         give an init method such as tcp://host:port in the options"
                     )
                 };
                 let variable = "MASTER_ADDR";
@@ -70,7 +70,7 @@ impl Plan {
                 Place::Tcp { host, port, launcher_hosts: environment.use_agent_store }
             }
             Location::Tcp { host, port } => {
-                // A launcher's store is at its own address only.
+                // A launcher's store is only at its own address.
                 let launcher_hosts = environment.use_agent_store
                     && environment.master_addr.as_ref() == Some(&host)
                     && environment.master_port == Some(port);
@@ -80,19 +80,19 @@ impl Plan {
         if let Place::Tcp { port: 0, .. } = place
             && world_size > 1
         {
-            return Err(Error::invalid("init_method", "port 0 is any free port, which the other ranks cannot know"));
+            return Err(Error::invalid("init_method", "port 0 means any free port, which the other ranks cannot know"));
         }
-        // Those of the environment belong to its own rank.
+        // The local rank of the environment is only valid for its own rank.
         let own = environment.rank == Some(rank) && environment.world_size == Some(world_size);
         let local = environment.local_rank.zip(environment.local_world_size).filter(|_| own);
         let local = if world_size == 1 { local.or(Some((0, 1))) } else { local };
         let Environment { restart_count, launcher, run_id, .. } = environment;
-        // The ranks of an MPI job, or of one whose places come from options, need not all have the same variables.
+        // The ranks of an MPI job, or of a job whose ranks come from options, may have different variables.
         let run_id = run_id.filter(|_| own && matches!(launcher, Launcher::Torchrun | Launcher::Slurm));
         Ok(Self { place, rank, world_size, local, restart_count, run_id })
     }
 
-    /// Whether all ranks are known to be on this host.
+    /// Returns whether all ranks are known to be on this host.
     pub(super) fn is_one_host(&self) -> bool {
         self.local.is_some_and(|(_, local_world_size)| local_world_size == self.world_size)
     }
@@ -140,22 +140,22 @@ mod tests {
         assert!(!expected.is_one_host());
         assert_eq!(plan(RendezvousOptions::default(), LAUNCHED).unwrap(), expected);
         assert_eq!(plan(options("tcp://node0:29500", None, None), LAUNCHED).unwrap(), expected);
-        // Another port is not the launcher's.
+        // At another port, the store is not the launcher's.
         let other = plan(options("tcp://node0:29501", None, None), LAUNCHED).unwrap();
         assert_eq!(other.place, tcp("node0", 29501, false));
     }
 
     #[test]
-    fn options_win_over_the_query_and_that_over_the_environment() {
+    fn options_take_precedence_over_the_query_and_the_environment() {
         let explicit = plan(options("tcp://h:1?rank=2&world_size=8", Some(5), None), LAUNCHED).unwrap();
         assert_eq!((explicit.rank, explicit.world_size, explicit.local), (5, 8, None));
         let explicit = plan(options("env://", Some(0), Some(2)), LAUNCHED).unwrap();
         assert_eq!((explicit.rank, explicit.world_size, explicit.local), (0, 2, None));
         let other_rank = plan(options("env://", Some(0), None), LAUNCHED).unwrap();
         assert_eq!((other_rank.rank, other_rank.world_size, other_rank.local), (0, 4, None));
-        // Where they agree, the local place is known.
+        // If options and environment agree, the local rank is known.
         assert_eq!(plan(options("env://", Some(1), Some(4)), LAUNCHED).unwrap().local, Some((1, 2)));
-        // A broken environment is no obstacle to who does not need it.
+        // A broken environment does no harm if nothing is read from it.
         let broken = [("RANK", "x"), ("WORLD_SIZE", "2")];
         assert_eq!(plan(options("tcp://h:1", Some(0), Some(2)), &broken).unwrap().place, tcp("h", 1, false));
         assert!(plan(options("tcp://h:1", Some(0), None), &broken).is_err());
@@ -163,9 +163,9 @@ mod tests {
     }
 
     #[test]
-    fn only_a_launcher_that_places_all_ranks_names_the_run() {
+    fn only_a_launcher_that_numbers_all_ranks_sets_the_run_id() {
         let run_id = |options, variables: &[(&str, &str)]| plan(options, variables).unwrap().run_id;
-        // Ranks that are told their places need not be in one launcher's hands.
+        // Ranks that come from options may belong to different launchers.
         assert_eq!(run_id(options("tcp://h:1", Some(0), Some(2)), LAUNCHED), None);
         assert_eq!(run_id(options("env://", Some(0), None), LAUNCHED), None);
         let master = [("MASTER_ADDR", "h"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RUN_ID", "night")];
@@ -174,7 +174,7 @@ mod tests {
         let own = |variables: &[(&'static str, &'static str)]| [variables, &master[..]].concat();
         assert_eq!(run_id(options("env://", None, None), &own(&slurm)).unwrap(), "slurm 77.3");
         assert_eq!(run_id(options("env://", None, None), &own(&mpi)), None);
-        // The parts of a heterogeneous job have numbers of their own.
+        // The components of a heterogeneous job have ids of their own.
         let parts = [&slurm[..], &[("SLURM_HET_SIZE", "2")]].concat();
         assert_eq!(run_id(options("env://", None, None), &own(&parts)), None);
         let by_hand = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_missing() {
+    fn errors_name_what_is_missing() {
         for (init_method, rank, world_size, variables, expected) in [
             ("env://", None, None, &[][..], "ddprun --nproc-per-node"),
             ("tcp://h:1", Some(0), None, &[], "WORLD_SIZE is not set: start the program"),

@@ -3,7 +3,7 @@ use crate::Result;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A room of its own inside another store: every key gets `prefix/` in front, as with PyTorch's `PrefixStore`.
+/// A namespace inside another store: every key gets the prefix `prefix/`, as in PyTorch's `PrefixStore`.
 #[derive(Clone)]
 pub struct PrefixStore {
     prefix: String,
@@ -11,7 +11,7 @@ pub struct PrefixStore {
 }
 
 impl PrefixStore {
-    /// The keys of `store` that begin with `prefix/`.
+    /// Creates the namespace of `store`'s keys that begin with `prefix/`.
     pub fn new(prefix: impl Into<String>, store: Arc<dyn Store>) -> Self {
         Self { prefix: prefix.into(), store }
     }
@@ -78,7 +78,7 @@ impl Store for PrefixStore {
         self.store.multi_set(&pairs)
     }
 
-    /// Counts the keys of the whole store, as PyTorch's does.
+    /// Counts the keys of the whole store, like PyTorch's `PrefixStore`.
     fn num_keys(&self) -> Result<usize> {
         self.store.num_keys()
     }

@@ -20,13 +20,18 @@ pub(crate) fn encode_report(report: std::result::Result<&[u8], &Error>) -> Vec<u
     [&[sign], body.as_slice()].concat()
 }
 
+/// What [`encode_report`] has made of a rank's report, or the text of that rank's error.
+pub(crate) fn decode_report(encoded: &[u8]) -> std::result::Result<Vec<u8>, String> {
+    match encoded.split_first() {
+        Some((&GOOD, report)) => Ok(report.to_vec()),
+        Some((&BAD, reason)) => Err(String::from_utf8_lossy(reason).into_owned()),
+        _ => Err("it runs another version of candle-ddp".to_string()),
+    }
+}
+
 /// The reports of all ranks, encoded, in rank order.
 pub(crate) fn decode_reports(encoded: Vec<Vec<u8>>) -> Reports {
-    let decode = |(rank, report): (usize, Vec<u8>)| match report.split_first() {
-        Some((&GOOD, report)) => Ok(report.to_vec()),
-        Some((&BAD, reason)) => Err((rank, String::from_utf8_lossy(reason).into_owned())),
-        _ => Err((rank, "it runs another version of candle-ddp".to_string())),
-    };
+    let decode = |(rank, report): (usize, Vec<u8>)| decode_report(&report).map_err(|reason| (rank, reason));
     encoded.into_iter().enumerate().map(decode).collect()
 }
 

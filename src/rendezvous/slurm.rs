@@ -1,7 +1,7 @@
-//! What Slurm's variables mean: node lists, task counts, and a port that all ranks can derive.
+//! Parsing Slurm's variables: node lists, task counts, and a port that all ranks can derive.
 
-/// The first node of a list such as `node[003-005,9],gpu-a`: here `node003`, zeros kept.
-/// `None` when the list is empty or its brackets are broken.
+/// Returns the first node of a list: `node003` for `node[003-005,9],gpu-a`; leading zeros are kept. Returns `None` if
+/// the list is empty or its brackets do not match.
 pub(super) fn first_node(list: &str) -> Option<String> {
     let mut node = String::new();
     let mut rest = list.trim();
@@ -10,7 +10,7 @@ pub(super) fn first_node(list: &str) -> Option<String> {
         let (text, tail) = rest.split_at(end);
         node.push_str(text);
         let Some(tail) = tail.strip_prefix('[') else {
-            // A comma ends the first node, a closing bracket that was never opened is an error.
+            // A comma ends the first node; an unmatched closing bracket is an error.
             return (!node.is_empty() && !tail.starts_with(']')).then_some(node);
         };
         let (ranges, tail) = tail.split_once(']')?;
@@ -23,8 +23,9 @@ pub(super) fn first_node(list: &str) -> Option<String> {
     }
 }
 
-/// The number of tasks on node `node` of a list such as `2(x3),1`: three nodes with 2 tasks and one with 1.
-/// Without a node: the number that all nodes share. `None` when the list does not say, or is broken.
+/// Returns the number of tasks on node `node` of a list such as `2(x3),1`, which means three nodes with 2 tasks and one
+/// with 1. Without a node, returns the number common to all nodes. Returns `None` if the list does not say, or is
+/// invalid.
 pub(super) fn tasks_on_node(list: &str, node: Option<usize>) -> Option<usize> {
     let mut nodes: usize = 0;
     let mut common = None;
@@ -45,9 +46,9 @@ pub(super) fn tasks_on_node(list: &str, node: Option<usize>) -> Option<usize> {
     common
 }
 
-/// A port that every rank of a job step derives alike, below the range that systems hand out by themselves (from 32768).
+/// Derives the same port on every rank of a job step, below the ephemeral range of the system (from 32768).
 pub(super) fn port(job: u64, step: u64) -> u16 {
-    // Steps of one job may share their first node, and neighbouring jobs too: 61 keeps both apart.
+    // Steps of one job, and neighbouring jobs, may share their first node; the factor 61 gives both different ports.
     let offset = (job % 20_000 * 61 + step % 20_000) % 20_000;
     10_000 + u16::try_from(offset).unwrap_or_default()
 }

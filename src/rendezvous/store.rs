@@ -2,30 +2,30 @@ use crate::{Error, Result};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// How often a wait that can be cancelled asks whether it is.
+/// The interval at which a cancellable wait checks for cancellation.
 pub(super) const CANCELLATION_CHECK: Duration = Duration::from_millis(250);
 
 /// A key-value store that all ranks share: PyTorch's `torch.distributed.Store`.
 ///
-/// Every call ends within a time-out. Keys are text, values are bytes; a store may bound both.
+/// Every call returns within a time-out. Keys are text, values are bytes; a store may limit the size of both.
 pub trait Store: Send + Sync {
-    /// Sets `key` to `value`, replacing what was there.
+    /// Sets `key` to `value`, replacing its old value.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// The value of `key`, waiting until it is set.
+    /// Waits until `key` is set and returns its value.
     fn get(&self, key: &str) -> Result<Vec<u8>>;
 
     /// Adds `amount` to the counter `key` (absent: 0) and returns the new value. Counters are kept as decimal text.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
 
-    /// Sets `key` to `desired` if it holds `expected` (or is absent and `expected` is empty).
-    /// Returns the value after the call; when `key` is absent and `expected` is not empty, `expected`.
+    /// Sets `key` to `desired` if it holds `expected`, or if it is absent and `expected` is empty. Returns the value
+    /// after the call; if `key` is absent and `expected` is not empty, returns `expected`.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
-    /// Waits until all `keys` are set; `timeout` is the store's own when `None`.
+    /// Waits until all `keys` are set. `None` means the store's own time-out.
     fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()>;
 
-    /// [`wait`](Self::wait), given up with the error of `cancelled`, which is asked several times a second.
+    /// Like [`wait`](Self::wait), but fails with the error of `cancelled`, which is called several times a second.
     fn wait_cancellable(
         &self,
         keys: &[&str],
@@ -47,29 +47,29 @@ pub trait Store: Send + Sync {
         }
     }
 
-    /// Whether all `keys` are set.
+    /// Returns whether all `keys` are set.
     fn check(&self, keys: &[&str]) -> Result<bool>;
 
-    /// Removes `key`; whether it was there.
+    /// Removes `key` and returns whether it existed.
     fn delete(&self, key: &str) -> Result<bool>;
 
     /// Appends `value` to what `key` holds (absent: nothing).
     fn append(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// The values of all `keys`, waiting until every one is set.
+    /// Waits until all `keys` are set and returns their values.
     fn multi_get(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>>;
 
     /// Sets every key of `pairs`.
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()>;
 
-    /// How many keys the store holds, whoever set them.
+    /// Returns the number of keys in the store, including those set by others.
     fn num_keys(&self) -> Result<usize>;
 
-    /// How long a call may take.
+    /// Returns the time-out of a call.
     fn timeout(&self) -> Duration;
 }
 
-/// Those of `ranks` whose key nobody has set, found by halving, since most often few of many are absent.
+/// Returns those of `ranks` whose key is not set. Bisects, because usually few of many are absent.
 pub(crate) fn absent_ranks(
     store: &dyn Store,
     ranks: Range<usize>,

@@ -95,7 +95,7 @@ impl Progress {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// Notes that something was done. An error when nobody waits for the rest any more.
+    /// Reports progress. An error when the write was called off.
     pub(crate) fn step(&self) -> io::Result<()> {
         self.steps.fetch_add(1, Ordering::Relaxed);
         match self.is_cancelled.load(Ordering::Relaxed) {

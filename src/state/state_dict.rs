@@ -5,6 +5,9 @@ use candle_core::{DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
 use std::path::Path;
 
+/// Named tensors.
+pub(crate) type Dict = HashMap<String, Tensor>;
+
 /// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights, a
 /// [`GradScaler`](crate::GradScaler). A program can keep several in a list of `&dyn StateDict`.
 pub trait StateDict {
@@ -46,7 +49,7 @@ pub trait StateDict {
     }
 }
 
-/// A state that is being loaded: keeps account of what was asked for.
+/// A state that is being loaded; it keeps track of which entries were asked for.
 pub(crate) struct Loader<'a> {
     state: &'a HashMap<String, Tensor>,
     taken: std::collections::HashSet<String>,
@@ -124,7 +127,7 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Under this name a state says what it is of.
+/// The key under which a state says what it belongs to.
 const KIND: &str = "kind";
 
 /// The beginning of a state of `kind`.

@@ -1,8 +1,10 @@
 //! The elements of contiguous tensors on the CPU, borrowed in place.
 //!
 //! candle lends the storage of one tensor mutably, by an in-place operation, so for several such operations are nested.
-use super::Element;
-use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType};
+use super::{Element, vectorise};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Storage, Tensor, WithDType};
+use std::any::Any;
 use std::cell::RefCell;
 
 /// The elements that `layout` shows of `storage`.
@@ -30,6 +32,40 @@ pub(crate) fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T
         Storage::Cpu(storage) => work(slice(storage, layout)?),
         _ => candle_core::bail!("a tensor on the CPU is needed, got one on {:?}", tensor.device().location()),
     }
+}
+
+/// Gives `work` the elements of `tensor`, of dtype `T`, as what is calculated with: borrowed, or else converted.
+pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::Real]) -> Result<R>) -> Result<R> {
+    if T::DTYPE == T::Real::DTYPE {
+        return with_slice::<T::Real, _>(tensor, work);
+    }
+    with_slice::<T, _>(tensor, |values| {
+        let wide: Vec<T::Real> = vectorise!(|| values.iter().map(|value| value.widen()).collect());
+        work(&wide)
+    })
+}
+
+/// The nearest values of dtype `T`; the same ones if that is what was calculated with.
+pub(crate) fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
+    // The types are the same or they are not, which only `Any` can be asked.
+    match (Box::new(values) as Box<dyn Any>).downcast::<Vec<T>>() {
+        Ok(values) => *values,
+        Err(values) => {
+            let values = values.downcast::<Vec<T::Real>>().unwrap_or_default();
+            vectorise!(|| values.iter().map(|value| T::narrow(*value)).collect())
+        }
+    }
+}
+
+/// A tensor on the CPU that has these elements, as many as `shape` asks for.
+pub(crate) fn slice_tensor<T: WithDType>(values: Vec<T>, shape: &Shape) -> Tensor {
+    let storage = Storage::Cpu(T::to_cpu_storage_owned(values));
+    Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false)
+}
+
+/// The same for what was calculated with.
+pub(crate) fn tensor<T: Element>(values: Vec<T::Real>, shape: &Shape) -> Tensor {
+    slice_tensor(narrow_vec::<T>(values), shape)
 }
 
 /// Gives `work` the elements of `tensor`, to be changed.

@@ -4,7 +4,7 @@ use super::{Element, dispatch, vectorise};
 use crate::Result;
 use crate::kernels::{self, Assignment};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor, WithDType};
 
 type CandleResult<T> = candle_core::Result<T>;
 
@@ -78,6 +78,16 @@ where
     Ok((copy, layout.shape().clone()))
 }
 
+/// [`snapshot`] of `tensor`.
+pub(crate) fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, Shape)> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cpu(copy), shape)),
+        Storage::Cuda(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cuda(copy), shape)),
+        Storage::Metal(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Metal(copy), shape)),
+    }
+}
+
 struct Copy;
 
 impl InplaceOp2 for Copy {
@@ -138,7 +148,7 @@ impl InplaceOp2 for ScaledCopy {
     fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> CandleResult<()> {
         dispatch!(dst.dtype(), self.name(), T => dispatch!(src.dtype(), self.name(), S => {
             let (dst, src) = (slice_mut(dst, dst_l)?, slice(src, src_l)?);
-            vectorise(#[inline(always)] || self.apply::<T, S>(dst, src));
+            vectorise!(|| self.apply::<T, S>(dst, src));
             Ok(())
         }))
     }

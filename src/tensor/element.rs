@@ -1,5 +1,6 @@
 //! Floating-point elements of CPU tensors, for loops that are written once for all of them.
-use super::float16;
+use super::{float16, math};
+use candle_core::cpu::erf::erfc_f64;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::ops::Neg;
@@ -10,6 +11,12 @@ pub trait Real: Element<Real = Self> + Neg<Output = Self> + Default {
     fn sqrt(self) -> Self;
     /// Without the sign.
     fn abs(self) -> Self;
+    /// e to the power of this.
+    fn exp(self) -> Self;
+    /// The natural logarithm.
+    fn ln(self) -> Self;
+    /// The standard normal distribution function.
+    fn normal_cdf(self) -> Self;
 
     /// This plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
     #[inline(always)]
@@ -26,6 +33,8 @@ pub trait Element: WithDType {
     fn widen(self) -> Self::Real;
     /// The nearest value that can be stored.
     fn narrow(value: Self::Real) -> Self;
+    /// The same elements, if they are what is calculated with.
+    fn as_reals(values: &[Self]) -> Option<&[Self::Real]>;
     /// The elements of `storage`, if it holds this kind.
     fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -34,7 +43,7 @@ pub trait Element: WithDType {
 pub(crate) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
 macro_rules! element {
-    ($kind:ty, $variant:ident, $real:ty, $widen:expr, $narrow:expr) => {
+    ($kind:ty, $variant:ident, $real:ty, $widen:expr, $narrow:expr, $as_reals:expr) => {
         impl Element for $kind {
             type Real = $real;
 
@@ -48,6 +57,11 @@ macro_rules! element {
                 $narrow(value)
             }
 
+            #[inline(always)]
+            fn as_reals(values: &[Self]) -> Option<&[Self::Real]> {
+                $as_reals(values)
+            }
+
             fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -59,8 +73,8 @@ macro_rules! element {
 }
 
 macro_rules! real {
-    ($kind:ident, $variant:ident) => {
-        element!($kind, $variant, $kind, std::convert::identity, std::convert::identity);
+    ($kind:ident, $variant:ident, $exp:expr, $normal_cdf:expr) => {
+        element!($kind, $variant, $kind, std::convert::identity, std::convert::identity, Some);
 
         impl Real for $kind {
             #[inline(always)]
@@ -72,14 +86,29 @@ macro_rules! real {
             fn abs(self) -> Self {
                 $kind::abs(self)
             }
+
+            #[inline(always)]
+            fn exp(self) -> Self {
+                $exp(self)
+            }
+
+            #[inline(always)]
+            fn ln(self) -> Self {
+                $kind::ln(self)
+            }
+
+            #[inline(always)]
+            fn normal_cdf(self) -> Self {
+                $normal_cdf(self)
+            }
         }
     };
 }
 
-real!(f32, F32);
-real!(f64, F64);
-element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16);
-element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16);
+real!(f32, F32, math::exp, math::normal_cdf);
+real!(f64, F64, f64::exp, |x: f64| 0.5 * erfc_f64(-x * std::f64::consts::FRAC_1_SQRT_2));
+element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16, |_| None);
+element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16, |_| None);
 
 /// A tensor's dtype as a type: `dispatch!(dtype, E => expression with E, else => otherwise)`, or
 /// `dispatch!(dtype, operation, E => expression)`, where another dtype is candle's error that names the operation.

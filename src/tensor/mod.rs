@@ -3,6 +3,8 @@ pub(crate) mod borrow;
 pub(crate) mod copy;
 pub(crate) mod element;
 mod float16;
+pub(crate) mod function;
+mod math;
 mod number;
 pub(crate) mod pack;
 mod simd;

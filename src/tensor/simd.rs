@@ -1,12 +1,24 @@
 //! The widest vectors that the processor has, for loops that the compiler vectorises.
 
-/// Runs `f` compiled for AVX-512 or AVX2 where the processor has them, without a change to its results: nothing is fused
-/// or reordered that was not so before.
+/// Runs `|| body` or `move || body`, compiled for AVX-512, AVX2 or the plain processor, whichever this processor has, without
+/// a change to its results: nothing is fused or reordered that was not so before.
 ///
-/// The wider instructions reach only what is inlined into `f`, so functions that it calls have to be `#[inline(always)]`.
-/// So has the closure itself: `vectorise(#[inline(always)] || …)`. Otherwise it is simplified on its own, for the plain
-/// processor, before it is inlined, and loops over f16 and bf16 then take two to four times as long.
-#[inline(always)]
-pub(crate) fn vectorise<R>(f: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(f)
+/// The wider instructions reach only what is inlined into the body, so functions that it calls have to be
+/// `#[inline(always)]`, and should not be closures. The macro marks the body itself so. Otherwise a large one may be left out
+/// of line, and a small one is simplified on its own, for the plain processor, before it is inlined: loops over f16 and bf16
+/// then take two to four times as long.
+macro_rules! vectorise {
+    (|| $body:expr) => {
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || $body,
+        )
+    };
+    (move || $body:expr) => {
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            move || $body,
+        )
+    };
 }
+pub(crate) use vectorise;

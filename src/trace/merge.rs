@@ -1,12 +1,13 @@
-//! One time line of the files of all ranks.
+//! Merging the timelines of all ranks.
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// Makes one trace of the `rank*.trace.json` in `folder`: `folder/trace.json`. Returns its path and how many ranks it
-/// shows. Files of ranks that were killed, which lack their end, are taken as well.
+/// Merges the files `rank*.trace.json` in `folder` into `folder/trace.json`. Returns its path and the number of ranks
+/// in it. Incomplete files of ranks that were killed are included.
 ///
 /// # Errors
-/// The folder cannot be read or holds no trace, or the file cannot be written; then none is left.
+/// Returns an error if the folder cannot be read or contains no trace, or if the file cannot be written, in which case
+/// none is left.
 pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     let failed = |error| Error::io(format!("reading the traces in {}", folder.display()), error);
     let mut events = Vec::new();
@@ -15,15 +16,16 @@ pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     files.sort();
     for path in &files {
         let text = std::fs::read_to_string(path).map_err(failed)?;
-        // One event a line; a killed rank's last line may be torn.
+        // There is one event per line; a killed rank's last line may be torn.
         let lines = text.trim_end().trim_start_matches('[').trim_end_matches(']').lines();
         events.extend(lines.map(|line| line.trim_end_matches(',').to_string()).filter(|line| line.ends_with('}')));
     }
     if files.is_empty() {
-        let reason = format!("{} holds no rank*.trace.json: set CANDLE_DDP_TRACE to it and train", folder.display());
+        let reason =
+            format!("{} contains no rank*.trace.json: set CANDLE_DDP_TRACE to this folder and train", folder.display());
         return Err(Error::invalid("folder", reason));
     }
-    // Written whole under another name first, so that a full disk leaves no torn file behind.
+    // Written completely under another name first, so that a full disk leaves no torn file.
     let (path, unfinished) = (folder.join("trace.json"), folder.join("trace.json.unfinished"));
     let written = std::fs::write(&unfinished, format!("[{}]\n", events.join(",\n")))
         .and_then(|()| std::fs::rename(&unfinished, &path));
@@ -47,7 +49,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn traces_are_json_and_merge_also_when_torn() {
+    fn traces_are_json_and_merge_even_if_torn() {
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..3 {
             let trace = Trace::create(folder.path(), rank).unwrap();

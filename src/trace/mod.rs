@@ -1,10 +1,9 @@
-//! A time line of the training steps, to look at in Perfetto or Chrome's `about:tracing`.
+//! A timeline of the training steps, for Perfetto or Chrome's `about:tracing`.
 //!
-//! Each rank writes one file, `rank<N>.trace.json`, in the [trace event format]: what its training thread does, and the
-//! all-reduces beside it. On GPUs these are the times of the GPU, for which each phase of a step waits for it: a step takes
-//! longer than without a trace. A bucket is shown as ready there when the host has come so far.
-//!
-//! `ddprun --merge-traces FOLDER` makes one file of all ranks'.
+//! Each rank writes one file, `rank<N>.trace.json`, in the [trace event format]. It shows the phases of the training
+//! thread and, next to them, the all-reduces. On GPUs, times are measured on the GPU, and each phase of a step waits
+//! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
+//! point. `ddprun --merge-traces FOLDER` merges the files of all ranks.
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 mod merge;
@@ -20,10 +19,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// The environment variable that names the folder for traces where the options do not.
+/// The environment variable for the trace folder, used if the options do not set one.
 pub const FOLDER_VARIABLE: &str = "CANDLE_DDP_TRACE";
 
-/// A row of a rank's time line.
+/// A row of a rank's timeline.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Row {
     /// The thread that calls forward, backward and the optimizer.
@@ -32,25 +31,25 @@ pub(crate) enum Row {
     Communication = 1,
 }
 
-/// The trace file of one rank. What is recorded is in the file at the end of each step, and when it is dropped.
+/// The trace file of one rank. Events reach the file at the end of each step and when the trace is dropped.
 pub(crate) struct Trace {
     rank: usize,
     path: PathBuf,
-    /// An instant, and the same in microseconds since 1970, which all ranks of a host share.
+    /// An instant, and the same time in microseconds since 1970, which all ranks of a host share.
     origin: Instant,
     origin_us: f64,
-    /// None after a write failed: a full disk ends the trace, not the training.
+    /// `None` after a write failed: a full disk ends the trace, not the training.
     file: Mutex<Option<BufWriter<File>>>,
 }
 
 impl Trace {
-    /// Creates `folder` if need be, and in it the file of `rank`.
+    /// Creates `folder` if necessary, and in it the file of `rank`.
     pub(crate) fn create(folder: &Path, rank: usize) -> Result<Self> {
         let path = folder.join(format!("rank{rank}.trace.json"));
         let failed = |error| Error::io(format!("creating the trace {}", path.display()), error);
         std::fs::create_dir_all(folder).map_err(failed)?;
         let mut file = BufWriter::new(File::create(&path).map_err(failed)?);
-        // The format allows for a missing end of the list, so that the file is good at any time.
+        // The format allows a list without its end, so the file is valid at any time.
         write!(
             file,
             "[{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}"
@@ -69,7 +68,7 @@ impl Trace {
         Ok(Self { rank, path, origin, origin_us, file: Mutex::new(Some(file)) })
     }
 
-    /// Records that something went on from `start` to `end`. `name` needs no escapes in JSON.
+    /// Records a span from `start` to `end`. `name` must not need escapes in JSON.
     pub(crate) fn span(&self, row: Row, name: impl Display, start: Instant, end: Instant) {
         let (rank, row, at) = (self.rank, row as u8, self.microseconds(start));
         let duration = end.saturating_duration_since(start).as_secs_f64() * 1e6;
@@ -78,7 +77,7 @@ impl Trace {
         ));
     }
 
-    /// Records a collective that was waited for. On a GPU it may have its end before it.
+    /// Records a collective, after waiting for its end on a GPU.
     pub(crate) fn collective(&self, work: &Work, name: impl Display) {
         if work.synchronize().is_ok()
             && let Some((start, end)) = work.span()
@@ -87,7 +86,7 @@ impl Trace {
         }
     }
 
-    /// Records that something happened at `at`.
+    /// Records an event at `at`.
     pub(crate) fn instant(&self, row: Row, name: impl Display, at: Instant) {
         let (rank, row, at) = (self.rank, row as u8, self.microseconds(at));
         self.write(format_args!(
@@ -95,7 +94,7 @@ impl Trace {
         ));
     }
 
-    /// Hands everything to the operating system.
+    /// Flushes all events to the operating system.
     pub(crate) fn flush(&self) {
         self.with_file(|file| file.flush());
     }
@@ -109,13 +108,17 @@ impl Trace {
         if let Some(open) = file.as_mut()
             && let Err(error) = action(open)
         {
-            log::warn!("rank {}: the trace {} ends here: {error}", self.rank, self.path.display());
+            log::warn!(
+                "rank {}: the trace {} is incomplete, because writing it failed: {error}",
+                self.rank,
+                self.path.display()
+            );
             *file = None;
         }
     }
 
     fn microseconds(&self, at: Instant) -> f64 {
-        // `at` may lie before the origin by the time that it took to get here.
+        // `at` may be slightly earlier than the origin.
         let before = self.origin.saturating_duration_since(at).as_secs_f64();
         self.origin_us + (at.saturating_duration_since(self.origin).as_secs_f64() - before) * 1e6
     }

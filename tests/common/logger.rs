@@ -1,4 +1,4 @@
-//! A logger that keeps the warnings of a test's process.
+//! A logger that records the warnings of a test's process.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 

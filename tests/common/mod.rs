@@ -1,5 +1,5 @@
-//! What several test files share.
-#![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
+//! Helpers that several test files share.
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::{DataParallel, ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
@@ -7,12 +7,12 @@ use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Ranks as threads, with a time-out short enough that a hang fails the test.
+/// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(30) }, work)
 }
 
-/// A port that nobody else takes meanwhile: outside of the range from which the system hands out ports.
+/// Returns a port outside the ephemeral range, so that no other process takes it in the meantime.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -24,7 +24,7 @@ pub(crate) fn free_port() -> u16 {
     }
 }
 
-/// Reproducible values in -1..1, different for every seed.
+/// Returns reproducible values in -1..1, different for every seed.
 pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x1234_5678_9abc_def1);
     let mut next = || {
@@ -41,7 +41,7 @@ pub(crate) fn tensor(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_vec(values(shape.iter().product(), seed), shape, &Device::Cpu).unwrap()
 }
 
-/// Fills the variables of `varmap` with values that depend on `seed` and on each one's name.
+/// Fills the variables of `varmap` with values that depend on `seed` and on each variable's name.
 pub(crate) fn fill(varmap: &VarMap, seed: u64) {
     for (name, var) in varmap.data().lock().unwrap().iter() {
         let seed = name.bytes().fold(seed, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)));
@@ -55,14 +55,15 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Runs the calling test binary's test `name` in a process of its own, with `variable` set to `value`.
+/// Returns a command that runs the test `name` of this test binary in a separate process, with `variable` set to
+/// `value`.
 pub(crate) fn in_a_process(module: &str, name: &str, variable: &str, value: &std::path::Path) -> std::process::Command {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &test_name(module, name), "--nocapture"]).env(variable, value);
     command
 }
 
-/// How libtest calls the test `name` of the module with the path `module` (`module_path!()`).
+/// Returns libtest's name for the test `name` in the module with the path `module` (`module_path!()`).
 pub(crate) fn test_name(module: &str, name: &str) -> String {
     match module.split_once("::") {
         Some((_, module)) => format!("{module}::{name}"),
@@ -70,7 +71,7 @@ pub(crate) fn test_name(module: &str, name: &str) -> String {
     }
 }
 
-/// How much memory `work` needs beyond what this process has already, at its highest.
+/// Returns the peak memory of `work` in addition to what this process already uses.
 pub(crate) fn peak_memory<T>(work: impl FnOnce() -> T) -> u64 {
     let kilobytes = |field: &str| -> u64 {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -88,7 +89,7 @@ pub(crate) fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
 }
 
-/// Asserts that two lists of values agree relative to the largest of them.
+/// Asserts that two lists of values are equal within a tolerance relative to the largest value.
 #[track_caller]
 pub(crate) fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, what: &str) {
     assert_eq!(actual.len(), expected.len(), "{what}");
@@ -98,7 +99,7 @@ pub(crate) fn assert_close(actual: &[f32], expected: &[f32], tolerance: f32, wha
     }
 }
 
-/// Adds to its input how many forward passes there were, and counts this one.
+/// Adds the number of previous forward passes to its input, and counts this one.
 struct Counting {
     passes: Var,
 }
@@ -120,7 +121,7 @@ impl Module for Counting {
     }
 }
 
-/// In each of `passes`, all replicas on `devices` read a buffer before the first one writes it.
+/// Checks that in each of `passes`, all replicas on `devices` read a buffer before the first replica writes to it.
 pub(crate) fn assert_buffers_are_read_first(devices: &[Device], passes: usize) {
     let varmap = VarMap::new();
     let dp = DataParallel::new(devices, &devices[0], &varmap, Counting::new).unwrap();

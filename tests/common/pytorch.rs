@@ -1,9 +1,9 @@
-//! A Python with PyTorch, for the tests of working together with it.
+//! A Python interpreter with PyTorch, for the interoperability tests.
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// The interpreter named by `CANDLE_DDP_PYTHON` (default: `python3`), if it can import PyTorch. Otherwise says that
-/// `test` is skipped, or fails where `CANDLE_DDP_REQUIRE_PYTORCH` is set.
+/// Returns the interpreter named by `CANDLE_DDP_PYTHON` (default: `python3`) if it can import PyTorch. Otherwise
+/// reports that `test` is skipped, or fails if `CANDLE_DDP_REQUIRE_PYTORCH` is set.
 pub(crate) fn python(test: &str) -> Option<PathBuf> {
     let python = PathBuf::from(std::env::var_os("CANDLE_DDP_PYTHON").unwrap_or_else(|| "python3".into()));
     let imports = Command::new(&python)
@@ -19,9 +19,9 @@ pub(crate) fn python(test: &str) -> Option<PathBuf> {
         std::env::var_os("CANDLE_DDP_REQUIRE_PYTORCH").is_none(),
         "{test}: {python} cannot import torch.distributed, and CANDLE_DDP_REQUIRE_PYTORCH is set"
     );
-    // Not `eprintln!`, which the test harness would swallow.
+    // `eprintln!` would be captured by the test harness.
     let line =
-        format!("SKIPPED {test}: {python} cannot import PyTorch (CANDLE_DDP_PYTHON names an interpreter that can)\n");
+        format!("SKIPPED {test}: {python} cannot import PyTorch (set CANDLE_DDP_PYTHON to an interpreter that can)\n");
     let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
     None
 }

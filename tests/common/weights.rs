@@ -1,4 +1,4 @@
-//! A model whose gradients are what a test wants: the loss is the sum of its parameters' products with them.
+//! A model whose gradients a test chooses: the loss is the sum of the products of parameters and gradients.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{VarBuilder, VarMap};
@@ -7,7 +7,7 @@ pub(crate) struct Weights(pub(crate) Vec<Tensor>);
 
 pub(crate) type Model = DistributedDataParallel<Weights>;
 
-/// Names and shapes of parameters, in the order of registration.
+/// Names and shapes of parameters, in registration order.
 pub(crate) type Shapes<'a> = &'a [(&'a str, &'a [usize])];
 
 pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, dtype: DType, options: DdpOptions) -> Result<Model> {
@@ -18,13 +18,13 @@ pub(crate) fn wrap(pg: &ProcessGroup, shapes: Shapes, dtype: DType, options: Ddp
     DistributedDataParallel::new(pg, &VarMap::new(), dtype, build, options)
 }
 
-/// A backward pass in which the gradient of parameter `i` is `gradients[i]`; None: it is not used. Returns copies of what
-/// comes out, for the views are overwritten by the next pass.
+/// Runs a backward pass in which the gradient of parameter `i` is `gradients[i]`; with `None`, the parameter is not
+/// used. Returns copies of the results, because the next pass overwrites the views.
 pub(crate) fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
     let loss = ddp.call(|net| {
         let mut loss = Tensor::new(0f64, &Device::Cpu)?;
-        // In reverse, so that gradients do not come in the reverse of the order of registration, which DDP expects: the
-        // buckets are rebuilt.
+        // Reversed, so that gradients do not arrive in reverse registration order, which DDP expects, and the buckets
+        // are rebuilt.
         for (weight, gradient) in net.0.iter().zip(gradients).rev() {
             if let Some(gradient) = gradient {
                 // In the wider of both dtypes.

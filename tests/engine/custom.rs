@@ -1,62 +1,85 @@
-//! An engine from outside of the crate: the ranks are threads, and meet at one table. DDP trains over it.
+//! An engine from outside of the crate, which moves tensors through a store. It passes the suite for engines, but for what
+//! needs calls that go on in the background, and DDP trains over it.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::backend::{Collective, Communicator, ReduceOp, Split, Work};
+use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{HashStore, Store};
 use candle_ddp::{Backend, CustomOptions, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{VarMap, linear};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the ranks of a group have in common: the tensors that each has brought to the present call.
-#[derive(Default)]
-struct Table {
-    state: Mutex<State>,
-    changed: Condvar,
+struct StoreCommunicator {
+    store: Arc<dyn Store>,
+    rank: usize,
+    world_size: usize,
+    /// How many collectives there have been.
+    calls: AtomicU64,
+    /// How many messages were sent to each rank, and received from it.
+    messages: Vec<[AtomicU64; 2]>,
 }
 
-#[derive(Default)]
-struct State {
-    brought: Vec<Option<Tensor>>,
-    /// Ranks that have brought theirs.
-    here: usize,
-    /// Ranks that still have to take what there is.
-    taking: usize,
-}
+impl StoreCommunicator {
+    fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Self {
+        let messages = (0..world_size).map(|_| Default::default()).collect();
+        Self { store, rank, world_size, calls: AtomicU64::new(0), messages }
+    }
 
-impl Table {
-    /// Brings this rank's tensor, and returns those of all, once all are there.
-    fn exchange(&self, rank: usize, world_size: usize, own: &Tensor) -> Result<Vec<Tensor>> {
-        let copy = own.copy()?;
-        let wait = |state, pending: fn(&mut State) -> bool| {
-            self.changed.wait_timeout_while(state, TIMEOUT, pending).unwrap().0
-        };
-        // Those of the last call have to take theirs away first.
-        let mut state = wait(self.state.lock().unwrap(), |state| state.taking > 0);
-        state.brought.resize(world_size, None);
-        state.brought[rank] = Some(copy);
-        state.here += 1;
-        if state.here == world_size {
-            (state.here, state.taking) = (0, world_size);
+    fn put(&self, key: &str, tensor: &Tensor) -> Result<()> {
+        let values: Vec<f64> = tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
+        self.store.set(key, &values.into_iter().flat_map(f64::to_le_bytes).collect::<Vec<_>>())
+    }
+
+    fn take(&self, key: &str, dtype: DType) -> Result<Tensor> {
+        let bytes = self.store.get(key)?;
+        let values = bytes.chunks_exact(8).map(|bytes| f64::from_le_bytes(bytes.try_into().unwrap()));
+        let values: Vec<f64> = values.collect();
+        let count = values.len();
+        Ok(Tensor::from_vec(values, count, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
+    }
+
+    /// Every rank's tensor, in rank order.
+    fn exchange(&self, own: &Tensor) -> Result<Vec<Tensor>> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        self.put(&format!("{call}/{}", self.rank), own)?;
+        if call >= 2 {
+            // All ranks have come to the last call, and so are through with the one before it.
+            self.store.delete(&format!("{}/{}", call - 2, self.rank))?;
         }
-        self.changed.notify_all();
-        let mut state = wait(state, |state| state.taking == 0);
-        let all = state.brought.iter().flatten().cloned().collect();
-        state.taking -= 1;
-        self.changed.notify_all();
-        Ok(all)
+        (0..self.world_size).map(|rank| self.take(&format!("{call}/{rank}"), own.dtype())).collect()
+    }
+
+    fn reduce(&self, own: &Tensor, op: ReduceOp) -> Result<Tensor> {
+        // f64 holds what the other dtypes' sums are before they are rounded.
+        let all = self.exchange(own)?.iter().map(|part| part.to_dtype(DType::F64)).collect::<Result<Vec<_>, _>>()?;
+        let reduced = all[1..].iter().try_fold(all[0].clone(), |reduced, part| match op {
+            ReduceOp::Sum | ReduceOp::Avg => reduced + part,
+            ReduceOp::Min => reduced.minimum(part),
+            ReduceOp::Max => reduced.maximum(part),
+            ReduceOp::Prod => reduced * part,
+        })?;
+        let reduced = if op == ReduceOp::Avg { (reduced / self.world_size as f64)? } else { reduced };
+        Ok(reduced.to_dtype(own.dtype())?)
+    }
+
+    /// This rank's part of what all ranks, or one after the other, have for each.
+    fn part(&self, whole: &Tensor, count: usize) -> Result<Tensor> {
+        Ok(whole.flatten_all()?.narrow(0, self.rank * count, count)?)
     }
 }
 
-struct AtTable {
-    table: Arc<Table>,
-    rank: usize,
-    world_size: usize,
+fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
+    match tensor.elem_count() {
+        0 => Ok(()),
+        _ => Ok(tensor.slice_set(&values.reshape(tensor.shape())?, 0, 0)?),
+    }
 }
 
-impl Communicator for AtTable {
+impl Communicator for StoreCommunicator {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -66,41 +89,136 @@ impl Communicator for AtTable {
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        let exchange = |own: &Tensor| self.table.exchange(self.rank, self.world_size, own);
         match &collective {
-            Collective::AllReduce { tensor, op } => {
-                let all = exchange(tensor)?;
-                let reduced = all[1..].iter().try_fold(all[0].clone(), |sum, part| match op {
-                    ReduceOp::Max => sum.maximum(part),
-                    _ => sum + part,
-                })?;
-                tensor.slice_set(&reduced, 0, 0)?;
-            }
-            Collective::Broadcast { tensor, root } => {
-                let all = exchange(tensor)?;
-                if *root != self.rank {
-                    tensor.slice_set(&all[*root], 0, 0)?;
+            Collective::AllReduce { tensor, op } => write(tensor, &self.reduce(tensor, *op)?)?,
+            Collective::Broadcast { tensor, root } => write(tensor, &self.exchange(tensor)?[*root])?,
+            Collective::Reduce { tensor, root, op } => {
+                let reduced = self.reduce(tensor, *op)?;
+                if self.rank == *root {
+                    write(tensor, &reduced)?;
                 }
             }
-            Collective::AllGather { output, input } => {
-                output.slice_set(&Tensor::cat(&exchange(input)?, 0)?, 0, 0)?;
+            Collective::AllGather { output, input } => write(output, &Tensor::cat(&self.exchange(input)?, 0)?)?,
+            Collective::ReduceScatter { output, input, op } => {
+                write(output, &self.part(&self.reduce(input, *op)?, output.elem_count())?)?;
             }
-            other => return Err(Error::Unavailable { what: other.name().into(), hint: "not at this table".into() }),
+            Collective::AllToAll { output, input } => {
+                let count = input.elem_count() / self.world_size;
+                let parts =
+                    self.exchange(input)?.iter().map(|whole| self.part(whole, count)).collect::<Result<Vec<_>>>();
+                write(output, &Tensor::cat(&parts?, 0)?)?;
+            }
+            Collective::Gather { output, input, .. } => {
+                let all = self.exchange(input)?;
+                if let Some(output) = output {
+                    write(output, &Tensor::cat(&all, 0)?)?;
+                }
+            }
+            Collective::Scatter { output, input, root } => {
+                let all = self.exchange(input.as_ref().unwrap_or(output))?;
+                write(output, &self.part(&all[*root], output.elem_count())?)?;
+            }
+            Collective::Send { tensor, peer } => {
+                let number = self.messages[*peer][0].fetch_add(1, Ordering::Relaxed);
+                self.put(&format!("{} to {peer}/{number}", self.rank), tensor)?;
+            }
+            Collective::Recv { tensor, peer } => {
+                let number = self.messages[*peer][1].fetch_add(1, Ordering::Relaxed);
+                let key = format!("{peer} to {}/{number}", self.rank);
+                write(tensor, &self.take(&key, tensor.dtype())?)?;
+                self.store.delete(&key)?;
+            }
+            Collective::Barrier => {
+                self.exchange(&Tensor::zeros(1, DType::U8, &candle_core::Device::Cpu)?)?;
+            }
+            other => return Err(Error::Unavailable { what: other.name().into(), hint: "it is not known here".into() }),
         }
         Ok(Work::done())
     }
 
     fn abort(&self, _: &str) {}
 
-    /// All ranks at another table.
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        let Some(rank) = ranks.iter().position(|rank| *rank == self.rank) else { return Ok(Split::NotMember) };
-        if ranks.len() > 1 {
-            return Ok(Split::Unsupported);
-        }
-        store.set("alone", b"yes")?;
-        Ok(Split::Member(Box::new(Self { table: Arc::default(), rank, world_size: 1 })))
+        Ok(match ranks.iter().position(|rank| *rank == self.rank) {
+            Some(rank) => Split::Member(Box::new(Self::new(store, rank, ranks.len()))),
+            None => Split::NotMember,
+        })
     }
+}
+
+/// Small, since every rank reads every other's tensors from the store.
+fn options() -> ConformanceOptions {
+    let mut options = ConformanceOptions {
+        world_sizes: vec![1, 2, 3],
+        counts: vec![0, 1, 7, 1001],
+        timeout: TIMEOUT,
+        ..Default::default()
+    };
+    // Its calls are over when they return.
+    options.cases.retain(|case| {
+        !matches!(case, Case::MessagesPassCollectives | Case::LargeMessages | Case::TwoGroups | Case::Halos)
+    });
+    options
+}
+
+#[test]
+fn an_engine_from_outside_conforms() {
+    let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
+        Ok(Box::new(StoreCommunicator::new(store, rank, world_size)))
+    };
+    conformance::run(&options(), make).unwrap();
+}
+
+/// Carries out everything as the engine above does, but one thing.
+struct Faulty(StoreCommunicator);
+
+impl Communicator for Faulty {
+    fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.world_size
+    }
+
+    fn start(&self, collective: Collective) -> Result<Work> {
+        match &collective {
+            Collective::ReduceScatter { .. } => {
+                Err(Error::Unavailable { what: "reduce_scatter".into(), hint: "it is left out".into() })
+            }
+            Collective::Broadcast { tensor, root: 1 } if tensor.dtype() == DType::F16 && self.0.rank == 0 => {
+                let work = self.0.start(collective.clone())?;
+                tensor.slice_set(&tensor.zeros_like()?.narrow(0, 0, 1)?, 0, tensor.elem_count() - 1)?;
+                Ok(work)
+            }
+            _ => self.0.start(collective),
+        }
+    }
+
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+}
+
+#[test]
+fn what_an_engine_does_wrong_is_named() {
+    let fault = |case| {
+        // Its `abort` tells nobody: the other ranks wait that long.
+        let timeout = Duration::from_secs(1);
+        let options = ConformanceOptions { cases: vec![case], counts: vec![7], timeout, ..options() };
+        let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
+            Ok(Box::new(Faulty(StoreCommunicator::new(store, rank, world_size))))
+        };
+        conformance::run(&options, make).map_err(|error| error.to_string())
+    };
+    assert_eq!(fault(Case::AllReduce), Ok(()));
+    let text = "rank 0 failed: broadcast, 2 ranks, f16[7]: element 6 is 0 where 13 is expected";
+    assert_eq!(fault(Case::Broadcast), Err(text.to_string()));
+    let text = "rank 0 failed: reduce_scatter, 1 ranks, f32[7]: sum: reduce_scatter is not available: it is left out";
+    assert_eq!(fault(Case::ReduceScatter), Err(text.to_string()));
+    let options = ConformanceOptions { world_sizes: vec![0], ..options() };
+    let unused = |_, _, _| -> Result<Box<dyn Communicator>> { unreachable!() };
+    assert!(matches!(conformance::run(&options, unused), Err(Error::InvalidArgument { argument: "world_sizes", .. })));
 }
 
 fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
@@ -120,29 +238,35 @@ fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
 
 #[test]
 fn ddp_trains_over_an_engine_from_outside() {
-    let (table, store) = (Arc::<Table>::default(), Arc::new(HashStore::new(TIMEOUT)));
+    let (store, other): (Arc<dyn Store>, Arc<dyn Store>) =
+        (Arc::new(HashStore::new(TIMEOUT)), Arc::new(HashStore::new(TIMEOUT)));
     let rank = |rank| {
-        let communicator = AtTable { table: Arc::clone(&table), rank, world_size: 3 };
+        let communicator = StoreCommunicator::new(other.clone(), rank, 3);
         let pg =
             ProcessGroup::with_communicator(store.clone(), Box::new(communicator), CustomOptions::default()).unwrap();
         assert_eq!((pg.rank(), pg.world_size(), pg.backend()), (rank, 3, Backend::Custom));
-        let alone = pg.new_group(&[1]).unwrap();
-        assert_eq!(alone.map(|alone| (alone.rank(), alone.world_size())), (rank == 1).then_some((0, 1)));
-        let refused = pg.new_group(&[0, 2]);
-        assert_eq!(refused.is_err(), rank != 1);
-        if let Err(error) = refused {
-            assert!(error.to_string().contains("Communicator::split"), "{error}");
-        }
+        let pair = pg.new_group(&[2, 1]).unwrap();
+        assert_eq!(pair.map(|pair| (pair.rank(), pair.world_size())), (rank > 0).then_some((2 - rank, 2)));
         train(&pg).unwrap()
     };
     let here: Vec<Vec<f32>> = std::thread::scope(|scope| {
+        let rank = &rank;
         let ranks: Vec<_> = (0..3).map(|number| scope.spawn(move || rank(number))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for (here, there) in here.iter().zip(ranks(3, |pg| train(&pg)).unwrap()) {
         assert_close(here, &there, 1e-5, "as over the crate's own engine");
     }
-    let wrong = CustomOptions { local_rank: 1, ..Default::default() };
-    let alone = AtTable { table, rank: 0, world_size: 1 };
-    assert!(ProcessGroup::with_communicator(store, Box::new(alone), wrong).is_err());
+}
+
+#[test]
+fn an_engine_that_makes_no_groups_says_so() {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
+    let group = |options| {
+        let communicator = Box::new(Faulty(StoreCommunicator::new(store.clone(), 0, 1)));
+        ProcessGroup::with_communicator(store.clone(), communicator, options)
+    };
+    let refused = group(CustomOptions::default()).unwrap().new_group(&[0]).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("Communicator::split"), "{refused}");
+    assert!(group(CustomOptions { local_rank: 1, ..Default::default() }).is_err());
 }

@@ -1,77 +1,87 @@
-//! How the ranks of a test get their communicators.
-use candle_core::Device;
-use candle_ddp::backend::Communicator;
+//! The CPU engine under test, and how the ranks of a test get their communicators.
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::ReduceOp;
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::conformance::{self, ConformanceOptions};
 use candle_ddp::rendezvous::{HashStore, Store};
 use std::sync::Arc;
 use std::time::Duration;
 
-type Make = dyn Fn(Arc<dyn Store>, usize, usize) -> Box<dyn Communicator> + Sync;
-
-/// An engine under test.
+/// The engine, with one set of options.
 pub(crate) struct Engine {
     pub(crate) name: &'static str,
-    pub(crate) device: Device,
     /// By rank: the host that it is on.
     pub(crate) host: fn(usize) -> usize,
-    /// From the store, the rank and the world size.
-    make: Box<Make>,
+    options: CpuOptions,
 }
 
 const TIMEOUT: Duration = Duration::from_secs(60);
+const TINY_SEGMENTS: &str = "in tiny segments";
 
-/// The CPU engine over shared memory.
-pub(crate) fn shared_memory() -> Vec<Engine> {
-    cpu(CpuTransport::SharedMemory, |_| 0)
+/// Over shared memory.
+pub(crate) fn shared_memory() -> [Engine; 3] {
+    engines(CpuTransport::SharedMemory, |_| 0)
 }
 
-/// The CPU engine over TCP.
-pub(crate) fn tcp() -> Vec<Engine> {
-    cpu(CpuTransport::Tcp, |rank| rank)
+/// Over TCP.
+pub(crate) fn tcp() -> [Engine; 3] {
+    engines(CpuTransport::Tcp, |rank| rank)
 }
 
-/// The CPU engine between hosts of two neighbouring ranks: 2 + 1, 2 + 2, 2 + 2 + 2 + 1.
-pub(crate) fn pairs() -> Vec<Engine> {
-    cpu(CpuTransport::Auto, |rank| rank / 2)
+/// Between hosts of two neighbouring ranks: 2 + 1, 2 + 2, 2 + 2 + 2 + 1.
+pub(crate) fn pairs() -> [Engine; 3] {
+    engines(CpuTransport::Auto, |rank| rank / 2)
 }
 
-/// The CPU engine between two hosts that share out the ranks in turn: 2 + 1, 2 + 2, 4 + 3.
-pub(crate) fn two_hosts() -> Vec<Engine> {
-    cpu(CpuTransport::Auto, |rank| rank % 2)
+/// Between two hosts that share out the ranks in turn: 2 + 1, 2 + 2, 4 + 3.
+pub(crate) fn two_hosts() -> [Engine; 3] {
+    engines(CpuTransport::Auto, |rank| rank % 2)
 }
 
-/// The CPU engine between three hosts of very different size: 2 + 1, 2 + 1 + 1, 5 + 1 + 1.
-pub(crate) fn uneven_hosts() -> Vec<Engine> {
-    cpu(CpuTransport::Auto, |rank| if matches!(rank, 1 | 3) { rank } else { 0 })
+/// Between three hosts of very different size: 2 + 1, 2 + 1 + 1, 5 + 1 + 1.
+pub(crate) fn uneven_hosts() -> [Engine; 3] {
+    engines(CpuTransport::Auto, |rank| if matches!(rank, 1 | 3) { rank } else { 0 })
 }
 
-/// The CPU engine as it is, and with sizes that lead through the other algorithms with little data.
-fn cpu(transport: CpuTransport, host: fn(usize) -> usize) -> Vec<Engine> {
+/// As it is, and with sizes that lead through the other algorithms with little data.
+fn engines(transport: CpuTransport, host: fn(usize) -> usize) -> [Engine; 3] {
     let usual = CpuOptions { timeout: TIMEOUT, transport, ..CpuOptions::default() };
     let tiny = CpuOptions { segment_bytes: Some(100), small_bytes: Some(0), ..usual.clone() };
     let at_once = CpuOptions { small_bytes: Some(usize::MAX), ..usual.clone() };
-    [("as it is", usual), ("in tiny segments", tiny), ("all at once", at_once)]
-        .into_iter()
-        .map(|(name, options)| Engine {
-            name,
-            device: Device::Cpu,
-            host,
-            make: Box::new(move |store, rank, world_size| {
-                let options = CpuOptions { host: Some(host(rank).to_string()), ..options.clone() };
-                Box::new(CpuCommunicator::new(store, rank, world_size, options).unwrap())
-            }),
-        })
-        .collect()
+    [("as it is", usual), (TINY_SEGMENTS, tiny), ("all at once", at_once)].map(|(name, options)| Engine {
+        name,
+        host,
+        options,
+    })
 }
 
 impl Engine {
+    fn connect(&self, store: Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Result<CpuCommunicator> {
+        let options = CpuOptions { host: Some((self.host)(rank).to_string()), ..self.options.clone() };
+        CpuCommunicator::new(store, rank, world_size, options)
+    }
+
+    /// Passes the suite for engines.
+    pub(crate) fn conforms(&self) {
+        let mut options =
+            ConformanceOptions { average_is_rounded_once: true, timeout: TIMEOUT, ..ConformanceOptions::default() };
+        if self.name == TINY_SEGMENTS {
+            // Ten thousand elements are many segments.
+            options.counts.retain(|count| *count <= 1000);
+        }
+        let conforms =
+            conformance::run(&options, |store, rank, world_size| Ok(Box::new(self.connect(store, rank, world_size)?)));
+        conforms.unwrap_or_else(|error| panic!("{}: {error}", self.name));
+    }
+
     /// Runs `body` on every rank of a world, each on a thread of its own; what they return, by rank.
-    pub(crate) fn on_ranks<T: Send>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T + Sync) -> Vec<T> {
+    pub(crate) fn on_ranks<T: Send>(&self, world_size: usize, body: impl Fn(&CpuCommunicator) -> T + Sync) -> Vec<T> {
         let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
         std::thread::scope(|scope| {
             let rank = |rank| {
                 let (store, body) = (store.clone(), &body);
-                scope.spawn(move || body(&*(self.make)(store, rank, world_size)))
+                scope.spawn(move || body(&self.connect(store, rank, world_size).unwrap()))
             };
             let ranks: Vec<_> = (0..world_size).map(rank).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -82,12 +92,25 @@ impl Engine {
     pub(crate) fn in_two_groups<T: Send>(
         &self,
         world_size: usize,
-        body: impl Fn([&dyn Communicator; 2]) -> T + Sync,
+        body: impl Fn([&CpuCommunicator; 2]) -> T + Sync,
     ) -> Vec<T> {
         let second: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
         self.on_ranks(world_size, |first| {
-            let second = (self.make)(second.clone(), first.rank(), world_size);
-            body([first, &*second])
+            let second = self.connect(second.clone(), first.rank(), world_size).unwrap();
+            body([first, &second])
         })
+    }
+}
+
+pub(crate) fn dropping_the_communicator_waits_for_dropped_works(engine: &Engine) {
+    let results = engine.on_ranks(3, |communicator| {
+        let tensor = Tensor::ones(5000, DType::F32, &Device::Cpu).unwrap();
+        for _ in 0..4 {
+            drop(communicator.start(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum }).unwrap());
+        }
+        tensor
+    });
+    for tensor in results {
+        assert_eq!(tensor.to_vec1::<f32>().unwrap(), [81.0; 5000]);
     }
 }

@@ -1,8 +1,8 @@
 //! The same bits, whoever computes them, and when.
-use crate::Engine;
-use candle_core::{DType, Tensor};
+use crate::engine::Engine;
+use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
-use candle_ddp::backend::Collective;
+use candle_ddp::backend::{Collective, Communicator};
 
 /// Values of many magnitudes from a linear congruential generator, so that the order of additions shows in the bits.
 fn random(seed: usize, count: usize) -> Vec<f32> {
@@ -22,29 +22,6 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 
 const COUNT: usize = 40_000;
 
-fn all_reduce(engine: &Engine, world_size: usize, dtype: DType, count: usize) -> Vec<Vec<u32>> {
-    engine.on_ranks(world_size, |communicator| {
-        let mut values = random(communicator.rank() + 1, COUNT);
-        values.truncate(count);
-        let tensor = Tensor::from_vec(values, count, &engine.device).unwrap().to_dtype(dtype).unwrap();
-        communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum }).unwrap();
-        bits(&tensor)
-    })
-}
-
-pub(crate) fn bits_are_equal_on_all_ranks_and_from_run_to_run(engine: &Engine) {
-    for (world_size, dtype) in [(3, DType::F32), (4, DType::BF16), (7, DType::F32)] {
-        let first = all_reduce(engine, world_size, dtype, COUNT);
-        for rank in &first {
-            assert!(*rank == first[0], "{}: ranks differ in a world of {world_size}, {dtype:?}", engine.name);
-        }
-        for _ in 0..3 {
-            let again = all_reduce(engine, world_size, dtype, COUNT);
-            assert!(again == first, "{}: runs differ in a world of {world_size}, {dtype:?}", engine.name);
-        }
-    }
-}
-
 /// An element's result depends on its values alone: neither on the size of the message nor on the chunk it is in. Here
 /// that is the sum in rank order on each host, rounded, and then that of the hosts' sums.
 pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
@@ -57,7 +34,7 @@ pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
         }
     }
     let rounded = |values: Vec<f32>, dtype: DType| {
-        Tensor::from_vec(values, COUNT, &candle_core::Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+        Tensor::from_vec(values, COUNT, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     };
     let sum = |parts: Vec<Vec<f32>>| -> Vec<f32> {
         (0..COUNT).map(|index| parts.iter().skip(1).fold(parts[0][index], |sum, part| sum + part[index])).collect()
@@ -68,10 +45,14 @@ pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
         let of_host = |ranks: &Vec<usize>| values(sum(ranks.iter().map(of_rank).collect()), dtype);
         let sums = rounded(sum(hosts.iter().map(of_host).collect()), dtype);
         let expected = bits(&sums);
-        for count in [5, 1000, COUNT] {
-            for rank in all_reduce(engine, world_size, dtype, count) {
-                assert!(rank == expected[..count], "{}: {dtype:?}[{count}]", engine.name);
+        engine.on_ranks(world_size, |communicator| {
+            let values = random(communicator.rank() + 1, COUNT);
+            for count in [5, 1000, COUNT] {
+                let tensor =
+                    Tensor::from_slice(&values[..count], count, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum }).unwrap();
+                assert!(bits(&tensor) == expected[..count], "{}: {dtype:?}[{count}]", engine.name);
             }
-        }
+        });
     }
 }

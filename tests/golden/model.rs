@@ -1,12 +1,12 @@
-//! The model of ddp.safetensors in candle, and the file's parts: see the README beside it.
-#![allow(dead_code, clippy::unwrap_used)] // each test uses its part
+//! The model of ddp.safetensors in candle, and the file's content; see the README in this folder.
+#![allow(dead_code, clippy::unwrap_used)] // each test uses only some items
 use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::{Conv2d, Conv2dConfig, Linear, VarBuilder, VarMap};
 use std::collections::HashMap;
 
-/// How many steps were trained.
+/// The number of training steps.
 pub(crate) const STEPS: usize = 20;
-/// How many rows the batch of all ranks together has.
+/// The size of the global batch, over all ranks.
 pub(crate) const BATCH: usize = 12;
 /// The learning rate of SGD.
 pub(crate) const SGD_LEARNING_RATE: f64 = 0.5;
@@ -16,7 +16,7 @@ pub(crate) fn adamw() -> candle_nn::ParamsAdamW {
     candle_nn::ParamsAdamW { lr: 0.005, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
 }
 
-/// The net.
+/// The network.
 pub(crate) struct Net {
     conv1: Conv2d,
     conv2: Conv2d,
@@ -25,7 +25,7 @@ pub(crate) struct Net {
 }
 
 impl Net {
-    /// Builds the net, with the names of the golden file.
+    /// Builds the network with the names of the golden file.
     pub(crate) fn new(vb: VarBuilder) -> Result<Self> {
         let padded = Conv2dConfig { padding: 1, ..Default::default() };
         Ok(Self {
@@ -46,21 +46,21 @@ impl Module for Net {
     }
 }
 
-/// What the golden file holds.
+/// The content of the golden file.
 pub(crate) struct Golden(HashMap<String, Tensor>);
 
 impl Golden {
-    /// Reads the file, which is part of the test binary.
+    /// Reads the file, which is compiled into the test binary.
     pub(crate) fn load() -> Result<Self> {
         candle_core::safetensors::load_buffer(include_bytes!("ddp.safetensors"), &Device::Cpu).map(Self)
     }
 
-    /// A tensor by its name in the file, such as `sgd.losses`.
+    /// Returns a tensor by its name in the file, such as `sgd.losses`.
     pub(crate) fn get(&self, name: &str) -> &Tensor {
         self.0.get(name).unwrap_or_else(|| panic!("ddp.safetensors has no {name}"))
     }
 
-    /// Rank `rank`'s part of the batch of `step`: images and labels.
+    /// Returns rank `rank`'s part of the batch of `step`: images and labels.
     pub(crate) fn batch(&self, step: usize, rank: usize, world_size: usize) -> Result<(Tensor, Tensor)> {
         let (images, labels) = (self.get("images"), self.get("labels"));
         let rows = BATCH / world_size;
@@ -68,7 +68,7 @@ impl Golden {
         Ok((images.narrow(0, start, rows)?, labels.narrow(0, start, rows)?))
     }
 
-    /// Puts the weights before training into the variables of a net.
+    /// Sets the variables of a network to the weights before training.
     pub(crate) fn set_initial(&self, varmap: &VarMap) -> Result<()> {
         for (name, var) in varmap.data().lock().unwrap().iter() {
             var.set(self.get(&format!("initial.{name}")))?;
@@ -76,13 +76,14 @@ impl Golden {
         Ok(())
     }
 
-    /// The largest difference between the variables and the weights after training with `optimizer` (`sgd` or `adamw`).
+    /// Returns the largest difference between the variables and the weights after training with `optimizer` (`sgd` or
+    /// `adamw`).
     pub(crate) fn difference(&self, varmap: &VarMap, optimizer: &str) -> Result<f32> {
         let mut largest = 0f32;
         for (name, var) in varmap.data().lock().unwrap().iter() {
             let difference = (var.as_tensor() - self.get(&format!("{optimizer}.{name}")))?.abs()?;
             let difference: f32 = difference.flatten_all()?.max(0)?.to_scalar()?;
-            // f32::max would pass over a NaN.
+            // f32::max would ignore a NaN.
             if difference.is_nan() || difference > largest {
                 largest = difference;
             }

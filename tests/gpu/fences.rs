@@ -1,18 +1,18 @@
-//! What goes wrong when either fence between candle's stream and NCCL's is missing.
+//! Failures if either fence between candle's stream and NCCL's is missing.
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
 use std::time::{Duration, Instant};
 
-/// 64 MiB: long enough on its way that a reader who does not wait comes too early.
+/// 64 MiB: large enough that reading without waiting comes too early.
 const COUNT: usize = 16 << 20;
 const ROUNDS: usize = 3;
 
-/// Gives candle's stream a tenth of a second and more to do, however fast the GPU; the host does not wait for it.
+/// Keeps candle's stream busy for at least a tenth of a second, however fast the GPU; the host does not wait for it.
 fn keep_busy(device: &Device) -> Result<Tensor> {
     const LEAST: Duration = Duration::from_millis(150);
     let matrix = (Tensor::ones((1024, 1024), DType::F32, device)? / 1024.0)?;
-    let mut product = matrix.matmul(&matrix)?; // the first one takes longer
+    let mut product = matrix.matmul(&matrix)?; // the first product takes longer
     device.synchronize()?;
     let start = Instant::now();
     product = product.matmul(&matrix)?;
@@ -31,14 +31,14 @@ fn assert_all(tensor: &Tensor, expected: f32, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Rank 0 lets the others wait, who have started their part meanwhile.
+/// Delays rank 0, while the others have already started their part.
 fn come_late(pg: &ProcessGroup) {
     if pg.rank() == 0 {
         std::thread::sleep(Duration::from_millis(300));
     }
 }
 
-/// The data is written behind a lot of other work, and reduced at once.
+/// The data is written after a lot of other work and reduced at once.
 pub(crate) fn first(pg: &ProcessGroup) -> Result<()> {
     for round in 1..=ROUNDS {
         let source = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;
@@ -49,12 +49,12 @@ pub(crate) fn first(pg: &ProcessGroup) -> Result<()> {
         pg.all_reduce_async(&tensor, ReduceOp::Sum)?.wait()?;
         let world_size = pg.world_size();
         let expected = (0..world_size).map(|rank| (rank + round) as f32).sum();
-        assert_all(&tensor, expected, "the all-reduce came before its data")?;
+        assert_all(&tensor, expected, "the all-reduce ran before its data was written")?;
     }
     Ok(())
 }
 
-/// The result is read at once, although the all-reduce has not even begun: rank 0 comes late.
+/// The result is read at once, although the all-reduce has not even begun, because rank 0 is late.
 pub(crate) fn second(pg: &ProcessGroup) -> Result<()> {
     for round in 1..=ROUNDS {
         let tensor = Tensor::full(round as f32, COUNT, pg.device())?;
@@ -63,14 +63,14 @@ pub(crate) fn second(pg: &ProcessGroup) -> Result<()> {
         come_late(pg);
         let work = pg.all_reduce_async(&tensor, ReduceOp::Sum)?;
         work.wait()?;
-        // On candle's stream: without the fence it runs now.
+        // Runs on candle's stream: without the fence, it runs now.
         let seen = tensor.copy()?;
-        assert_all(&seen, (round * pg.world_size()) as f32, "the result was read before it was there")?;
+        assert_all(&seen, (round * pg.world_size()) as f32, "the result was read before it was complete")?;
     }
     Ok(())
 }
 
-/// Both, in a backward pass with two large buckets: y = mean of a × x + b × x.
+/// Both fences, in a backward pass with two large buckets: y = mean of a × x + b × x.
 pub(crate) fn backward(pg: &ProcessGroup) -> Result<()> {
     struct Net(Tensor, Tensor);
     let build = |vb: VarBuilder| -> candle_core::Result<Net> {
@@ -88,7 +88,11 @@ pub(crate) fn backward(pg: &ProcessGroup) -> Result<()> {
         let mean = (0..world_size).map(|rank| (rank + round) as f32).sum::<f32>() / world_size as f32;
         for var in ddp.parameters() {
             let gradient = grads.get(&var).expect("it was used").copy()?;
-            assert_all(&gradient, mean, "a gradient was read before it was averaged, or averaged before it was there")?;
+            assert_all(
+                &gradient,
+                mean,
+                "a gradient was read before it was averaged, or averaged before it was complete",
+            )?;
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Ranks as processes on one or several GPUs.
+//! Ranks as processes, on one or several GPUs.
 use candle_ddp::backend::nccl::device_count;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,12 +6,12 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Names the job of a rank; unset in the test's own process.
+/// The variable that names a rank's job; unset in the test's own process.
 const JOB: &str = "CANDLE_DDP_TEST_JOB";
-/// The folder in which ranks meet, and leave what they found.
+/// The folder in which ranks rendezvous and write their results.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
-/// NCCL takes ranks on one GPU when each seems to be on a host of its own.
+/// NCCL accepts several ranks on one GPU if each seems to be on a host of its own.
 const SHARED: [(&str, &str); 12] = [
     ("CANDLE_DDP_ALLOW_SHARED_GPU", "1"),
     ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
@@ -27,7 +27,8 @@ const SHARED: [(&str, &str); 12] = [
     ("NCCL_MAX_CTAS", "2"),
 ];
 
-/// How many GPUs there are. Without any, says that `test` is skipped, or fails where `CANDLE_DDP_REQUIRE_GPU` is set.
+/// Returns the number of GPUs. Without any, reports that `test` is skipped, or fails if `CANDLE_DDP_REQUIRE_GPU` is
+/// set.
 pub(crate) fn gpus(test: &str) -> Option<usize> {
     let reason = match device_count() {
         Ok(count) => return Some(count),
@@ -39,21 +40,22 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
 }
 
 fn skip(test: &str, reason: &str) {
-    // Not `eprintln!`, which the test harness would swallow.
+    // `eprintln!` would be captured by the test harness.
     let line = format!("SKIPPED {test}: {reason}\n");
     let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
 }
 
-/// Whether the GPU is the one of `tests/emulated_gpu`, which can be made to fail. If not, says that `test` is skipped.
+/// Returns whether the GPU is that of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is
+/// skipped.
 pub(crate) fn emulated(test: &str) -> bool {
     let emulated = std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"));
     if !emulated {
-        skip(test, "only an emulated GPU fails when it is told to");
+        skip(test, "only an emulated GPU can inject failures");
     }
     emulated
 }
 
-/// What a rank knows of itself.
+/// A rank's parameters.
 pub(crate) struct Place {
     pub(crate) job: String,
     folder: PathBuf,
@@ -62,7 +64,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// `None` in the test's own process.
+    /// Returns `None` in the test's own process.
     pub(crate) fn of_this_process() -> Option<Self> {
         let number = |name| std::env::var(name).unwrap().parse().unwrap();
         let job = std::env::var(JOB).ok()?;
@@ -78,12 +80,12 @@ impl Place {
         self.folder.join("traces")
     }
 
-    /// Tells the test what this rank found.
+    /// Reports a result to the test.
     pub(crate) fn report(&self, text: &str) {
         std::fs::write(report_of(&self.folder, self.rank), text).unwrap();
     }
 
-    /// Tells the test that this rank is in the middle of its job.
+    /// Signals to the test that this rank is in the middle of its job.
     pub(crate) fn sign(&self) {
         std::fs::write(sign_of(&self.folder, self.rank), "").unwrap();
     }
@@ -106,7 +108,7 @@ pub(crate) struct Ranks {
 const PATIENCE: Duration = Duration::from_secs(300);
 
 impl Ranks {
-    /// Starts them, on one GPU each if there are enough.
+    /// Starts the ranks, on one GPU each if there are enough.
     pub(crate) fn start(world_size: usize, job: &str) -> Self {
         Self::start_in(world_size, job, |_| None)
     }
@@ -119,7 +121,7 @@ impl Ranks {
         Self::start_with(world_size, job, false, |_| variable)
     }
 
-    /// Each with the environment variable that `variable` has for it.
+    /// Starts the ranks, each with the environment variable that `variable` returns for it.
     pub(crate) fn start_in(
         world_size: usize,
         job: &str,
@@ -156,7 +158,7 @@ impl Ranks {
         std::fs::read_to_string(self.folder.path().join(format!("output{rank}"))).unwrap_or_default()
     }
 
-    /// Waits for rank `rank`; whether it did its job.
+    /// Waits for rank `rank` and returns whether it succeeded.
     fn wait(&mut self, rank: usize, deadline: Instant) -> bool {
         loop {
             if let Some(status) = self.children[rank].try_wait().unwrap() {
@@ -167,13 +169,13 @@ impl Ranks {
         }
     }
 
-    /// Waits for all ranks to do their job; what they report.
+    /// Waits until all ranks have succeeded and returns their reports.
     pub(crate) fn finish(mut self) -> Vec<String> {
         let ranks: Vec<usize> = (0..self.children.len()).collect();
         self.reports(&ranks)
     }
 
-    /// Waits for these ranks to do their job; what they report.
+    /// Waits until these ranks have succeeded and returns their reports.
     pub(crate) fn reports(&mut self, ranks: &[usize]) -> Vec<String> {
         let deadline = Instant::now() + PATIENCE;
         for &rank in ranks {
@@ -185,7 +187,7 @@ impl Ranks {
             .collect()
     }
 
-    /// Waits for all ranks to end; what they printed.
+    /// Waits until all ranks have exited and returns their output.
     pub(crate) fn outputs(mut self) -> Vec<String> {
         let deadline = Instant::now() + PATIENCE;
         (0..self.children.len())
@@ -208,7 +210,7 @@ impl Ranks {
         }
     }
 
-    /// As the system does when memory is short.
+    /// Kills a rank, as the system does when memory is short.
     pub(crate) fn kill(&mut self, rank: usize) {
         self.children[rank].kill().unwrap();
         self.children[rank].wait().unwrap();

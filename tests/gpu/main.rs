@@ -4,82 +4,73 @@
 //! cargo test --release --features nccl --test gpu
 //! ```
 //!
-//! Ranks are processes: this test binary again, told by an environment variable what to do. When there are fewer GPUs than
-//! ranks, they share: over the loopback interface, as if each were on a host of its own, which is slow and right. Without
-//! a GPU every test says that it is skipped, or fails where CANDLE_DDP_REQUIRE_GPU is set.
+//! Ranks are processes: this test binary starts itself, with an environment variable that names the job. If there are
+//! fewer GPUs than ranks, ranks share GPUs over the loopback interface, as if each were on a host of its own, which is
+//! slow but correct. Without a GPU every test reports that it is skipped, or fails if CANDLE_DDP_REQUIRE_GPU is set.
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used)]
 #[path = "../common/mod.rs"]
 mod common;
 mod fences;
 mod launch;
-#[path = "../engine/matrix.rs"]
-mod matrix;
 mod norms;
 mod optim;
-#[path = "../engine/order.rs"]
-#[allow(dead_code)] // what reaches from one thread to another is for ranks that are threads
-mod order;
 mod toolbox;
 mod training;
 
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::backend::Communicator;
 use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
+use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{FileStore, PrefixStore, Store};
 use candle_ddp::{Backend, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use launch::{Place, Ranks, emulated, gpus};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An engine under test, on one of its ranks.
-pub(crate) struct Engine {
-    pub(crate) name: &'static str,
-    pub(crate) device: Device,
-    communicator: NcclCommunicator,
-}
-
-impl Engine {
-    fn new(place: &Place) -> Self {
-        let pg = group(place, Duration::from_secs(60));
+/// Passes `cases` of the suite for engines, as one of the ranks.
+fn conforms(place: &Place, cases: &[Case]) {
+    let pg = group(place, Duration::from_secs(60));
+    let communicator = |name: &str| {
         let store: Arc<dyn Store> = Arc::new(FileStore::open(place.store(), Duration::from_secs(60)).unwrap());
-        let store = Arc::new(PrefixStore::new("engine", store));
+        let store = Arc::new(PrefixStore::new(name, store));
         let options = NcclOptions { timeout: Duration::from_secs(60), ..Default::default() };
-        let communicator = NcclCommunicator::new(store, place.rank, place.world_size, pg.device(), options).unwrap();
-        Self { name: "NCCL", device: pg.device().clone(), communicator }
-    }
-
-    /// Runs `body` on this rank, if the world has that size.
-    pub(crate) fn on_ranks<T>(&self, world_size: usize, body: impl Fn(&dyn Communicator) -> T) -> Vec<T> {
-        if world_size == self.communicator.world_size() { vec![body(&self.communicator)] } else { Vec::new() }
-    }
+        NcclCommunicator::new(store, place.rank, place.world_size, pg.device(), options).unwrap()
+    };
+    let (first, second) = (communicator("first engine"), communicator("second engine"));
+    let options = ConformanceOptions { cases: cases.to_vec(), device: pg.device().clone(), ..Default::default() };
+    conformance::run_rank(&options, [&first, &second]).unwrap();
 }
 
-/// Runs `body` on this rank.
-pub(crate) fn in_all_worlds(engine: &Engine, body: impl Fn(&dyn Communicator)) {
-    body(&engine.communicator);
-}
+/// Every collective.
+const MATRIX: [Case; 10] = [
+    Case::AllReduce,
+    Case::Broadcast,
+    Case::Reduce,
+    Case::AllGather,
+    Case::ReduceScatter,
+    Case::AllToAll,
+    Case::GatherAndScatter,
+    Case::SendAndRecv,
+    Case::Barrier,
+    Case::Views,
+];
 
-/// This rank's group.
+/// Returns this rank's group.
 fn group(place: &Place, timeout: Duration) -> ProcessGroup {
     let init_method = format!("file://{}", place.store().display());
     let options = InitOptions { backend: Backend::Nccl, init_method, timeout, ..Default::default() };
     init_process_group(options).unwrap()
 }
 
-/// The entrance for ranks: libtest runs it in every process, and it does nothing in the test's own.
+/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
 #[test]
 fn rank_of_another_test() {
     let Some(place) = Place::of_this_process() else { return };
     let pg = |seconds| group(&place, Duration::from_secs(seconds));
     match place.job.as_str() {
-        "matrix" => matrix_of(&place),
-        "messages" => {
-            let engine = Engine::new(&place);
-            order::messages_do_not_wait_for_collectives(&engine);
-            order::large_messages_cross(&engine);
-        }
-        "dropped" => order::dropped_works_are_carried_out(&Engine::new(&place)),
+        "matrix" => conforms(&place, &MATRIX),
+        "messages" => conforms(&place, &[Case::MessagesPassCollectives, Case::LargeMessages]),
+        "dropped" => conforms(&place, &[Case::DroppedWork]),
         "auto" => {
             let options =
                 InitOptions { init_method: format!("file://{}", place.store().display()), ..Default::default() };
@@ -109,7 +100,7 @@ fn rank_of_another_test() {
     }
 }
 
-/// Exactly: what is printed is read as the same bits.
+/// Reports values in a form that is parsed back to the same bits.
 fn report_floats(place: &Place, values: &[f32]) {
     place.report(&values.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
 }
@@ -119,25 +110,11 @@ fn floats_of(reports: &[String]) -> Vec<Vec<f32>> {
     reports.iter().map(floats).collect()
 }
 
-/// For the test `test`: ranks that do `job`, if there is a GPU.
+/// Runs ranks with the job `job` for the test `test`, if there is a GPU.
 fn finish(test: &str, world_size: usize, job: &str) {
     if gpus(test).is_some() {
         Ranks::start(world_size, job).finish();
     }
-}
-
-fn matrix_of(place: &Place) {
-    let engine = Engine::new(place);
-    matrix::all_reduce(&engine);
-    matrix::broadcast(&engine);
-    matrix::reduce(&engine);
-    matrix::all_gather(&engine);
-    matrix::reduce_scatter(&engine);
-    matrix::all_to_all(&engine);
-    matrix::gather_and_scatter(&engine);
-    matrix::send_and_recv(&engine);
-    matrix::barrier(&engine);
-    matrix::views_keep_their_surroundings(&engine);
 }
 
 #[test]
@@ -172,8 +149,8 @@ fn dropped_works_are_carried_out() {
 }
 
 #[test]
-fn auto_takes_nccl_where_there_is_a_gpu() {
-    finish("auto_takes_nccl_where_there_is_a_gpu", 2, "auto");
+fn auto_selects_nccl_if_there_is_a_gpu() {
+    finish("auto_selects_nccl_if_there_is_a_gpu", 2, "auto");
 }
 
 #[test]
@@ -186,8 +163,8 @@ fn ranks_on_one_gpu_are_refused_by_name() {
 }
 
 #[test]
-fn ranks_that_were_shown_the_same_gpu_are_refused_by_its_name() {
-    if gpus("ranks_that_were_shown_the_same_gpu_are_refused_by_its_name").is_none() {
+fn ranks_with_the_same_visible_gpu_are_refused_by_name() {
+    if gpus("ranks_with_the_same_visible_gpu_are_refused_by_name").is_none() {
         return;
     }
     for report in Ranks::start_without_sharing(2, "auto", Some(("CUDA_VISIBLE_DEVICES", "0"))).outputs() {
@@ -214,7 +191,7 @@ fn subgroups_are_split_off() {
     finish("subgroups_are_split_off", 3, "subgroups");
 }
 
-/// Groups of the ranks 2 and 0, in that order, and of rank 1.
+/// Groups of ranks 2 and 0, in that order, and of rank 1.
 fn subgroups(pg: &ProcessGroup) -> Result<()> {
     let rank = pg.rank();
     let both = pg.new_group(&[2, 0])?;
@@ -236,18 +213,18 @@ fn subgroups(pg: &ProcessGroup) -> Result<()> {
 }
 
 #[test]
-fn a_call_comes_after_what_candle_was_told_before() {
-    finish("a_call_comes_after_what_candle_was_told_before", 2, "first fence");
+fn a_call_runs_after_candles_previous_work() {
+    finish("a_call_runs_after_candles_previous_work", 2, "first fence");
 }
 
 #[test]
-fn what_candle_is_told_after_a_wait_comes_after_the_call() {
-    finish("what_candle_is_told_after_a_wait_comes_after_the_call", 2, "second fence");
+fn candles_work_after_a_wait_runs_after_the_call() {
+    finish("candles_work_after_a_wait_runs_after_the_call", 2, "second fence");
 }
 
 #[test]
-fn gradients_come_after_their_all_reduce() {
-    finish("gradients_come_after_their_all_reduce", 2, "fences of a backward pass");
+fn gradients_are_read_after_their_all_reduce() {
+    finish("gradients_are_read_after_their_all_reduce", 2, "fences of a backward pass");
 }
 
 #[test]
@@ -261,8 +238,8 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 }
 
 #[test]
-fn mixed_precision_trains_as_on_the_cpu() {
-    if gpus("mixed_precision_trains_as_on_the_cpu").is_none() {
+fn mixed_precision_matches_the_cpu() {
+    if gpus("mixed_precision_matches_the_cpu").is_none() {
         return;
     }
     for (dtype, job) in [(DType::F16, "train in f16"), (DType::BF16, "train in bf16")] {
@@ -271,8 +248,8 @@ fn mixed_precision_trains_as_on_the_cpu() {
 }
 
 #[test]
-fn hooks_and_averages_work_as_on_the_cpu() {
-    if gpus("hooks_and_averages_work_as_on_the_cpu").is_none() {
+fn hooks_and_averages_match_the_cpu() {
+    if gpus("hooks_and_averages_match_the_cpu").is_none() {
         return;
     }
     for (tool, tolerance) in toolbox::TOOLS {
@@ -282,8 +259,8 @@ fn hooks_and_averages_work_as_on_the_cpu() {
 }
 
 #[test]
-fn variables_elsewhere_are_refused_by_name() {
-    finish("variables_elsewhere_are_refused_by_name", 2, "elsewhere");
+fn variables_on_other_devices_are_refused_by_name() {
+    finish("variables_on_other_devices_are_refused_by_name", 2, "elsewhere");
 }
 
 #[test]
@@ -292,41 +269,41 @@ fn a_trace_has_the_times_of_the_gpu() {
 }
 
 #[test]
-fn unused_parameters_hang_nobody() {
-    finish("unused_parameters_hang_nobody", 2, "unused");
+fn unused_parameters_hang_no_rank() {
+    finish("unused_parameters_hang_no_rank", 2, "unused");
 }
 
 #[test]
-fn fused_optimizers_train_as_on_the_cpu() {
-    if gpus("fused_optimizers_train_as_on_the_cpu").is_some() {
+fn fused_optimizers_match_the_cpu() {
+    if gpus("fused_optimizers_match_the_cpu").is_some() {
         optim::all_train_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn an_optimizer_takes_variables_of_several_devices() {
-    if gpus("an_optimizer_takes_variables_of_several_devices").is_some() {
+fn an_optimizer_accepts_variables_on_several_devices() {
+    if gpus("an_optimizer_accepts_variables_on_several_devices").is_some() {
         optim::devices_mix(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn gradients_are_clipped_as_on_the_cpu() {
-    if gpus("gradients_are_clipped_as_on_the_cpu").is_some() {
+fn clipping_matches_the_cpu() {
+    if gpus("clipping_matches_the_cpu").is_some() {
         optim::clips_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn norms_are_those_of_the_cpu() {
-    if gpus("norms_are_those_of_the_cpu").is_some() {
+fn norms_match_the_cpu() {
+    if gpus("norms_match_the_cpu").is_some() {
         norms::norms_alike(&Device::new_cuda(0).unwrap());
     }
 }
 
 #[test]
-fn batches_of_ranks_are_normalised_as_one_on_the_cpu() {
-    finish("batches_of_ranks_are_normalised_as_one_on_the_cpu", 2, "sync batch norm");
+fn sync_batch_norm_matches_one_batch_on_the_cpu() {
+    finish("sync_batch_norm_matches_one_batch_on_the_cpu", 2, "sync batch norm");
 }
 
 #[test]
@@ -339,8 +316,8 @@ fn gradients_are_unscaled_and_overflows_found_on_all_ranks() {
 }
 
 #[test]
-fn optimizers_in_shards_train_as_whole_ones() {
-    if gpus("optimizers_in_shards_train_as_whole_ones").is_some() {
+fn sharded_optimizers_match_unsharded_ones() {
+    if gpus("sharded_optimizers_match_unsharded_ones").is_some() {
         for world_size in [1, 2] {
             Ranks::start(world_size, "zero").finish();
         }
@@ -403,7 +380,7 @@ fn leave(place: &Place, pg: &ProcessGroup) {
     place.report(&in_vain.and_then(|work| work.synchronize()).unwrap_err().to_string());
 }
 
-/// All-reduces until one fails; its error.
+/// Repeats all-reduces until one fails, and returns its error.
 fn until_failure(place: &Place, pg: &ProcessGroup) -> String {
     let tensor = Tensor::ones(4 << 20, DType::F32, pg.device()).unwrap();
     loop {
@@ -416,8 +393,8 @@ fn until_failure(place: &Place, pg: &ProcessGroup) -> String {
 }
 
 #[test]
-fn ranks_that_call_different_things_are_told_so() {
-    if gpus("ranks_that_call_different_things_are_told_so").is_none() {
+fn mismatched_calls_are_reported() {
+    if gpus("mismatched_calls_are_reported").is_none() {
         return;
     }
     for report in Ranks::start(2, "desync").finish() {
@@ -435,7 +412,7 @@ fn disagree(pg: &ProcessGroup) -> String {
     } else {
         pg.broadcast_async(&tensor(10), 0)
     };
-    // A second call, since one of NCCL's may end without the other side when the data is small.
+    // A second call is needed, because one of NCCL's calls may end without the other side if the data is small.
     work.and_then(|work| work.synchronize()).and_then(|()| pg.barrier()).unwrap_err().to_string()
 }
 
@@ -453,6 +430,6 @@ fn wrong_device(pg: &ProcessGroup) {
     assert!(error.contains("is on Cpu") && error.contains("to_device(pg.device())"), "{error}");
     let error = refused(&Device::new_cuda(0).unwrap());
     assert!(error.contains("another candle Device"), "{error}");
-    // Nothing was sent, and the group goes on.
+    // Nothing was sent, and the group remains usable.
     pg.barrier().unwrap();
 }

@@ -1,11 +1,11 @@
-//! LayerNorm, RMSNorm and SyncBatchNorm on a GPU, against the same on the CPU.
+//! LayerNorm, RMSNorm and SyncBatchNorm on a GPU, compared with the CPU.
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{LayerNorm, sync_batch_norm};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 use candle_nn::{VarBuilder, VarMap, batch_norm};
 
-/// Around the threads of a block, with more rows than are added up together; without rows.
+/// Sizes around the threads of a block, with more rows than are summed together, and without rows.
 const SHAPES: [[usize; 2]; 7] = [[1, 1], [3, 15], [40, 256], [33, 257], [20_000, 3], [4096, 1024], [0, 8]];
 
 pub(crate) fn norms_alike(gpu: &Device) {
@@ -42,8 +42,8 @@ pub(crate) fn norms_alike(gpu: &Device) {
     }
 }
 
-/// On one of two ranks: what SyncBatchNorm makes of this rank's rows, and its gradients, are those of candle's layer on
-/// the CPU for the whole batch. Rank 1 has as many rows as rank 0, or none.
+/// Checks, on one of two ranks, that SyncBatchNorm's output for this rank's rows and its gradients equal those of
+/// candle's layer on the CPU for the whole batch. Rank 1 has as many rows as rank 0, or none.
 pub(crate) fn batches_join(pg: &ProcessGroup) -> Result<()> {
     let whole = [8, 3, 2, 3];
     for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
@@ -94,7 +94,7 @@ pub(crate) fn batches_join(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Variables that are not those of a new layer; the variance is positive.
+/// Fills variables with values that differ from a new layer's; the variance is positive.
 fn fill_norm(varmap: &VarMap) {
     fill(varmap, 3);
     let variance = var(varmap, "running_var");

@@ -1,16 +1,16 @@
-//! Optimizers, clipping and loss scaling on a GPU, against the same on the CPU.
+//! Optimizers, clipping and loss scaling on a GPU, compared with the CPU.
 use super::common::{assert_close, floats, values};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::optim::{
-    AdamW, ClipOptions, FusedOptimizer, NormType, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd, StateDict,
-    UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
+    AdamW, ClipOptions, FusedOptimizer, NormType, Optimizer, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd,
+    StateDict, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
 };
 use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result};
-use candle_nn::{Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, ParamsAdamW, VarBuilder, VarMap, linear};
 
 const STEPS: u64 = 100;
-/// Below, at and above what a block works on.
+/// Below, at and above the chunk size of a block.
 const SIZES: [usize; 6] = [1, 257, 4095, 4096, 4097, 100_003];
 
 fn tensor(size: usize, seed: u64, dtype: DType, device: &Device) -> Tensor {
@@ -23,7 +23,7 @@ fn vars(dtype: DType, device: &Device) -> Vec<Var> {
     SIZES.iter().enumerate().map(var).collect()
 }
 
-/// Gradients of `vars`, which a GPU and the CPU are given alike. In odd steps the second variable has none.
+/// Returns gradients of `vars`, the same for a GPU and the CPU. In odd steps the second variable has none.
 fn gradients(vars: &[Var], step: u64) -> GradStore {
     let mut store = Var::new(0f32, &Device::Cpu).unwrap().sqr().unwrap().backward().unwrap();
     for (number, var) in vars.iter().enumerate() {
@@ -35,7 +35,7 @@ fn gradients(vars: &[Var], step: u64) -> GradStore {
     store
 }
 
-/// Two groups of parameters on `device` after a hundred steps, and the optimizer's state.
+/// Returns two groups of parameters on `device` after a hundred steps, and the optimizer.
 fn train<R: UpdateRule>(groups: &[R; 2], dtype: DType, device: &Device) -> (Vec<Var>, FusedOptimizer<R>) {
     let vars = vars(dtype, device);
     let group = |number: usize| ParameterGroup {
@@ -49,7 +49,7 @@ fn train<R: UpdateRule>(groups: &[R; 2], dtype: DType, device: &Device) -> (Vec<
     (vars, optimizer)
 }
 
-/// `exact`: whether elements do not depend on sums. The kernels are compiled without fused multiply-adds.
+/// `exact` says whether elements do not depend on sums. The kernels are compiled without fused multiply-adds.
 pub(crate) fn trains_alike<R: UpdateRule>(gpu: &Device, groups: [R; 2], exact: bool) {
     let tolerances = [(DType::F32, 1e-5), (DType::F64, 1e-7), (DType::F16, 1e-2), (DType::BF16, 5e-2)];
     for (dtype, tolerance) in tolerances {
@@ -83,8 +83,8 @@ pub(crate) fn all_train_alike(gpu: &Device) {
     trains_alike(gpu, [lamb, other], false);
 }
 
-/// A dtype without a kernel is refused with the parameter's name, a state moves from the CPU to the GPU, and an optimizer
-/// takes variables of both.
+/// A dtype without a kernel is refused with the parameter's name, a state can move from the CPU to the GPU, and an
+/// optimizer accepts variables on both.
 pub(crate) fn devices_mix(gpu: &Device) {
     let mixed = |number: usize| if number == 0 { Device::Cpu } else { gpu.clone() };
     let parameters: Vec<(String, Var)> = (0..2)
@@ -122,7 +122,7 @@ pub(crate) fn clips_alike(gpu: &Device) {
             let clip = |device: &Device| {
                 let vars = vars(dtype, device);
                 let mut grads = gradients(&vars, 1);
-                // One of them is not contiguous.
+                // One of the gradients is not contiguous.
                 let transposed = tensor(SIZES[2], 7, dtype, device).reshape((45, 91)).unwrap().t().unwrap();
                 let odd = Var::zeros((91, 45), dtype, device).unwrap();
                 grads.insert(&odd, transposed);
@@ -138,7 +138,7 @@ pub(crate) fn clips_alike(gpu: &Device) {
             assert_close(&there, &here, if dtype == DType::BF16 { 1e-2 } else { 2e-3 }, "clipped gradients");
         }
     }
-    // A bad number in the last element of the last gradient.
+    // A non-finite number in the last element of the last gradient.
     for bad in [f32::NAN, f32::INFINITY] {
         let var = Var::zeros(5000, DType::F32, gpu).unwrap();
         let mut values = vec![1f32; 5000];
@@ -150,7 +150,7 @@ pub(crate) fn clips_alike(gpu: &Device) {
     }
 }
 
-/// An overflow on the last rank counts for all; otherwise gradients are divided.
+/// An overflow on the last rank counts for all ranks; otherwise gradients are divided.
 pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
     let vars = vars(DType::F32, pg.device());
     let named = vars.iter().enumerate().map(|(number, var)| (number.to_string(), var.clone())).collect();
@@ -175,7 +175,7 @@ pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// ZeRO-1 trains as the whole optimizer does.
+/// ZeRO-1 gives the same results as the unsharded optimizer.
 pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
     fn net(vb: VarBuilder) -> candle_core::Result<[Linear; 2]> {
         Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])
@@ -199,8 +199,8 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
             };
             let grads = whole.backward(&whole.call(loss)?)?;
             reference.step(&grads)?;
-            let grads = sharded.backward(&sharded.call(loss)?)?;
-            optimizer.clip_grad_norm(1e9)?;
+            let mut grads = sharded.backward(&sharded.call(loss)?)?;
+            optimizer.clip_grad_norm(&mut grads, 1e9)?;
             optimizer.step(&grads)?;
         }
         for (reference, var) in whole.parameters().iter().zip(sharded.parameters()) {

@@ -1,4 +1,4 @@
-//! What belongs to training beside DistributedDataParallel itself, on GPUs, against the same on the CPU.
+//! Other parts of training with DistributedDataParallel on GPUs, compared with the CPU.
 use super::common::{assert_close, fill, floats, tensor, var};
 use super::training::{NAMES, Net};
 use candle_core::{DType, Device, IndexOp, Module, Var};
@@ -7,13 +7,13 @@ use candle_ddp::optim::{Ema, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, spawn};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
-/// What is tested, and how far 16 bits and sums in another order may lead.
+/// The tools under test, with tolerances for 16-bit arithmetic and for sums in another order.
 pub(crate) const TOOLS: [(&str, f32); 6] =
     [("fp16", 3e-3), ("bf16", 2e-2), ("PowerSGD", 1e-3), ("top-k", 1e-4), ("Ema", 1e-4), ("averager", 1e-4)];
 const STEPS: usize = 6;
 const PER_RANK: usize = 4;
 
-/// A few steps with the tool `tool`; the parameters, and its averages.
+/// Trains a few steps with the tool `tool`; returns the parameters and the tool's averages.
 pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let mine = pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK;
@@ -63,7 +63,7 @@ pub(crate) fn assert_like_the_cpu(tool: &str, tolerance: f32, reports: &[Vec<f32
     }
 }
 
-/// Variables that are elsewhere than the group are refused by name.
+/// Variables on a device other than the group's are refused by name.
 pub(crate) fn refuse_variables_elsewhere(pg: &ProcessGroup) {
     let here = ("here".to_string(), Var::zeros(3, DType::F32, pg.device()).unwrap());
     for name in ["elsewhere.weight", "elsewhere.running_mean"] {

@@ -23,7 +23,7 @@ pub(crate) const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"]
 const STEPS: usize = 20;
 const PER_RANK: usize = 5;
 
-/// Twenty steps, with tiny buckets, every second of them in two parts; the final parameters.
+/// Trains twenty steps with tiny buckets, every second step in two parts; returns the final parameters.
 pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, mixed_precision, ..Default::default() };
@@ -48,12 +48,12 @@ pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) 
     Ok(NAMES.map(|name| floats(&var(&varmap, name))).concat())
 }
 
-/// The variables in f32, everything else in 16 bits.
+/// Trains with f32 variables and everything else in 16 bits.
 pub(crate) fn train_mixed(pg: &ProcessGroup, dtype: DType) -> Result<Vec<f32>> {
     train(pg, Some(MixedPrecision { param_dtype: Some(dtype), reduce_dtype: Some(DType::F32), ..Default::default() }))
 }
 
-/// The same with the whole batch in plain candle, on the CPU.
+/// Compares with plain candle on the CPU, trained on the whole batch.
 pub(crate) fn assert_like_plain_candle(reports: &[Vec<f32>]) {
     let world_size = reports.len();
     let varmap = VarMap::new();
@@ -69,14 +69,14 @@ pub(crate) fn assert_like_plain_candle(reports: &[Vec<f32>]) {
     assert_close(&reports[0], &expected, 1e-4, &format!("{world_size} ranks"));
 }
 
-/// Two ranks on the CPU, which round in other places: 16 bits are few.
+/// Compares with two ranks on the CPU, which round differently; 16 bits are few.
 pub(crate) fn assert_like_the_cpu(dtype: DType, reports: &[Vec<f32>]) {
     let expected = spawn(reports.len(), |pg| train_mixed(&pg, dtype)).unwrap();
     assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");
     assert_close(&reports[0], &expected[0], if dtype == DType::BF16 { 2e-2 } else { 3e-3 }, dtype.as_str());
 }
 
-/// In the trace every all-reduce lies within its backward pass, by the times of the GPU.
+/// Checks that in the trace every all-reduce lies within its backward pass, by the GPU's times.
 pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     const PASSES: usize = 3;
     let trace = Some(folder.to_path_buf());
@@ -108,7 +108,7 @@ pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Each rank uses a layer that the other does not, and nobody a third.
+/// Each rank uses a layer that the other does not, and no rank uses a third layer.
 pub(crate) fn unused(pg: &ProcessGroup) -> Result<()> {
     struct Branches([Linear; 3]);
     let build = |vb: VarBuilder| -> candle_core::Result<Branches> {

@@ -1,4 +1,4 @@
-"""Writes files with torch.save, of which the test knows nothing but expected.json.
+"""Writes files with torch.save. The test reads the expected content from expected.json.
 
     python3 checkpoint.py FOLDER
 """
@@ -20,7 +20,7 @@ expected = {}
 
 
 def write(name, content, tensors, **options):
-    """`tensors`: what the file should be read as, or the words of the error."""
+    """`tensors`: the tensors that the test should read from the file, or words of the expected error."""
     torch.save(content, folder / name, **options)
     if isinstance(tensors, dict):
         tensors = {
@@ -88,5 +88,5 @@ write("sparse.pt", {"w": torch.eye(2).to_sparse()}, "w: ")
 write("unsigned.pt", {"w": torch.zeros(2, dtype=torch.uint16)}, "w: ")
 write("legacy.pt", state, "before 1.6", _use_new_zipfile_serialization=False)
 (folder / "expected.json").write_text(json.dumps(expected))
-# Without the interpreter's shutdown, in which PyTorch sometimes aborts.
+# Skips the interpreter's shutdown, in which PyTorch sometimes aborts.
 os._exit(0)

@@ -1,6 +1,6 @@
-//! Files that PyTorch's torch.save writes, of every kind that is met with.
+//! The kinds of files that PyTorch's torch.save writes.
 //!
-//! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (python3 when unset); skipped, with a message, without.
+//! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
 use candle_core::DType;
 use candle_ddp::checkpoint;
 use serde_json::Value;
@@ -43,10 +43,10 @@ fn files_of_torch_save_are_read_or_refused_with_a_reason() {
             let shape: Vec<usize> = serde_json::from_value(expected[1].clone()).unwrap();
             assert_eq!(tensor.dims(), shape, "{file}: {name}");
             let values: Vec<f64> = serde_json::from_value(expected[2].clone()).unwrap();
-            // candle does not come back from converting float8 to f64.
+            // candle never returns from converting float8 to f64.
             let tensor = if dtype == DType::F8E4M3 { &tensor.to_dtype(DType::F32).unwrap() } else { tensor };
             let tensor = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-            // serde_json reads floats to the last bit but one.
+            // serde_json may be off by one in the last bit of a float.
             let close = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-15 * b.abs();
             assert!(tensor.to_vec1().unwrap().iter().zip(&values).all(close), "{file}: {name}: {tensor} {values:?}");
         }

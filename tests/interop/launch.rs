@@ -1,13 +1,13 @@
-//! Launchers and programs of the two worlds mixed: a candle-ddp program under torchrun, a PyTorch program under ddprun.
+//! Launchers and programs of both worlds combined: a candle-ddp program under torchrun, a PyTorch program under ddprun.
 use candle_core::{DType, Tensor};
 use candle_ddp::{InitOptions, ReduceOp, init_process_group};
 use std::path::Path;
 use std::process::Command;
 
-/// Set in processes that are ranks: the folder in which they leave their results.
+/// Set in rank processes: the folder to which they write their results.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
-/// The entrance for ranks; does nothing in the test's own process.
+/// The entry point of ranks; does nothing in the test's own process.
 #[test]
 fn rank_of_another_test() {
     let Ok(folder) = std::env::var(FOLDER) else { return };
@@ -40,7 +40,7 @@ fn a_candle_program_runs_under_torchrun() {
     }
 }
 
-/// Trains one step with PyTorch's DDP over Gloo, and checks the gradient.
+/// Trains one step with PyTorch's DDP over Gloo and checks the gradient.
 const PYTORCH_PROGRAM: &str = r#"
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

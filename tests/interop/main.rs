@@ -1,4 +1,5 @@
-//! Together with PyTorch, for the interpreter named by CANDLE_DDP_PYTHON (python3 when unset). Skipped, with a message, without.
+//! Interoperability with PyTorch, in the interpreter named by CANDLE_DDP_PYTHON (default: python3). Skipped with a
+//! message if that has no PyTorch.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod checkpoint;
 mod launch;

@@ -1,8 +1,8 @@
 """PyTorch's side of tests/interop/store.rs.
 
-client HOST PORT  a TCPStore client against a server of candle-ddp
-server            a TCPStore server for clients of candle-ddp: prints its port, ends with its standard input
-group             a rank of a process group, by the environment of a launcher
+client HOST PORT  a TCPStore client of a candle-ddp server
+server            a TCPStore server for candle-ddp clients: prints its port, and exits at the end of its standard input
+group             a rank of a process group, configured by a launcher's environment
 """
 import os
 import sys
@@ -34,7 +34,7 @@ def client(host, port):
         return dist.TCPStore(host, port, None, False, LONG)
 
     store = connect()
-    # What the Rust side has set, and what it waits for.
+    # The Rust side has set these keys, and waits for others.
     expect(store.get("from_rust"), bytes(range(256)))
     store.set("from_torch", bytes(range(256)).decode("latin-1"))
 
@@ -71,7 +71,7 @@ def client(host, port):
     if not {"a", "c", "n", "log", "y", "from_rust"} <= keys or "x" in keys:
         raise AssertionError(keys)
 
-    # A wait that times out, after which the connection still works.
+    # A wait that times out; the connection must still work afterwards.
     for _ in range(3):
         fails(dist.DistStoreError, lambda: store.wait(["a", "never"], SHORT))
         expect(store.get("a"), b"2")
@@ -80,7 +80,7 @@ def client(host, port):
     store.set_timeout(LONG)
     store.wait(["a", "c"], LONG)
 
-    # A wait that another client ends.
+    # A wait that ends when another client sets the key.
     other = connect()
     setter = threading.Timer(0.2, lambda: other.set("late", "here"))
     setter.start()
@@ -126,7 +126,7 @@ def server():
 
 
 def group():
-    """A rank of a PyTorch process group whose store candle-ddp hosts, as a launcher does."""
+    """Runs a rank of a PyTorch process group whose store candle-ddp hosts like a launcher."""
     dist.init_process_group("gloo", timeout=LONG)
     ones = torch.ones(3) * (dist.get_rank() + 1)
     dist.all_reduce(ones)
@@ -147,5 +147,5 @@ if __name__ == "__main__":
     elif mode == "group":
         group()
     print(f"torch {torch.__version__}: {mode} is done", flush=True)
-    # PyTorch's own threads sometimes abort an interpreter that ends in good order.
+    # PyTorch's threads sometimes abort an interpreter that exits normally.
     os._exit(0)

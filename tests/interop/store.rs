@@ -1,6 +1,6 @@
-//! Our store and PyTorch's, each as client and as server of the other.
+//! This crate's store and PyTorch's, each as client and as server of the other.
 //!
-//! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (python3 when unset); skipped, with a message, without.
+//! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
 use candle_ddp::rendezvous::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use candle_ddp::{Error, Result};
 use std::io::{BufRead, BufReader};
@@ -11,7 +11,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(100);
 
-/// The helper script's command, or `None` without PyTorch.
+/// Returns a function that builds the helper script's command, or `None` without PyTorch.
 fn python(test: &str) -> Option<impl Fn(&[&str]) -> Command> {
     let interpreter = crate::pytorch::python(test)?;
     Some(move |arguments: &[&str]| {
@@ -25,7 +25,7 @@ fn bytes() -> Vec<u8> {
     (0..=255).collect()
 }
 
-/// PyTorch's bindings take text and send it as UTF-8.
+/// Returns bytes as PyTorch sends them: its bindings take text and send it as UTF-8.
 fn as_torch_sends() -> Vec<u8> {
     (0..=255u8).map(char::from).collect::<String>().into_bytes()
 }
@@ -43,7 +43,7 @@ fn torch_client_on_our_server() -> Result<()> {
         assert!(output.status.success(), "{host}: {}", String::from_utf8_lossy(&output.stderr));
         assert_eq!(store.get("from_torch")?, as_torch_sends());
         assert_eq!(room.get("from_torch")?, b"in the room");
-        // For the next round.
+        // Reset for the next round.
         for key in ["done", "from_torch", "c", "n", "log", "y", "late", "two", "two_never", "alone"] {
             assert!(store.delete(key)?, "{key}");
         }
@@ -59,7 +59,7 @@ fn our_client_on_torchs_server() -> Result<()> {
     let port = lines.find_map(|line| line.strip_prefix("port ").map(|port| port.parse().unwrap())).unwrap();
     let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap());
     let result = every_operation(&store);
-    // Its end is said as such.
+    // The end of the server is reported as such.
     drop(process.stdin.take());
     let status = process.wait().unwrap();
     result?;

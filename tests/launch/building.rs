@@ -1,4 +1,4 @@
-//! Building a cargo target and running it.
+//! Building and running cargo targets.
 use crate::{Place, Ran};
 use std::path::Path;
 use std::process::Command;
@@ -55,7 +55,7 @@ fn a_binary_of_a_workspace_is_built_and_run() {
 }
 
 #[test]
-fn a_build_that_fails_shows_why_and_ends_with_cargos_code() {
+fn a_failed_build_shows_the_reason_and_returns_cargos_code() {
     let place = Place::new();
     package(place.folder.path(), "alone", "examples/hello.rs");
     std::fs::write(place.path("examples/broken.rs"), "fn main() { no_such_function() }\n").unwrap();

@@ -1,12 +1,12 @@
-//! Who is named when a run fails, and whose exit code it gets.
+//! Which rank a failed run names, and whose exit code it returns.
 use crate::Place;
 
-/// What a program may still say after its error: a backtrace, or that it cleans up.
+/// Output that may follow a program's error, such as a backtrace or cleanup messages.
 const NOISE: &str = "i=0; while [ $i -lt 30 ]; do echo \"  $i: cleaning up\" >&2; i=$((i + 1)); done";
 
 /// The error that names the cause is followed by more lines than are kept.
 #[test]
-fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
+fn an_error_that_names_another_rank_counts_however_much_follows() {
     let script = format!(
         r#"
         case $RANK in
@@ -16,16 +16,14 @@ fn an_error_that_names_another_rank_counts_however_far_up_it_is() {
     );
     let ran = Place::new().run(&["--nproc-per-node", "2"], &script);
     assert_eq!(ran.code, Some(3), "{ran:?}");
-    ran.says("rank 1 failed first: it ended with exit code 3");
+    ran.says("rank 1 failed first: it exited with code 3");
     ran.says("its last error:\n    Error: no data\n  its last lines:\n      10: cleaning up\n");
-    ran.says(
-        "rank 0 ended with exit code 1 by itself\n  its last error:\n    Error: rank 1 ended the group: no data\n",
-    );
+    ran.says("rank 0 exited with code 1 by itself\n  its last error:\n    Error: rank 1 ended the group: no data\n");
 }
 
-/// The rank that hangs has not failed, but is what the others failed for.
+/// The rank that hangs has not failed, but the others fail because of it.
 #[test]
-fn a_rank_that_others_waited_for_in_vain_is_named() {
+fn a_rank_that_never_joined_the_collective_is_named() {
     let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 has not started this collective: its last was \
                      sequence 3, barrier()";
     let script = format!(
@@ -37,11 +35,9 @@ fn a_rank_that_others_waited_for_in_vain_is_named() {
     );
     let ran = Place::new().run(&["--nproc-per-node", "3"], &script);
     assert_eq!(ran.code, Some(6), "{ran:?}");
-    ran.says(
-        "ddprun: rank 1 is what the others failed for: it was killed by SIGTERM after ddprun had told it to end, ",
-    );
+    ran.says("ddprun: rank 1 made the other ranks fail: it was killed by SIGTERM after ddprun asked it to exit, ");
     ran.says("its last lines:\n    waiting for data\n");
-    ran.says("rank 0 ended with exit code 6 by itself\n  its last line:\n    Error: rank 2 ended the group");
+    ran.says("rank 0 exited with code 6 by itself\n  its last line:\n    Error: rank 2 ended the group");
 }
 
 #[test]
@@ -52,9 +48,9 @@ fn a_rank_that_left_too_early_is_named() {
         echo 'Error: rank 1 left the group after sequence 5, and cannot take part in barrier()' >&2; exit 5"#;
     let ran = Place::new().run(&["--nproc-per-node", "2"], script);
     assert_eq!(ran.code, Some(5), "{ran:?}");
-    ran.says("ddprun: rank 1 is what the others failed for: it ended with exit code 0, ");
+    ran.says("ddprun: rank 1 made the other ranks fail: it exited with code 0, ");
     ran.says("its last lines:\n    done early\n");
-    ran.says("rank 0 ended with exit code 5 by itself\n  its last line:\n    Error: rank 1 left the group");
+    ran.says("rank 0 exited with code 5 by itself\n  its last line:\n    Error: rank 1 left the group");
 }
 
 #[test]
@@ -67,7 +63,9 @@ fn a_rank_of_another_machine_is_named_with_its_machine() {
         echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1"#;
     let ran = Place::new().run(&[&args[..], &[&port]].concat(), script);
     assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("ddprun: rank 3 failed first, as rank 0 heard from it: look at the output of ddprun on the machine with ");
+    ran.says(
+        "ddprun: rank 3 failed first, according to the error of rank 0: see the output of ddprun on the machine with ",
+    );
     ran.says("--node-rank 1. Here,\n");
-    ran.says("\nrank 0 failed: it ended with exit code 1");
+    ran.says("\nrank 0 failed: it exited with code 1");
 }

@@ -1,4 +1,4 @@
-//! How runs end: exit codes, failures, signals, and that nothing is left behind.
+//! How runs end: exit codes, failures and signals, and that no process is left behind.
 use crate::{Place, Ran, Running, is_alive, wait_until};
 use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Read};
@@ -9,7 +9,7 @@ fn success_is_silent() {
     let place = Place::new();
     let ran = place.run(&[], "echo fine");
     assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "fine\n", ""));
-    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder is left");
+    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
 }
 
 #[test]
@@ -20,11 +20,11 @@ fn the_first_failure_decides_the_exit_code_and_ends_the_others() {
         : >$RANK; exec sleep 1000"#;
     let ran = place.run(&["--nproc-per-node", "3"], script);
     assert_eq!(ran.code, Some(42));
-    ran.says("rank 1 failed first: it ended with exit code 42");
+    ran.says("rank 1 failed first: it exited with code 42");
     ran.says("its last lines:\n    last words\n");
-    ran.says("rank 0 was killed by SIGTERM after ddprun had told it to end");
-    ran.says("rank 2 was killed by SIGTERM after ddprun had told it to end");
-    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder is left");
+    ran.says("rank 0 was killed by SIGTERM after ddprun asked it to exit");
+    ran.says("rank 2 was killed by SIGTERM after ddprun asked it to exit");
+    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn the_summary_shows_twenty_lines_and_prefers_stderr() {
     let lines: String = (81..=100).map(|n| format!("\n    {n}")).collect();
     ran.says(&format!("its last lines:{lines}\n"));
     assert!(!ran.stderr.contains("    out"), "{}", ran.stderr);
-    assert!(Place::new().run(&[], "exit 1").stderr.contains("it wrote nothing"));
+    assert!(Place::new().run(&[], "exit 1").stderr.contains("it wrote no output"));
 }
 
 #[test]
@@ -68,17 +68,17 @@ fn the_grace_period_is_respected() {
 }
 
 #[test]
-fn a_worker_that_does_not_listen_is_killed_after_the_grace_period() {
+fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
     let place = Place::new();
     let script = r#"
         if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
         trap '' TERM; : >armed; while :; do sleep 0.01; done"#;
     let ran = place.run(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2"], script);
     assert_eq!(ran.code, Some(3));
-    ran.says("rank 0 was killed by SIGKILL after ddprun had told it to end");
+    ran.says("rank 0 was killed by SIGKILL after ddprun asked it to exit");
 }
 
-/// Whether this process ignores a signal, and so do those that it starts.
+/// Returns whether this process ignores a signal; the processes that it starts then ignore it too.
 fn is_ignored(signal: Signal) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
@@ -86,11 +86,11 @@ fn is_ignored(signal: Signal) -> bool {
 }
 
 #[test]
-fn signals_are_passed_on_and_ddprun_ends_after_the_workers() {
+fn signals_are_forwarded_and_ddprun_exits_after_the_workers() {
     for (signal, name, code) in [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)] {
         if is_ignored(signal) {
-            // As under nohup; ddprun and the workers then ignore it as well.
-            println!("SKIPPED for SIG{name}, which the tests were started to ignore");
+            // The tests run under nohup or the like; ddprun and the workers then ignore the signal too.
+            println!("SKIPPED for SIG{name}, because the tests were started with it ignored");
             continue;
         }
         let place = Place::new();
@@ -116,7 +116,7 @@ fn a_second_signal_kills_at_once() {
         [(Signal::INT, Signal::INT, 130), (Signal::TERM, Signal::TERM, 143), (Signal::TERM, Signal::HUP, 143)]
     {
         if [first, second].into_iter().any(is_ignored) {
-            println!("SKIPPED for {first:?} and {second:?}, since the tests were started to ignore one of them");
+            println!("SKIPPED for {first:?} and {second:?}, because the tests were started with one of them ignored");
             continue;
         }
         let place = Place::new();
@@ -127,8 +127,8 @@ fn a_second_signal_kills_at_once() {
         child.send(first);
         let mut line = String::new();
         stderr.read_line(&mut line).unwrap();
-        assert!(line.contains("passed on to the workers") && line.contains("a second signal kills"), "{line}");
-        wait_until("the second signal to count as one", || {
+        assert!(line.contains("forwarded to the workers") && line.contains("a second signal kills"), "{line}");
+        wait_until("the second signal to count as a separate one", || {
             child.send(second);
             std::thread::sleep(Duration::from_millis(100));
             child.child().try_wait().unwrap().is_some()
@@ -137,7 +137,7 @@ fn a_second_signal_kills_at_once() {
     }
 }
 
-/// `timeout` sends its signal to the process and to its group.
+/// `timeout` signals both the process and its group.
 #[test]
 fn a_signal_that_comes_twice_is_one_request() {
     let place = Place::new();
@@ -152,7 +152,7 @@ fn a_signal_that_comes_twice_is_one_request() {
     assert!(place.path("saved").exists());
 }
 
-/// A signal from outside, while ddprun ends the run because of a failure, is the first one.
+/// A signal from outside, while ddprun ends the run because of a failure, counts as the first one.
 #[test]
 fn a_signal_after_a_failure_leaves_the_grace_period() {
     let place = Place::new();
@@ -165,7 +165,7 @@ fn a_signal_after_a_failure_leaves_the_grace_period() {
     let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
     child.send(Signal::TERM);
     let mut lines = (&mut stderr).lines().map(Result::unwrap);
-    assert!(lines.any(|line| line.contains("SIGTERM: the workers were already told to end")));
+    assert!(lines.any(|line| line.contains("SIGTERM: the workers were already asked to exit")));
     std::fs::write(place.path("go"), "").unwrap();
     let mut rest = String::new();
     stderr.read_to_string(&mut rest).unwrap();
@@ -174,7 +174,7 @@ fn a_signal_after_a_failure_leaves_the_grace_period() {
 }
 
 #[test]
-fn a_signal_that_ddprun_was_told_to_ignore_stays_ignored() {
+fn a_signal_that_was_ignored_at_start_stays_ignored() {
     let place = Place::new();
     let script = "trap 'exit 0' TERM; trap 'echo >hung_up' HUP; echo >armed; while :; do sleep 0.01; done";
     let ddprun = place.ddprun(&["sh", "-c", script]);
@@ -201,7 +201,7 @@ fn workers_die_when_ddprun_is_killed() {
 }
 
 #[test]
-fn what_workers_have_started_ends_with_the_run() {
+fn processes_started_by_workers_end_with_the_run() {
     for end in ["exit 0", "exit 5", "kill -KILL $$"] {
         let place = Place::new();
         let ran = place.run(&[], &format!("sleep 1000 & echo $! >pid; {end}"));
@@ -210,9 +210,9 @@ fn what_workers_have_started_ends_with_the_run() {
     }
 }
 
-/// A wrapper script that does not `exec` dies at once of SIGTERM; the program under it keeps its grace period.
+/// A wrapper script that does not use `exec` dies at once from SIGTERM; the program it started keeps its grace period.
 #[test]
-fn the_grace_period_also_holds_for_what_workers_have_started() {
+fn the_grace_period_also_applies_to_processes_started_by_workers() {
     let place = Place::new();
     let inner = "trap \"sleep 0.5; echo >saved; exit 0\" TERM; echo >armed; while :; do sleep 0.01; done";
     let mut child = place.start(&[], &format!("sh -c '{inner}'; true"));
@@ -223,9 +223,9 @@ fn the_grace_period_also_holds_for_what_workers_have_started() {
 }
 
 #[test]
-fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
+fn a_stopped_run_stops_its_workers_and_continues_with_them() {
     let place = Place::new();
-    // No `sleep`: a shell whose child is stopped between vfork and exec waits for it and is not stopped itself.
+    // No `sleep`: a shell whose child is stopped between vfork and exec waits for the child and is not stopped itself.
     let mut child = place.start(&[], "echo $$ >pid; while [ ! -e go ]; do :; done; echo end");
     let worker = place.pid("pid");
     let state = |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") T ");
@@ -241,9 +241,9 @@ fn a_stopped_run_stops_its_workers_and_goes_on_with_them() {
     assert_eq!(child.child().wait().unwrap().code(), Some(0));
 }
 
-/// Both are zombies by the time ddprun looks: one is first, the other is listed.
+/// When ddprun looks, both are zombies: one is reported as the first, the other is listed.
 #[test]
-fn workers_that_fail_in_the_same_moment_are_all_named() {
+fn workers_that_fail_at_the_same_time_are_all_named() {
     let place = Place::new();
     let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done; exit 7";
     let mut child = place.start(&["--nproc-per-node", "2"], script);
@@ -254,13 +254,13 @@ fn workers_that_fail_in_the_same_moment_are_all_named() {
     child.send(Signal::CONT);
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(7));
-    ran.says("failed first: it ended with exit code 7");
-    ran.says("ended with exit code 7 by itself");
+    ran.says("failed first: it exited with code 7");
+    ran.says("exited with code 7 by itself");
 }
 
-/// Those that fail because of another rank may end before it.
+/// Ranks that fail because of another rank may exit before it.
 #[test]
-fn the_cause_is_named_and_not_who_ended_first() {
+fn the_cause_is_named_rather_than_the_first_to_exit() {
     let script = r#"
         case $RANK in
         0) echo 'Error: rank 1 left the group after sequence 5, and cannot take part in barrier()' >&2; exit 1;;
@@ -269,19 +269,19 @@ fn the_cause_is_named_and_not_who_ended_first() {
         esac"#;
     let ran = Place::new().run(&["--nproc-per-node", "3"], script);
     assert_eq!(ran.code, Some(3), "{ran:?}");
-    ran.says("rank 1 failed first: it ended with exit code 3");
+    ran.says("rank 1 failed first: it exited with code 3");
     ran.says("its last lines:\n    no such file\n");
-    ran.says("rank 0 ended with exit code 1 by itself\n  its last line:\n    Error: rank 1 left the group");
-    ran.says("rank 2 was killed by SIGTERM after ddprun had told it to end");
+    ran.says("rank 0 exited with code 1 by itself\n  its last line:\n    Error: rank 1 left the group");
+    ran.says("rank 2 was killed by SIGTERM after ddprun asked it to exit");
 }
 
-/// As when memory is short: giving it back takes the kernel a while.
+/// For example because of a memory shortage: the kernel takes a while to reclaim the memory.
 #[test]
 fn a_worker_that_was_killed_is_the_cause() {
     let ran = Place::new().run(&["--nproc-per-node", "2"], "[ $RANK = 0 ] && exit 1; sleep 0.2; kill -KILL $$");
     assert_eq!(ran.code, Some(137), "{ran:?}");
     ran.says("rank 1 failed first: it was killed by SIGKILL");
-    ran.says("rank 0 ended with exit code 1 by itself");
+    ran.says("rank 0 exited with code 1 by itself");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn a_worker_that_ended_too_early_is_named() {
     let script = "[ $RANK = 1 ] && exit 0; sleep 0.3; exit 5";
     let ran = Place::new().run(&["--nproc-per-node", "2"], script);
     assert_eq!(ran.code, Some(5), "{ran:?}");
-    ran.says("rank 1 ended with exit code 0 by itself");
+    ran.says("rank 1 exited with code 0 by itself");
 }
 
 #[test]

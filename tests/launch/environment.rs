@@ -1,4 +1,4 @@
-//! What workers find when they start.
+//! The environment that workers start with.
 use crate::{Place, Ran, Running};
 use candle_ddp::rendezvous::{Store, TcpStore};
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// The variables of each rank that torchrun sets.
+/// Returns torchrun's variables of each rank.
 fn environments(ran: &Ran) -> BTreeMap<usize, BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
     for line in ran.stdout.lines() {
@@ -73,7 +73,7 @@ fn a_second_machine_continues_the_ranks_of_the_first() {
     }
 }
 
-/// Kubeflow's Trainer says it this way.
+/// Kubeflow's Trainer sets these variables.
 #[test]
 fn options_come_from_the_variables_of_torchrun() {
     let place = Place::new();
@@ -97,7 +97,7 @@ fn options_come_from_the_variables_of_torchrun() {
         assert_eq!((variables["WORLD_SIZE"].as_str(), variables["GROUP_RANK"].as_str()), ("4", "1"));
         assert_eq!((variables["TORCHELASTIC_RUN_ID"].as_str(), variables["ROLE_NAME"].as_str()), ("job7", "trainer"));
     }
-    // Options win.
+    // Options on the command line take precedence.
     let args = ["--nproc-per-node=1", "--master-port=29401", "sh", "-c", PRINT];
     let all = environments(&Ran::new(place.ddprun(&args).envs(variables)));
     assert_eq!(all.keys().copied().collect::<Vec<_>>(), [1]);
@@ -105,7 +105,7 @@ fn options_come_from_the_variables_of_torchrun() {
 }
 
 #[test]
-fn the_store_is_there_from_the_first_moment_to_the_last() {
+fn the_store_exists_during_the_whole_run() {
     let place = Place::new();
     let child = place.start(
         &["--standalone"],
@@ -120,7 +120,7 @@ fn the_store_is_there_from_the_first_moment_to_the_last() {
 }
 
 #[test]
-fn cores_are_shared_out_where_the_user_has_not_said_otherwise() {
+fn cores_are_shared_out_unless_the_user_sets_the_threads() {
     let place = Place::new();
     let cores = std::thread::available_parallelism().unwrap().get();
     let script = "echo $RAYON_NUM_THREADS,$OMP_NUM_THREADS";
@@ -152,14 +152,14 @@ fn standard_input_is_empty() {
     let mut command = place.ddprun(&["sh", "-c", "cat; echo end"]);
     let mut child = Running::new(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()));
     let mut stdin = child.child().stdin.take().unwrap();
-    // The worker may be gone before all is written.
+    // The worker may exit before everything is written.
     let _ = stdin.write_all(b"text\n");
     drop(stdin);
     assert_eq!(Ran::of(child).stdout, "end\n");
 }
 
 #[test]
-fn the_store_is_only_where_its_workers_reach_it() {
+fn the_store_listens_only_where_its_workers_reach_it() {
     let is_served = |ip: &str, port: u16| TcpStream::connect((ip, port)).is_ok();
     for args in [&[][..], &["--standalone"], &["--master-addr=localhost"], &["--master-addr=127.0.0.1"]] {
         let place = Place::new();
@@ -169,7 +169,7 @@ fn the_store_is_only_where_its_workers_reach_it() {
         // All of 127.0.0.0/8 are addresses of every host.
         assert!(!is_served("127.0.0.2", port), "{args:?}");
     }
-    // An address of documentation's, which is nobody's.
+    // An address reserved for documentation, which no host has.
     let place = Place::new();
     let mut running = place.start(&["--master-addr=203.0.113.5"], "echo $MASTER_PORT > port; exec sleep 60");
     let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
@@ -179,7 +179,7 @@ fn the_store_is_only_where_its_workers_reach_it() {
 }
 
 #[test]
-fn strangers_at_the_store_are_told() {
+fn foreign_connections_to_the_store_are_reported() {
     let place = Place::new();
     let mut running = place.start(&[], "echo $MASTER_PORT > port; exec sleep 60");
     let port: u16 = place.wait_for("port").parse().unwrap();
@@ -190,18 +190,18 @@ fn strangers_at_the_store_are_told() {
 }
 
 #[test]
-fn a_master_that_has_no_address_is_told_at_once() {
+fn an_unresolvable_master_is_reported_at_once() {
     let place = Place::new();
     let args = ["--nnodes=2", "--node-rank=1", "--master-addr=no-such-host.invalid", "--nproc-per-node=1"];
     let mut running = place.start(&args, "exec sleep 60");
     let mut lines = BufReader::new(running.child().stderr.take().unwrap()).lines();
     let line = lines.find(|line| line.as_ref().unwrap().contains("--master-addr")).unwrap().unwrap();
-    assert!(line.contains("no-such-host.invalid cannot be resolved"), "{line}");
-    assert!(running.child().try_wait().unwrap().is_none(), "it is no end: the name may get an address later");
+    assert!(line.contains("cannot resolve the name no-such-host.invalid"), "{line}");
+    assert!(running.child().try_wait().unwrap().is_none(), "the run must go on, because the name may resolve later");
 }
 
 #[test]
-fn brackets_around_an_address_are_left_out() {
+fn brackets_around_an_address_are_removed() {
     let ran = Place::new().run(&["--master-addr=[::1]"], "echo $MASTER_ADDR");
     assert_eq!(ran.stdout, "::1\n", "{ran:?}");
 }

@@ -1,9 +1,9 @@
-//! What workers have started ends with the run, however it detached itself, and nothing else does.
+//! Every process that workers started ends with the run, however it detached itself, and no other process does.
 use crate::{Place, Ran, Running, is_alive, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use std::process::Stdio;
 
-/// Processes that a test has started, by the files that hold their numbers. Those that are left are killed.
+/// Processes that a test has started, by the files that contain their pids. Dropping this kills those that are left.
 struct Started<'a>(&'a Place, &'static [&'static str]);
 
 impl Started<'_> {
@@ -23,7 +23,7 @@ impl Drop for Started<'_> {
         for name in self.1 {
             let pid = std::fs::read_to_string(self.0.path(name)).ok().and_then(|text| text.trim().parse().ok());
             let Some(pid) = pid.and_then(Pid::from_raw) else { continue };
-            // The number may be another process's by now; the test's own are in its folder.
+            // The pid may have been reused; the test's own processes run in its folder.
             let folder = std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
             if folder.is_some_and(|folder| Some(folder) == self.0.folder.path().canonicalize().ok()) {
                 let _ = kill_process(pid, Signal::KILL);
@@ -32,7 +32,7 @@ impl Drop for Started<'_> {
     }
 }
 
-/// Another process group, another session, two forks, and all of it together.
+/// A process group of its own, a session of its own, a double fork, and all of them combined.
 const DETACHED: &str = r#"
     timeout 1000 sh -c 'echo $$ >group; exec sleep 1000' &
     setsid sh -c 'echo $$ >session; exec sleep 1000' &
@@ -64,21 +64,21 @@ fn detached_processes_end_with_a_run_that_fails() {
 }
 
 #[test]
-fn what_is_left_after_a_success_is_named_and_ended() {
+fn processes_left_after_a_success_are_named_and_ended() {
     let place = Place::new();
     let started = Started(&place, FILES);
     let ran = place.run(&[], &format!("{DETACHED}; echo end"));
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "end\n"));
     started.have_ended("after success");
-    ran.says("ddprun: the workers have ended and left ");
+    ran.says("ddprun: the workers have exited but left ");
     for pid in started.pids() {
         ran.says(&format!("sleep (pid {pid})"));
     }
 }
 
-/// As Python's resource tracker does, which removes shared memory that a program has forgotten.
+/// Python's resource tracker does this: it removes shared memory that a program did not free.
 #[test]
-fn what_ends_soon_after_a_success_is_left_in_peace() {
+fn processes_that_exit_soon_after_a_success_are_not_signalled() {
     let place = Place::new();
     let script = "setsid sh -c 'trap \"echo >told\" TERM; echo >armed; sleep 0.3; echo >cleaned' & \
                   while [ ! -s armed ]; do sleep 0.01; done";
@@ -89,7 +89,7 @@ fn what_ends_soon_after_a_success_is_left_in_peace() {
 }
 
 #[test]
-fn a_detached_process_that_does_not_listen_is_killed_after_the_grace_period() {
+fn a_detached_process_that_ignores_sigterm_is_killed_after_the_grace_period() {
     let place = Place::new();
     let started = Started(&place, &["deaf"]);
     let script = "setsid sh -c 'trap \"\" TERM; echo $$ >deaf; while :; do sleep 0.01; done' & \
@@ -99,9 +99,10 @@ fn a_detached_process_that_does_not_listen_is_killed_after_the_grace_period() {
     started.have_ended("after the grace period");
 }
 
-/// A shell that starts something in the background and then becomes ddprun leaves it a child that is not of the run.
+/// A shell that starts a process in the background and then replaces itself with ddprun leaves it a child that does not
+/// belong to the run.
 #[test]
-fn children_of_before_the_run_are_none_of_ddpruns_business() {
+fn children_from_before_the_run_are_left_alone() {
     let place = Place::new();
     for background in ["sleep 1000", "setsid sleep 1000"] {
         let started = Started(&place, &["before"]);
@@ -116,13 +117,13 @@ fn children_of_before_the_run_are_none_of_ddpruns_business() {
             let pid = started.pids()[0];
             assert!(is_alive(pid), "{background} was ended with {worker}: {ran:?}");
             kill_process(pid, Signal::KILL).unwrap();
-            wait_until("it to end", || !is_alive(pid));
+            wait_until("it to exit", || !is_alive(pid));
             std::fs::remove_file(place.path("before")).unwrap();
         }
     }
 }
 
-/// Temporary folders of runs that were killed are removed by the next one, and those of others that are alive are not.
+/// A run removes the temporary folders of killed runs, but not those of runs that are alive.
 #[test]
 fn the_folder_of_a_killed_run_is_removed_by_the_next() {
     let place = Place::new();
@@ -144,7 +145,7 @@ fn the_folder_of_a_killed_run_is_removed_by_the_next() {
 }
 
 #[test]
-fn no_folder_is_left_when_descriptors_are_short() {
+fn no_folder_is_left_when_descriptors_run_out() {
     let place = Place::new();
     for limit in 5..14 {
         let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
@@ -158,7 +159,7 @@ fn no_folder_is_left_when_descriptors_are_short() {
     }
 }
 
-/// As the first process of a container, which has no parent and is in no process group of its own.
+/// The first process of a container has no parent and is not in a process group of its own.
 #[test]
 fn ddprun_may_be_the_first_process_of_a_container() {
     let place = Place::new();
@@ -168,9 +169,9 @@ fn ddprun_may_be_the_first_process_of_a_container() {
     command.arg(ddprun.get_program()).args(ddprun.get_args());
     let ran = Ran::new(command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp")));
     if ran.stderr.starts_with("unshare:") {
-        println!("SKIPPED, since there are no containers here: {}", ran.stderr);
+        println!("SKIPPED, because this system cannot create containers: {}", ran.stderr);
         return;
     }
     assert_eq!(ran.code, Some(4), "{ran:?}");
-    ran.says("rank 0 failed: it ended with exit code 4");
+    ran.says("rank 0 failed: it exited with code 4");
 }

@@ -1,4 +1,4 @@
-//! `ddprun` as its users meet it: the real binary, with shell scripts as workers.
+//! `ddprun` from its users' point of view: the real binary, with shell scripts as workers.
 #![cfg(feature = "launcher")]
 #![allow(clippy::unwrap_used)]
 mod building;
@@ -17,10 +17,10 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Long enough for a loaded machine: nothing here takes that long unless it hangs.
+/// Long enough for a loaded machine: no test takes this long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A folder of its own for each test: the workers' current folder, and the parent of ddprun's temporary ones.
+/// A separate folder for each test: the workers' current folder, and the parent of ddprun's temporary folders.
 struct Place {
     folder: TempDir,
 }
@@ -36,7 +36,7 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// ddprun with these arguments.
+    /// Returns a command for ddprun with these arguments.
     fn ddprun(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
         command.args(args).current_dir(self.folder.path()).env("TMPDIR", self.path("tmp"));
@@ -48,18 +48,18 @@ impl Place {
         command
     }
 
-    /// Runs ddprun with `script` as the workers' program, to its end.
+    /// Runs ddprun with `script` as the workers' program until it exits.
     fn run(&self, args: &[&str], script: &str) -> Ran {
         Ran::of(self.start(args, script))
     }
 
-    /// Starts ddprun with `script` as the workers' program, its output captured.
+    /// Starts ddprun with `script` as the workers' program and captures its output.
     fn start(&self, args: &[&str], script: &str) -> Running {
         let mut command = self.ddprun(&[args, &["sh", "-c", script]].concat());
         Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     }
 
-    /// The content of a file, as soon as it has a whole line.
+    /// Waits until a file contains a whole line, and returns its content.
     fn wait_for(&self, name: &str) -> String {
         let mut content = String::new();
         wait_until(&format!("{name} to be written"), || {
@@ -74,7 +74,7 @@ impl Place {
     }
 }
 
-/// A ddprun that is killed, and its workers with it, when its test fails.
+/// A running ddprun; if its test fails, it is killed together with its workers.
 struct Running(Option<Child>);
 
 impl Running {
@@ -100,7 +100,7 @@ impl Drop for Running {
     }
 }
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Debug)]
 struct Ran {
     code: Option<i32>,
@@ -109,12 +109,12 @@ struct Ran {
 }
 
 impl Ran {
-    /// Runs a command to its end.
+    /// Runs a command until it exits.
     fn new(command: &mut Command) -> Self {
         Self::of(Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped())))
     }
 
-    /// Waits for the end of a ddprun. One that hangs is killed, and its workers with it.
+    /// Waits until ddprun exits. If it hangs, it is killed together with its workers.
     fn of(mut running: Running) -> Self {
         let child = running.0.take().unwrap();
         let pid = Pid::from_child(&child);
@@ -134,7 +134,7 @@ impl Ran {
         ran
     }
 
-    /// The lines of stdout, sorted: ranks run side by side.
+    /// Returns the lines of stdout, sorted because ranks run concurrently.
     fn sorted(&self) -> Vec<&str> {
         let mut lines: Vec<&str> = self.stdout.lines().collect();
         lines.sort_unstable();
@@ -151,12 +151,12 @@ impl Ran {
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        assert!(start.elapsed() < PATIENCE, "timed out waiting for {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Whether a process is there and not a zombie.
+/// Returns whether a process exists and is not a zombie.
 fn is_alive(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     let state = stat.ok().and_then(|stat| stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()));

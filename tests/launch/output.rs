@@ -1,4 +1,4 @@
-//! Where the workers' output goes, and in what shape.
+//! Where the workers' output goes, and in which form.
 use crate::{Place, Ran, Running};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
@@ -7,7 +7,7 @@ use std::process::Stdio;
 #[test]
 fn lines_of_different_ranks_never_tear() {
     let place = Place::new();
-    // Every line in two writes, so that a launcher that passes bytes on as they come tears them.
+    // Every line takes two writes, so a launcher that forwards bytes as they arrive would tear lines.
     let script =
         r#"i=0; while [ $i -lt 10000 ]; do printf "rank $RANK "; echo "line $i of ten thousand"; i=$((i + 1)); done"#;
     let ran = place.run(&["--nproc-per-node", "2"], script);
@@ -23,13 +23,13 @@ fn lines_of_different_ranks_never_tear() {
 }
 
 #[test]
-fn streams_stay_apart_and_unfinished_lines_come_through() {
+fn streams_stay_separate_and_unfinished_lines_are_shown() {
     let ran = Place::new().run(&[], "printf out; printf err >&2");
     assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("out", "err"));
 }
 
 #[test]
-fn a_line_without_end_comes_through_whole() {
+fn an_endless_line_is_shown_completely() {
     let ran = Place::new().run(&[], "head -c 5000000 /dev/zero | tr '\\0' x");
     assert_eq!(ran.stdout.len(), 5_000_000);
     assert!(ran.stdout.bytes().all(|byte| byte == b'x'));
@@ -70,7 +70,7 @@ fn tee_goes_to_files_and_is_shown_with_a_prefix() {
     let place = Place::new();
     let script = "echo one; printf two; echo err >&2";
     let ran = place.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "-t", "1", "--role=t"], script);
-    // An unfinished last line is not continued by another rank's.
+    // An unfinished last line is not continued by another rank.
     assert_eq!(ran.sorted(), ["[t0]:one", "[t0]:two", "[t1]:one", "[t1]:two"]);
     ran.says("\nerr\n");
     let log = read_to_string(place.path("logs/a/attempt_0/1/stdout.log")).unwrap();
@@ -78,7 +78,7 @@ fn tee_goes_to_files_and_is_shown_with_a_prefix() {
 }
 
 #[test]
-fn a_template_prefixes_all_that_is_shown() {
+fn a_template_prefixes_all_shown_lines() {
     let args = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--nproc-per-node=1"];
     let template = ["--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
     let ran = Place::new().run(&[&args[..], &template[..]].concat(), "echo out; echo err >&2");
@@ -97,7 +97,7 @@ fn earlier_logs_are_not_overwritten() {
 }
 
 #[test]
-fn log_files_without_a_folder_of_the_users_are_kept_and_named() {
+fn log_files_in_the_default_folder_are_kept_and_named() {
     let place = Place::new();
     let ran = place.run(&["-r3"], "echo text");
     let (_, folder) = ran.stderr.trim().split_once("log files are in ").unwrap();
@@ -123,10 +123,10 @@ fn a_reader_that_leaves_ends_the_run() {
     ran.says("SIGPIPE");
 }
 
-/// A disk that is full, as /dev/full is, does not end the training.
+/// A full disk, such as /dev/full, must not end the training.
 #[test]
 #[cfg(target_os = "linux")]
-fn output_that_cannot_be_written_is_told_and_read_on() {
+fn unwritable_output_is_reported_and_still_drained() {
     let place = Place::new();
     // More than a pipe holds, on both streams.
     let script = "i=0; while [ $i -lt 20000 ]; do echo line $i; echo line $i >&2; i=$((i + 1)); done; echo > done";
@@ -145,11 +145,11 @@ fn output_that_cannot_be_written_is_told_and_read_on() {
     let ran = run(&[], Stdio::piped(), full().into());
     assert!(ran.stdout.ends_with("\nline 19999\n"), "{ran:?}");
     run(&[], full().into(), full().into());
-    // Log files are as complete as ever.
+    // Log files remain complete.
     let ran = run(&["--log-dir=logs", "--run-id=a", "-t1"], full().into(), Stdio::piped());
     assert_eq!(ran.stderr.matches("cannot write the workers' output to stdout").count(), 1);
     assert!(read_to_string(place.path("logs/a/attempt_0/0/stdout.log")).unwrap().ends_with("\nline 19999\n"));
-    // What is written at the very end is missed as well.
+    // Output lost at the very end is reported as well.
     let mut command = place.ddprun(&["sh", "-c", "printf unfinished"]);
     let ran = Ran::of(Running::new(command.stdout(full()).stderr(Stdio::piped())));
     assert_eq!(ran.code, Some(0));

@@ -1,4 +1,4 @@
-//! ddprun on a terminal: a pseudo-terminal that the test holds the other end of.
+//! ddprun on a terminal: a pseudo-terminal whose other end the test holds.
 use crate::{Place, Running};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
@@ -6,7 +6,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
 
-/// A terminal with a ddprun on it.
+/// A terminal on which ddprun runs.
 struct Terminal {
     ours: OwnedFd,
     child: Running,
@@ -27,14 +27,14 @@ impl Terminal {
         Self { ours, child, shown: String::new() }
     }
 
-    /// Reads until `done`, or to the end.
+    /// Reads until `done` returns true, or to the end.
     #[track_caller]
     fn read(&mut self, done: impl Fn(&str) -> bool) -> &str {
         let mut buffer = [0; 4096];
         while !done(&self.shown) {
             let patience = Timespec { tv_sec: 60, tv_nsec: 0 };
             let ready = poll(&mut [PollFd::new(&self.ours, PollFlags::IN)], Some(&patience)).unwrap();
-            assert!(ready > 0, "nothing more is shown after {:?}", self.shown);
+            assert!(ready > 0, "no more output after {:?}", self.shown);
             match rustix::io::read(&self.ours, &mut buffer) {
                 Ok(count) if count > 0 => self.shown.push_str(std::str::from_utf8(&buffer[..count]).unwrap()),
                 _ => break,
@@ -95,7 +95,7 @@ fn the_summary_starts_on_a_line_of_its_own() {
     assert!(shown.starts_with("\r50%\r\nddprun: rank 0 failed"), "{shown:?}");
 }
 
-/// What is written just before the end is not lost, however the system buffers it.
+/// Output written just before the end is not lost, however the system buffers it.
 #[test]
 fn the_last_output_is_not_lost() {
     let place = Place::new();

@@ -1,13 +1,13 @@
-//! Output that nobody reads keeps nothing from ending.
+//! Unread output never keeps a run from ending.
 use crate::{Place, Ran, Running};
 use rustix::process::Signal;
 use std::process::Stdio;
 
-/// More than a pipe holds, which ddprun has read then, and more than all pipes and buffers on the way hold.
+/// Arms the test after more output than a pipe holds, and then writes more than all pipes and buffers together hold.
 const FLOOD: &str = "head -c 150000 /dev/zero; echo >armed; head -c 4000000 /dev/zero";
 
 #[test]
-fn a_signal_ends_a_run_whose_output_nobody_reads() {
+fn a_signal_ends_a_run_with_unread_output() {
     let place = Place::new();
     let mut child = place.start(&["--shutdown-timeout=0.5"], FLOOD);
     let _unread = child.child().stdout.take();
@@ -15,12 +15,12 @@ fn a_signal_ends_a_run_whose_output_nobody_reads() {
     child.send(Signal::TERM);
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(143));
-    ran.says("SIGTERM passed on");
-    ran.says("nobody reads the output: ");
+    ran.says("SIGTERM forwarded");
+    ran.says("the output is not being read: ");
 }
 
 #[test]
-fn a_failure_ends_a_run_whose_output_nobody_reads() {
+fn a_failure_ends_a_run_with_unread_output() {
     let place = Place::new();
     let script = format!(
         "[ $RANK = 0 ] && {{ {FLOOD}; }}; while [ ! -s armed ]; do sleep 0.01; done; sleep 0.3; \
@@ -30,26 +30,26 @@ fn a_failure_ends_a_run_whose_output_nobody_reads() {
     let _unread = child.child().stdout.take();
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(5));
-    ran.says("rank 1 failed first: it ended with exit code 5");
+    ran.says("rank 1 failed first: it exited with code 5");
     ran.says("its last lines:\n    Error: no data\n");
 }
 
-/// What the workers could still write is told.
+/// Output that the workers could still write is counted as lost.
 #[test]
-fn a_success_ends_a_run_whose_output_nobody_reads() {
+fn a_success_ends_a_run_with_unread_output() {
     let place = Place::new();
     let mut child = place.start(&["--shutdown-timeout=0.5"], "head -c 300000 /dev/zero; echo last >&2");
     let _unread = child.child().stdout.take();
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(0));
-    // A pipe holds 64 KiB, or less for a user who has many.
-    let lost = ran.stderr.split_once("nobody reads the output: ").and_then(|(_, rest)| rest.split_once(" bytes"));
+    // A pipe holds 64 KiB, or less for a user with many pipes.
+    let lost = ran.stderr.split_once("the output is not being read: ").and_then(|(_, rest)| rest.split_once(" bytes"));
     let lost: usize = lost.unwrap_or_else(|| panic!("{ran:?}")).0.parse().unwrap();
     assert!((230_000..=300_000).contains(&lost), "{ran:?}");
     ran.says("last\n");
 }
 
-/// A reader that reads, but slowly, gets everything.
+/// A slow reader gets everything.
 #[test]
 fn a_slow_reader_is_waited_for() {
     let place = Place::new();
@@ -67,9 +67,9 @@ fn a_slow_reader_is_waited_for() {
     assert_eq!((ran.code, ran.stderr.as_str(), reader.join().unwrap()), (Some(0), "", 300_000));
 }
 
-/// Not even ddprun's own messages find a reader.
+/// Not even ddprun's own messages are read.
 #[test]
-fn nobody_reads_anything() {
+fn unread_messages_do_not_block_ddprun() {
     let place = Place::new();
     let (unread, writer) = std::io::pipe().unwrap();
     let mut command = place.ddprun(&["--shutdown-timeout=0.5", "sh", "-c", FLOOD]);
@@ -80,7 +80,7 @@ fn nobody_reads_anything() {
     assert_eq!(Ran::of(child).code, Some(143));
     drop(unread);
 
-    // The pipe is full before ddprun begins.
+    // The pipe is full before ddprun starts.
     let (unread, writer) = std::io::pipe().unwrap();
     let mut command = place.ddprun(&["no-such-program"]);
     let full = r#"head -c 65536 /dev/zero >&2; exec "$0" "$@""#;

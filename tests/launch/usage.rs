@@ -1,4 +1,4 @@
-//! Command lines that make no sense, and programs that are not there.
+//! Invalid command lines, and programs that do not exist.
 use crate::{Place, Ran};
 
 fn run(place: &Place, args: &[&str]) -> Ran {
@@ -6,11 +6,11 @@ fn run(place: &Place, args: &[&str]) -> Ran {
 }
 
 #[test]
-fn nonsense_is_refused_with_code_2() {
+fn invalid_command_lines_exit_with_code_2() {
     let place = Place::new();
     let cases: &[(&[&str], &str)] = &[
-        (&[], "say what to run"),
-        (&["--nproc-per-node", "0", "x"], "from 1 up"),
+        (&[], "give a program to run"),
+        (&["--nproc-per-node", "0", "x"], "expected a positive number"),
         (&["--no-such-option", "x"], "--no-such-option"),
         (&["--example", "a", "--bin", "b"], "cannot be used with"),
         (&["--nnodes", "2", "--node-rank", "0", "x"], "--master-addr"),
@@ -18,8 +18,8 @@ fn nonsense_is_refused_with_code_2() {
         (&["--max-restarts", "3", "x"], "not supported yet"),
         (&["--rdzv-backend", "c10d", "x"], "--master-addr and --master-port"),
         (&["--rdzv_endpoint=a:1", "x"], "--master-addr and --master-port"),
-        (&["--rdzv-conf", "timeout=9", "x"], "leave it out"),
-        (&["--local-addr", "a", "x"], "leave it out"),
+        (&["--rdzv-conf", "timeout=9", "x"], "omit this option"),
+        (&["--local-addr", "a", "x"], "omit this option"),
         (&["--local_ranks_filter", "0", "x"], "--redirects"),
         (&["--numa-binding", "node", "x"], "numactl"),
         (&["--virtual_local_rank", "x"], "CUDA_VISIBLE_DEVICES=$LOCAL_RANK"),
@@ -34,11 +34,11 @@ fn nonsense_is_refused_with_code_2() {
 }
 
 #[test]
-fn variables_that_make_no_sense_are_named() {
+fn invalid_variables_are_named() {
     let place = Place::new();
     for (name, value, hint) in [
-        ("PET_NNODES", "none", "\"none\" is not a number of machines"),
-        ("PET_NPROC_PER_NODE", "many", "expected a number from 1 up"),
+        ("PET_NNODES", "none", "\"none\" is not a positive number of machines"),
+        ("PET_NPROC_PER_NODE", "many", "expected a positive number"),
         ("PET_RDZV_BACKEND", "c10d", "--master-addr and --master-port"),
         ("PET_RDZV_ENDPOINT", "a:1", "--master-addr and --master-port"),
         ("PET_MAX_RESTARTS", "3", "not supported yet"),
@@ -51,9 +51,9 @@ fn variables_that_make_no_sense_are_named() {
     }
 }
 
-/// As root by another user's limit, since root has none.
+/// Root has no such limit, so as root the test uses that of another user.
 #[test]
-fn a_system_without_threads_says_which_limit_to_raise() {
+fn a_lack_of_threads_names_the_limit_to_raise() {
     let place = Place::new();
     let root = rustix::process::geteuid().is_root();
     let user = 59_713;
@@ -64,7 +64,7 @@ fn a_system_without_threads_says_which_limit_to_raise() {
         // The binary may be in a folder that only root can read.
         std::fs::copy(env!("CARGO_BIN_EXE_ddprun"), place.path("ddprun")).unwrap();
     }
-    let mut told = 0;
+    let mut reported = 0;
     for limit in if root { 1..8 } else { 1..2 } {
         let limit = format!("--nproc={limit}");
         let user = format!("--reuid={user}");
@@ -78,15 +78,15 @@ fn a_system_without_threads_says_which_limit_to_raise() {
         command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp"));
         let ran = Ran::new(&mut command);
         if ["env:", "setpriv:", "prlimit:"].iter().any(|program| ran.stderr.starts_with(program)) {
-            println!("SKIPPED, since such a limit cannot be set here: {ran:?}");
+            println!("SKIPPED, because such a limit cannot be set here: {ran:?}");
             return;
         }
         if ran.code != Some(0) {
             ran.says("ulimit -u");
-            told += 1;
+            reported += 1;
         }
     }
-    assert!(told > 0);
+    assert!(reported > 0);
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn help_and_version_go_to_stdout() {
 }
 
 #[test]
-fn a_program_that_is_not_there_says_how_to_get_one() {
+fn a_missing_program_gives_advice() {
     let place = Place::new();
     for (program, hint) in [("./nothing", "Build it first"), ("no-such-program", "--example NAME")] {
         let ran = run(&place, &["--nproc-per-node", "2", program]);
@@ -124,7 +124,7 @@ fn a_program_that_is_not_there_says_how_to_get_one() {
 }
 
 #[test]
-fn a_program_that_cannot_be_run_says_why() {
+fn a_program_that_cannot_be_run_gives_the_reason() {
     let place = Place::new();
     std::fs::write(place.path("script"), "#!/bin/sh\n").unwrap();
     std::fs::write(place.path("train.py"), "").unwrap();
@@ -146,16 +146,16 @@ fn a_port_that_is_taken_is_named() {
 }
 
 #[test]
-fn what_changes_nothing_is_accepted() {
+fn options_without_effect_are_accepted() {
     let place = Place::new();
     let ran = run(&place, &["--monitor-interval", "0.1", "--start_method=fork", "--no-python", "sh", "-c", "echo x"]);
     assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "x\n", ""));
 }
 
 #[test]
-fn too_many_workers_for_the_limits_say_which_to_raise() {
+fn too_many_workers_name_the_limit_to_raise() {
     let place = Place::new();
-    // Pipes, the threads' descriptors, or the start of a process: the limit is hit by one or another.
+    // Depending on the limit, pipes, the threads' descriptors or the start of a process hit it.
     for limit in 30..36 {
         let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
         let mut command = std::process::Command::new("sh");

@@ -1,11 +1,12 @@
-//! The example `allreduce` under the real launcher: what it writes is what nccl-tests means by it, and wrong options end
-//! it.
+//! The example `allreduce` under the real launcher: its results follow nccl-tests' definitions, and invalid options are
+//! errors.
 #![cfg(feature = "launcher")]
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-/// The example's binary, which `cargo test` builds along with the tests, but `cargo test --test allreduce` does not.
+/// Returns the example's binary, which `cargo test` builds along with the tests, but `cargo test --test processes` does
+/// not.
 fn example() -> PathBuf {
     let binaries = PathBuf::from(env!("CARGO_BIN_EXE_ddprun"));
     let profile = binaries.parent().unwrap();
@@ -27,7 +28,7 @@ fn allreduce(ranks: usize, arguments: &[&str]) -> Output {
     command.args(["--warmup", "1", "--iters", "2"]).args(arguments).output().unwrap()
 }
 
-/// The JSON lines of a run that must succeed.
+/// Returns the JSON lines of a run that must succeed.
 fn sweep(ranks: usize, arguments: &[&str]) -> Vec<Value> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("results.jsonl");
@@ -38,8 +39,8 @@ fn sweep(ranks: usize, arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn bandwidths_are_those_of_nccl_tests() {
-    // By collective: elements of the larger buffer per count, bus bandwidth per algorithm bandwidth, on 3 ranks.
+fn bandwidths_match_nccl_tests() {
+    // By collective: elements of the larger buffer per count, and bus bandwidth per algorithm bandwidth, on 3 ranks.
     let expected =
         [("all_reduce", 1, 4. / 3.), ("broadcast", 1, 1.), ("all_gather", 3, 2. / 3.), ("reduce_scatter", 3, 2. / 3.)];
     for (collective, parts, factor) in expected {
@@ -63,7 +64,7 @@ fn bandwidths_are_those_of_nccl_tests() {
 }
 
 #[test]
-fn every_dtype_and_operation_comes_out_right() {
+fn every_dtype_and_operation_is_correct() {
     for dtype in ["f64", "f16", "bf16", "i64", "u32", "u8"] {
         for op in ["sum", "min", "max", "prod"] {
             // More than one period of the values, and not a multiple of it.
@@ -75,7 +76,7 @@ fn every_dtype_and_operation_comes_out_right() {
 }
 
 #[test]
-fn results_of_several_runs_make_one_picture() {
+fn results_of_several_runs_make_one_chart() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
     for (file, svg) in [("a", "a.svg"), ("b", "b.svg")] {
@@ -96,14 +97,14 @@ fn results_of_several_runs_make_one_picture() {
 
     std::fs::write(path("a"), "{}\n").unwrap();
     let stderr = String::from_utf8(draw(&curves).stderr).unwrap();
-    assert!(stderr.contains("line 1: no JSON object with bytes and busbw_gbps"), "{stderr}");
+    assert!(stderr.contains("line 1: not a JSON object with bytes and busbw_gbps"), "{stderr}");
 }
 
 #[test]
-fn options_that_make_no_sense_say_so() {
+fn invalid_options_are_errors() {
     for (arguments, message) in [
         (&["--min-bytes", "1M", "--max-bytes", "1K"][..], "is more than the 1024 of --max-bytes"),
-        (&["--max-bytes", "5X"], "none of K, M and G"),
+        (&["--max-bytes", "5X"], "not one of K, M and G"),
         (&["--max-bytes", "99999999999G"], "more than this machine can address"),
         (&["--sizes", "4,0"], "at least one byte"),
         (&["--op", "mean"], "sum, avg, min, max or prod"),

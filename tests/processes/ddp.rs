@@ -1,6 +1,6 @@
-//! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that really die.
+//! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that are killed.
 //!
-//! The processes are this test binary itself, told by an environment variable to be a rank.
+//! The processes are this test binary itself; an environment variable makes it a rank.
 use crate::common::{assert_close, fill, floats, free_port, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
@@ -10,9 +10,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Names the job of a rank; unset in the test's own process.
+/// The variable that names a rank's job; unset in the test's own process.
 const JOB: &str = "CANDLE_DDP_TEST_JOB";
-/// The folder in which ranks leave what they found.
+/// The folder to which ranks write their results.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
 struct Net(Linear, Linear);
@@ -29,7 +29,7 @@ impl Module for Net {
     }
 }
 
-/// The entrance for ranks: libtest runs it in every process, and it does nothing in the test's own.
+/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
 #[test]
 fn rank_of_another_test() {
     let Ok(job) = std::env::var(JOB) else { return };
@@ -59,18 +59,18 @@ fn rank_of_another_test() {
     match job.as_str() {
         "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
         "train" => report(&train(&pg).unwrap()),
-        // Until something happens to one of the ranks.
+        // Runs until something happens to one of the ranks.
         "killed" | "frozen" => loop {
             if let Err(error) = exchange(&pg, &folder) {
                 return report(&error.to_string());
             }
         },
-        // Until its parent dies.
+        // Runs until its parent dies.
         "orphan" | "left_alone" => {
             report(&std::process::id().to_string());
             std::thread::sleep(timeout);
         }
-        // Rank 1 does not come to make the new group.
+        // Rank 1 does not join the creation of the new group.
         "joining" => {
             exchange(&pg, &folder).unwrap();
             match pg.rank() {
@@ -82,10 +82,10 @@ fn rank_of_another_test() {
     }
 }
 
-/// What a rank does between the rendezvous and the making of its connections: `panic`, or wait for the file `go`.
+/// What a rank does between the rendezvous and connecting to its peers: `panic`, or wait for the file `go`.
 const PAUSE: &str = "CANDLE_DDP_TEST_PAUSE";
 
-/// A logger is code of the program's own that runs in the middle of initialisation.
+/// A logger is the program's own code that runs in the middle of initialisation.
 struct Interrupting {
     panics: bool,
     go: String,
@@ -108,7 +108,7 @@ impl log::Log for Interrupting {
     fn flush(&self) {}
 }
 
-/// Five steps; returns the final parameters.
+/// Trains five steps and returns the final parameters.
 fn train(pg: &ProcessGroup) -> Result<String> {
     let varmap = VarMap::new();
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
@@ -123,7 +123,7 @@ fn train(pg: &ProcessGroup) -> Result<String> {
     Ok(parameters.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))
 }
 
-/// A large all-reduce, and a sign that ranks are in the middle of such.
+/// Runs a large all-reduce, and signals that the ranks are in the middle of such calls.
 fn exchange(pg: &ProcessGroup, folder: &str) -> Result<()> {
     let large = Tensor::ones(4 << 20, DType::F32, &Device::Cpu)?;
     pg.all_reduce(&large, candle_ddp::ReduceOp::Sum)?;
@@ -143,7 +143,7 @@ const RANK_ARGUMENTS: [&str; 4] = ["ddp::rank_of_another_test", "--exact", "--no
 /// As under torchrun, which gives its workers no parent-death signal.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_rank_dies_with_its_parent_where_it_was_asked_to() {
+fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
     for (job, dies) in [("orphan", true), ("left_alone", false)] {
         let folder = tempfile::tempdir().unwrap();
         let mut parent = rank_command(Path::new("sh"), job, folder.path());
@@ -162,7 +162,7 @@ fn a_rank_dies_with_its_parent_where_it_was_asked_to() {
         };
         parent.kill().unwrap();
         parent.wait().unwrap();
-        // Whoever adopted it may take its time to wait for it.
+        // The process that adopted the rank may take a while to reap it.
         let gone = || {
             let stat = std::fs::read_to_string(format!("/proc/{rank}/stat")).unwrap_or_default();
             stat.is_empty() || stat.contains(") Z ")
@@ -207,7 +207,7 @@ fn processes_under_the_launcher_train_like_one() {
     }
 }
 
-/// Three ranks that exchange large tensors until `harm` befalls rank 1; returns what the others report.
+/// Runs three ranks that exchange large tensors until `harm` happens to rank 1; returns the others' reports.
 fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
     let folder = tempfile::tempdir().unwrap();
     let this = std::env::current_exe().unwrap();
@@ -230,7 +230,7 @@ fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
         ranks[rank].wait().unwrap();
         std::fs::read_to_string(folder.path().join(format!("{job}-rank{rank}"))).unwrap()
     });
-    // SIGKILL ends a stopped process as well.
+    // SIGKILL also ends a stopped process.
     let _ = ranks[1].kill();
     ranks[1].wait().unwrap();
     reports
@@ -259,7 +259,7 @@ fn a_frozen_rank_is_a_time_out_that_names_it_on_all_others() {
     }
 }
 
-/// A rank that joins the group, in a process.
+/// Returns the command of a rank that joins the group.
 fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size: usize) -> Command {
     let mut command = rank_command(&std::env::current_exe().unwrap(), job, folder);
     command.args(RANK_ARGUMENTS).env("INIT_METHOD", init_method).stdout(Stdio::null()).stderr(Stdio::null());
@@ -267,7 +267,7 @@ fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size:
     command
 }
 
-/// After how many seconds initialisation ended on a rank, and how.
+/// Returns after how many seconds initialisation ended on a rank, and its result.
 fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> (f32, String) {
     process.wait().unwrap();
     let report = std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap();
@@ -279,7 +279,7 @@ fn signal(process: &Child, signal: rustix::process::Signal) {
     rustix::process::kill_process(rustix::process::Pid::from_child(process), signal).unwrap();
 }
 
-/// Starts ranks 0 to `started` of a world that is larger by one, and returns when they wait for the last one.
+/// Starts ranks 0 to `started` of a world with one more rank, and returns when they wait for the last one.
 fn waiting_for_the_last(job: &str, folder: &Path, started: usize) -> Vec<Child> {
     let port = free_port();
     let init_method = format!("tcp://127.0.0.1:{port}");
@@ -292,7 +292,7 @@ fn waiting_for_the_last(job: &str, folder: &Path, started: usize) -> Vec<Child> 
 }
 
 #[test]
-fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
+fn initialisation_times_out_if_the_stores_host_is_suspended() {
     let folder = tempfile::tempdir().unwrap();
     let mut ranks = waiting_for_the_last("init-frozen", folder.path(), 4);
     signal(&ranks[0], rustix::process::Signal::STOP);
@@ -308,7 +308,7 @@ fn initialisation_ends_at_the_time_out_when_the_stores_host_stands_still() {
 
 #[test]
 fn the_death_of_a_rank_during_initialisation_is_noticed() {
-    // In the rendezvous, and while the connections are made: ranks wait for its address, and for it to connect.
+    // In the rendezvous, and while connecting: ranks wait for its address, and for its connection.
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let meeting = waiting_for_the_last("init", folders[0].path(), 3);
     let init_method = format!("file://{}", folders[1].path().join("store").display());
@@ -337,11 +337,11 @@ fn the_death_of_a_rank_during_initialisation_is_noticed() {
 }
 
 #[test]
-fn an_error_or_a_panic_during_initialisation_is_told_to_all_others() {
+fn an_error_or_a_panic_during_initialisation_is_reported_to_all_ranks() {
     let transport = ("CANDLE_DDP_CPU_TRANSPORT", "none");
     let refused = "CANDLE_DDP_CPU_TRANSPORT=\"none\": it is one of auto, tcp, shm (on host ";
     for (failing, (variable, value), expected) in [
-        // The rank that hosts the store, and others.
+        // The rank that hosts the store, and other ranks.
         (0, transport, refused),
         (1, transport, refused),
         (2, (PAUSE, "panic"), "it panicked during initialisation (on host "),

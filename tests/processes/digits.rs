@@ -1,11 +1,12 @@
-//! The example `digits` under the real launcher: it learns, its metrics file says so, and it is the same training on
-//! every run.
+//! The example `digits` under the real launcher: it learns, its metrics file shows that, and every run gives the same
+//! result.
 #![cfg(feature = "launcher")]
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-/// The example's binary, which `cargo test` builds along with the tests, but `cargo test --test digits` does not.
+/// Returns the example's binary, which `cargo test` builds along with the tests, but `cargo test --test processes` does
+/// not.
 fn example() -> PathBuf {
     let binaries = PathBuf::from(env!("CARGO_BIN_EXE_ddprun"));
     let profile = binaries.parent().unwrap();
@@ -56,20 +57,20 @@ fn two_ranks_learn_to_read() {
 }
 
 #[test]
-fn spread_optimizer_states_train_the_same() {
+fn sharded_optimizer_state_trains_the_same() {
     for ranks in [2, 3] {
         let hashes = |arguments: &[&str]| -> Vec<Value> {
             let epochs = metrics(ranks, &[&["--epochs", "2"], arguments].concat());
             epochs.into_iter().map(|epoch| epoch["parameter_hash"].clone()).collect()
         };
-        // To the last bit: the engine sums up in the same order, and the optimizer is the same.
+        // Equal to the last bit, because the engine sums in the same order and the optimizer is the same.
         assert_eq!(hashes(&["--zero"]), hashes(&[]), "{ranks} ranks");
     }
 }
 
 #[test]
 fn every_communication_hook_learns_too() {
-    // What a hook may send at most, as a part of the gradients.
+    // The maximum share of the gradients that each hook may send.
     for (hook, part) in [("fp16", 0.51), ("bf16", 0.51), ("power-sgd", 0.6), ("top-k", 0.21)] {
         let epochs = metrics(2, &["--epochs", "6", "--comm-hook", hook]);
         let last = &epochs[5];
@@ -82,14 +83,14 @@ fn every_communication_hook_learns_too() {
 
 #[test]
 fn every_test_image_counts_once() {
-    // The sampler gives each of 7 ranks 52 of the 360 images, so four are given twice.
+    // The sampler gives each of 7 ranks 52 of the 360 images, so four images appear twice.
     let epochs = metrics(7, &["--epochs", "1", "--batch-size", "64"]);
     let correct = epochs[0]["test_accuracy"].as_f64().unwrap() * 360.;
     assert!((correct - correct.round()).abs() < 1e-6, "{correct} of 360");
 }
 
 #[test]
-fn a_seed_names_one_training() {
+fn a_seed_determines_the_training() {
     let hashes = |seed: &str| -> Vec<String> {
         let epochs = metrics(3, &["--epochs", "2", "--seed", seed]);
         epochs.iter().map(|epoch| epoch["parameter_hash"].as_str().unwrap().to_string()).collect()
@@ -101,11 +102,11 @@ fn a_seed_names_one_training() {
 }
 
 #[test]
-fn metrics_that_cannot_be_written_are_what_every_rank_complains_about() {
+fn every_rank_reports_metrics_that_cannot_be_written() {
     let output = digits(2, &["--epochs", "1", "--metrics", "/nowhere/metrics.jsonl"]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
-    // The other rank says so as well, unless the launcher was faster.
+    // The other rank reports it as well, unless the launcher ends it first.
     let mut complaints = stderr.lines().filter(|line| line.starts_with("error: ")).peekable();
     assert!(complaints.peek().is_some() && complaints.all(|line| line.contains("/nowhere/metrics.jsonl")), "{stderr}");
 }

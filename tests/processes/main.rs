@@ -1,4 +1,4 @@
-//! Ranks as processes: under the real launcher, and killed for real.
+//! Ranks as processes: under the real launcher, and killed.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
 #[path = "../common/mod.rs"]

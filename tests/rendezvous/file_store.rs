@@ -1,4 +1,4 @@
-//! What a crash, an earlier run or somebody else's file may leave a file store with.
+//! File stores after a crash, after an earlier run, and with files of other users or kinds.
 use candle_ddp::rendezvous::{FileStore, Store};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -29,7 +29,7 @@ fn a_torn_change_never_happened() {
     two.wait(&["a", "b"], None).unwrap();
     let file = || OpenOptions::new().write(true).open(&path).unwrap();
     let whole = before.len() + record.len();
-    // A writer may die after any number of bytes, and a host may leave zeros or garbage where data should be.
+    // A writer may die after any number of bytes, and a host crash may leave zeros or garbage instead of data.
     let mut garbage = record.clone();
     *garbage.last_mut().unwrap() ^= 1;
     let torn = (1..record.len()).map(|cut| record[..cut].to_vec());
@@ -41,7 +41,7 @@ fn a_torn_change_never_happened() {
             assert_eq!(reader.num_keys().unwrap(), 2);
         }
         let keeps = round % 2 == 0;
-        // The next writer clears it away.
+        // The next writer removes the torn record.
         let [writer, reader] = if keeps { [&one, &two] } else { [&two, &one] };
         writer.set("next", b"x").unwrap();
         assert_eq!(reader.get("next").unwrap(), b"x");
@@ -53,7 +53,7 @@ fn a_torn_change_never_happened() {
 }
 
 #[test]
-fn the_last_one_removes_the_files_and_the_others_do_not() {
+fn only_the_last_user_removes_the_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let [one, two] = [open(&path), open(&path)];
@@ -65,12 +65,12 @@ fn the_last_one_removes_the_files_and_the_others_do_not() {
 }
 
 #[test]
-fn somebodys_file_is_left_alone() {
+fn a_file_of_another_kind_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("thesis");
     std::fs::write(&path, "candle-ddp is a fine crate").unwrap();
     let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
-    assert!(error.contains("exists and is no store") && error.contains("thesis"), "{error}");
+    assert!(error.contains("exists and is not a store") && error.contains("thesis"), "{error}");
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "candle-ddp is a fine crate");
     let error = FileStore::open(folder.path().join("none/store"), TIMEOUT).err().unwrap().to_string();
     assert!(error.contains("none/store"), "{error}");
@@ -85,13 +85,13 @@ fn only_its_owner_can_use_a_store() {
     let store = open(&path);
     assert_eq!([mode(&path), mode(&lock)], [0o600; 2]);
     drop(store);
-    // An empty file of an earlier version's is taken over, and closed to others.
+    // An empty file left by an earlier version is taken over and closed to other users.
     std::fs::write(&path, "").unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
     let store = open(&path);
     assert_eq!(mode(&path), 0o600);
     drop(store);
-    // Neither file may be a link, which could lead to any file of this user.
+    // Neither file may be a link, because it could lead to any file of this user.
     let target = folder.path().join("target");
     for link in [&path, &lock] {
         std::fs::write(&target, "").unwrap();
@@ -103,11 +103,11 @@ fn only_its_owner_can_use_a_store() {
             std::fs::remove_file(file.unwrap().path()).unwrap();
         }
     }
-    // Only root can make a file another user's.
+    // Only root can change a file's owner.
     std::fs::write(&path, "").unwrap();
     if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
         let error = FileStore::open(&path, TIMEOUT).err().unwrap().to_string();
-        assert!(error.contains("belongs to the user with the number 12345"), "{error}");
+        assert!(error.contains("belongs to user id 12345"), "{error}");
     }
 }
 
@@ -125,9 +125,9 @@ fn a_lock_that_is_never_freed_is_an_error() {
     store.set("a", b"").unwrap();
 }
 
-/// Not a test of its own: sets a key in the file named by STORE, says so, and never ends.
+/// A helper process rather than a test: sets a key in the file named by STORE, reports it, and never ends.
 #[test]
-#[ignore = "started by another"]
+#[ignore = "started by another test"]
 fn user_process() {
     let store = open(Path::new(&std::env::var("STORE").unwrap()));
     store.set("stale", b"").unwrap();
@@ -135,7 +135,7 @@ fn user_process() {
 }
 
 #[test]
-fn what_a_killed_run_left_is_cleared() {
+fn leftovers_of_a_killed_run_are_cleared() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -156,7 +156,7 @@ fn what_a_killed_run_left_is_cleared() {
     assert_eq!(store.num_keys().unwrap(), 0);
 }
 
-/// Users come and go all the time; whoever is there sees what the others set while they are.
+/// Users come and go all the time; each sees what the others set while it is there.
 #[test]
 fn coming_and_going() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! How ranks find each other: environments, init methods, and key-value stores.
+//! How ranks find each other: launcher environments, init methods, and key-value stores.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;

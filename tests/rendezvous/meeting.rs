@@ -1,5 +1,6 @@
-//! Ranks that meet: threads of this process, and processes under a launcher's environment.
+//! Ranks that rendezvous: threads of this process, and processes with a launcher's environment.
 use crate::common::free_port;
+use candle_ddp::error::Failure;
 use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
 use candle_ddp::{Error, Result};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
@@ -25,7 +26,7 @@ fn all_meet(init_method: &str, world_size: usize) -> Vec<Rendezvous> {
     meet(options).into_iter().collect::<Result<_>>().unwrap()
 }
 
-/// Every rank sees what every rank has set.
+/// Checks that every rank sees what every rank has set.
 fn exchange(ranks: &[Rendezvous], word: &str) {
     for rank in ranks {
         rank.store.set(&format!("word/{}", rank.rank), word.as_bytes()).unwrap();
@@ -44,7 +45,7 @@ fn over_tcp() {
             let ranks = all_meet(&format!("tcp://{host}:{}", free_port()), world_size);
             for (rank, met) in ranks.iter().enumerate() {
                 assert_eq!((met.rank, met.world_size), (rank, world_size));
-                // All are on this host, which nothing but the store could tell them.
+                // All ranks are on this host, which they can only learn from the store.
                 assert_eq!((met.local_rank, met.local_world_size), (rank, world_size));
                 assert!(met.address.unwrap().is_loopback());
             }
@@ -54,30 +55,30 @@ fn over_tcp() {
 }
 
 #[test]
-fn again_and_again_at_the_same_place() {
+fn repeatedly_at_the_same_address() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let first = all_meet(&init_method, 2);
     exchange(&first, "first");
-    // While the first group is there.
+    // While the first group exists.
     let second = all_meet(&init_method, 2);
     assert!(!second[1].store.check(&["word/0"]).unwrap(), "keys of the first group");
     exchange(&second, "second");
     exchange(&first, "still first");
     drop((first, second));
-    // And after it, with a new server.
+    // After the first group, with a new server.
     exchange(&all_meet(&init_method, 2), "third");
 }
 
-/// An address of this host that others can reach, if it has one.
+/// Returns an address of this host that others can reach, if it has one.
 fn outer_address() -> Option<IpAddr> {
-    // Nothing is sent: this only asks for the way to an address of documentation's.
+    // Nothing is sent: this only looks up the route to an address reserved for documentation.
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("203.0.113.5:1").ok()?;
     socket.local_addr().ok().map(|address| address.ip()).filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
 }
 
 #[test]
-fn the_store_is_only_where_its_ranks_reach_it() {
+fn the_store_listens_only_where_its_ranks_reach_it() {
     let is_served = |ip: IpAddr, port: u16| TcpStream::connect((ip, port)).is_ok();
     let [loopback, other] = ["127.0.0.1", "127.0.0.2"].map(|ip| ip.parse().unwrap());
     for host in ["127.0.0.1", "localhost"] {
@@ -107,12 +108,12 @@ fn over_a_file() {
         assert_eq!((ranks[2].local_rank, ranks[2].local_world_size, ranks[2].address), (2, 3, None));
         assert!(path.exists());
         drop(ranks);
-        assert!(!path.exists(), "the last one removes the file");
+        assert!(!path.exists(), "the last rank removes the file");
     }
 }
 
 #[test]
-fn another_world_size_is_an_error_on_all() {
+fn a_different_world_size_is_an_error_on_all() {
     let folder = tempfile::tempdir().unwrap();
     let init_method = format!("file://{}", folder.path().join("meeting").display());
     let start = Instant::now();
@@ -133,25 +134,26 @@ fn a_timeout_may_be_endless() {
 }
 
 #[test]
-fn who_does_not_come_is_named() {
+fn missing_ranks_are_named() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let short = |rank| RendezvousOptions { timeout: Duration::from_secs(1), ..options(&init_method, rank, 4) };
     let start = Instant::now();
     let results = meet(vec![short(0), short(2)]);
     assert!(start.elapsed() < TIMEOUT / 2);
-    // Each by its own time-out, or by that of the other, which came a moment before. Rank 0 takes the store with it.
+    // Each rank fails by its own time-out, or by that of the other rank, which arrived earlier: rank 0 takes the store
+    // with it.
     for result in results {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::StoreTimeout { .. } | Error::PeerFailed { .. }), "{error}");
+        assert!(matches!(error, Error::StoreTimeout { .. } | Error::Group(Failure::PeerFailed { .. })), "{error}");
         let text = error.to_string();
         assert!(text.contains("2 of 4 ranks arrived, missing: 1, 3."), "{text}");
         assert!(text.contains(&init_method["tcp://".len()..]), "{text}");
     }
 }
 
-/// Nobody can meet without it.
+/// No rendezvous is possible without rank 2.
 #[test]
-fn the_end_of_one_ranks_patience_is_that_of_all() {
+fn the_first_time_out_ends_all_ranks() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     for impatient in 0..2 {
         let start = Instant::now();
@@ -160,7 +162,7 @@ fn the_end_of_one_ranks_patience_is_that_of_all() {
         let mut results = meet(options);
         assert!(start.elapsed() < TIMEOUT / 2);
         let other = results.remove(1 - impatient).unwrap_err();
-        assert!(matches!(other, Error::PeerFailed { peer, .. } if peer == impatient), "{other}");
+        assert!(matches!(other, Error::Group(Failure::PeerFailed { peer, .. }) if peer == impatient), "{other}");
         for error in [other, results.remove(0).unwrap_err()] {
             assert!(error.to_string().contains("2 of 3 ranks arrived, missing: 2."), "{error}");
         }
@@ -168,7 +170,7 @@ fn the_end_of_one_ranks_patience_is_that_of_all() {
 }
 
 #[test]
-fn nobody_hosts() {
+fn a_missing_store_is_an_error() {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let alone = RendezvousOptions { timeout: Duration::from_millis(300), ..options(&init_method, 1, 2) };
     let error = rendezvous(&alone).unwrap_err().to_string();
@@ -180,11 +182,11 @@ fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let error = rendezvous(&options(&format!("tcp://127.0.0.1:{port}"), 0, 2)).unwrap_err().to_string();
-    assert!(error.contains(&port.to_string()) && error.contains("another program has it"), "{error}");
+    assert!(error.contains(&port.to_string()) && error.contains("another program uses it"), "{error}");
 }
 
 #[test]
-fn the_end_of_rank_0_is_said() {
+fn the_end_of_rank_0_is_reported() {
     let ranks = all_meet(&format!("tcp://127.0.0.1:{}", free_port()), 2);
     let [rank_0, rank_1] = ranks.try_into().unwrap();
     drop(rank_0);
@@ -192,20 +194,20 @@ fn the_end_of_rank_0_is_said() {
     assert!(error.contains("the server is gone") && error.contains("rank 0"), "{error}");
 }
 
-/// Not a test of its own: a rank in a process, started by the tests below. Reports what it knows by its exit code.
+/// A helper process rather than a test: a rank, started by the tests below. Reports its result by its exit code.
 #[test]
-#[ignore = "started by the others"]
+#[ignore = "started by other tests"]
 fn rank_process() {
     let met = rendezvous(&RendezvousOptions { timeout: TIMEOUT, ..RendezvousOptions::default() }).unwrap();
     assert_eq!((met.local_rank, met.local_world_size), (met.rank, met.world_size));
-    // Every rank counts itself; the last one lets all go.
+    // Every rank counts itself; the last one releases the others.
     let count = met.store.add("count", 1).unwrap();
     assert!(count <= met.world_size as i64, "keys of another attempt");
     if count == met.world_size as i64 {
         met.store.set("go", b"").unwrap();
     }
     met.store.wait(&["go"], None).unwrap();
-    // Rank 0 may host the store: it leaves last.
+    // Rank 0 may host the store, so it leaves last.
     met.store.add("left", 1).unwrap();
     while met.rank == 0 && met.store.add("left", 0).unwrap() < met.world_size as i64 {
         std::thread::sleep(Duration::from_millis(5));
@@ -229,22 +231,22 @@ fn start(variables: &[(&str, String)]) -> Child {
 }
 
 #[test]
-fn two_jobs_at_one_port_do_not_disturb_each_other() {
+fn two_jobs_on_one_port_do_not_disturb_each_other() {
     let port = free_port();
     let run =
         |run: &str, rank| start(&[launched(rank, 2, port), vec![("TORCHELASTIC_RUN_ID", run.to_string())]].concat());
     let rank_0 = run("first", 0);
-    // Waits for the first job's store, and comes to it before that job is complete.
-    let stranger = run("second", 1).wait_with_output().unwrap();
-    let text = String::from_utf8_lossy(&stranger.stderr);
-    assert!(!stranger.status.success() && text.contains("the store is that of the run \"first\""), "{text}");
+    // This rank waits for the first job's store and reaches it before that job is complete.
+    let foreign = run("second", 1).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&foreign.stderr);
+    assert!(!foreign.status.success() && text.contains("the store belongs to the run \"first\""), "{text}");
     assert!(text.contains("belongs to the run \"second\"") && text.contains("MASTER_PORT"), "{text}");
-    // One that does not know its run takes the store's.
+    // A rank that does not know its run uses the store's run id.
     all_succeed(vec![start(&launched(1, 2, port)), rank_0]);
 }
 
 #[test]
-fn two_jobs_on_one_store_of_others_have_keys_of_their_own() {
+fn two_jobs_on_one_external_store_use_separate_keys() {
     let server = TcpStoreServer::bind(0).unwrap();
     let rank = |run: &str, rank| {
         let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string()), ("TORCHELASTIC_RUN_ID", run.to_string())];
@@ -280,7 +282,7 @@ fn processes_without_a_launchers_store() {
 
 #[test]
 fn processes_on_a_launchers_store_that_survives_restarts() {
-    // Rank 0 would fail if it tried to bind this port, and the second attempt if it saw the first one's keys.
+    // Rank 0 would fail if it tried to bind this port, and so would the second attempt if it saw the first one's keys.
     let server = TcpStoreServer::bind(0).unwrap();
     for attempt in 0..2 {
         let agent =
@@ -294,7 +296,7 @@ fn processes_on_a_launchers_store_that_survives_restarts() {
 }
 
 #[test]
-fn slurms_processes() {
+fn processes_under_slurm() {
     let server_port = free_port();
     let ranks: Vec<Child> = (0..2)
         .map(|rank: usize| {
@@ -312,7 +314,7 @@ fn slurms_processes() {
 }
 
 #[test]
-fn a_rank_given_twice_is_an_error_on_all() {
+fn a_duplicate_rank_is_an_error_on_all() {
     let server = TcpStoreServer::bind(0).unwrap();
     let agent = [("TORCHELASTIC_USE_AGENT_STORE", "True".to_string())];
     let start_time = Instant::now();
@@ -320,7 +322,7 @@ fn a_rank_given_twice_is_an_error_on_all() {
     for rank in ranks {
         let output = rank.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains("two processes claim to be rank 1"), "{text}");
+        assert!(!output.status.success() && text.contains("two processes have rank 1"), "{text}");
     }
     assert!(start_time.elapsed() < TIMEOUT / 2);
 }

@@ -1,4 +1,4 @@
-//! One body for every kind of store.
+//! The same tests for every kind of store.
 use candle_ddp::rendezvous::{FileStore, HashStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 use candle_ddp::{Error, Result};
 use std::sync::{Arc, Barrier};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(50);
 
-/// Stores that see the same keys, and what keeps them going.
+/// Stores that share their keys, and whatever keeps them alive.
 struct Stores {
     clients: Vec<Arc<dyn Store>>,
     _keep: Box<dyn std::any::Any>,
@@ -31,7 +31,7 @@ fn tcp() -> Stores {
     Stores { clients: (0..3).map(|_| client()).collect(), _keep: Box::new(server) }
 }
 
-/// One client that all threads share.
+/// A single client that all threads share.
 fn tcp_shared() -> Stores {
     let server = TcpStoreServer::bind_address("127.0.0.1:0".parse().unwrap()).unwrap();
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap());
@@ -93,18 +93,18 @@ fn counters(store: &dyn Store) -> Result<()> {
     store.set("word", b"word")?;
     let error = store.add("word", 1).unwrap_err();
     assert!(matches!(&error, Error::Store { operation, .. } if operation.contains("word")), "{error}");
-    // The store goes on.
+    // The store still works.
     assert_eq!(store.get("word")?, b"word");
     Ok(())
 }
 
 fn compare_set(store: &dyn Store) -> Result<()> {
-    // Absent, expected not empty: nothing is written, and the answer is what was expected.
+    // Absent, expected not empty: writes nothing and returns what was expected.
     assert_eq!(store.compare_set("c", b"x", b"y")?, b"x");
     assert!(!store.check(&["c"])?);
-    // Absent, expected empty: set.
+    // Absent, expected empty: sets the value.
     assert_eq!(store.compare_set("c", b"", b"first")?, b"first");
-    // Another value, also against an empty expectation: the current one.
+    // A different value, even against an empty expectation: returns the current one.
     assert_eq!(store.compare_set("c", b"x", b"second")?, b"first");
     assert_eq!(store.compare_set("c", b"", b"second")?, b"first");
     assert_eq!(store.compare_set("c", b"first", b"second")?, b"second");
@@ -130,7 +130,7 @@ fn several(store: &dyn Store) -> Result<()> {
 
 fn waiting(stores: &Stores) -> Result<()> {
     let [one, two, ..] = &stores.clients[..] else { unreachable!() };
-    // Nobody comes: the error names what is missing, and the store works on.
+    // No rank sets the key: the error names it, and the store keeps working.
     one.set("there", b"")?;
     let start = Instant::now();
     let error = one.wait(&["there", "missing"], Some(SHORT)).unwrap_err();
@@ -139,7 +139,7 @@ fn waiting(stores: &Stores) -> Result<()> {
     assert_eq!(*timeout, SHORT);
     assert!(reason.contains("missing\"]") && !reason.contains("there"), "{error}");
     one.wait(&["there"], Some(SHORT))?;
-    // Somebody comes, and the wait ends then, not at its time-out.
+    // A rank sets the key: the wait ends then, not at its time-out.
     let start = Instant::now();
     std::thread::scope(|scope| {
         let waits = [
@@ -149,7 +149,7 @@ fn waiting(stores: &Stores) -> Result<()> {
         ];
         std::thread::sleep(SHORT);
         one.set("w1", b"1").unwrap();
-        // Setting a key twice is not setting two.
+        // Setting one key twice does not count as setting two.
         one.set("w1", b"1").unwrap();
         std::thread::sleep(SHORT);
         assert!(!waits.iter().any(|wait| wait.is_finished()));
@@ -201,7 +201,7 @@ fn threads(stores: &Stores) {
     assert_eq!(stores.clients[0].get("letters").unwrap().len() as i64, all);
 }
 
-/// When a call returns, it has been carried out, for all to see.
+/// When a call returns, its effect is visible to all.
 fn visible(stores: &Stores) -> Result<()> {
     let [one, two, ..] = &stores.clients[..] else { unreachable!() };
     for round in 0..300 {
@@ -216,7 +216,7 @@ fn visible(stores: &Stores) -> Result<()> {
     Ok(())
 }
 
-/// Only one of several wins, and all see the winner.
+/// Exactly one of several ranks wins, and all see the winner.
 fn election(stores: &Stores) {
     let answers: Vec<Vec<u8>> = std::thread::scope(|scope| {
         let stand = |(rank, store): (usize, &Arc<dyn Store>)| {

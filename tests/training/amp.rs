@@ -229,7 +229,7 @@ fn what_cannot_be_honoured_is_refused_by_name() {
         // Ranks that disagree.
         let reduce = if pg.rank() == 0 { DType::F32 } else { DType::BF16 };
         let refused = error(options(Some(DType::BF16), Some(reduce), None));
-        assert!(matches!(refused, Error::ModelMismatch { rank: 1, .. }), "{refused}");
+        assert!(matches!(refused, Error::Mismatch { what: "model", rank: 1, .. }), "{refused}");
         assert!(refused.to_string().contains("reduce_dtype bf16, buffer_dtype none on rank 1"), "{refused}");
         // A buffer that is there already.
         let varmap = VarMap::new();

@@ -3,9 +3,13 @@ use crate::common::{floats, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
 use candle_ddp::amp::GradScalerState;
-use candle_ddp::optim::StateDict;
+use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, StateDict};
 use candle_ddp::{Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
-use candle_nn::{Optimizer, SGD};
+
+fn sgd(vars: Vec<Var>, lr: f64) -> Result<Sgd> {
+    let named = vars.into_iter().enumerate().map(|(index, var)| (format!("w{index}"), var)).collect();
+    Sgd::from_named(named, ParamsSgd { lr, ..Default::default() })
+}
 
 fn weight(value: f32) -> Vec<(String, Var)> {
     vec![("w".to_string(), Var::new(&[value], &Device::Cpu).unwrap())]
@@ -26,7 +30,7 @@ fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Ve
     let var = named[0].1.clone();
     let options = GradScalerOptions { init_scale: 1024.0, growth_interval: 3, ..Default::default() };
     let mut scaler = GradScaler::new(pg, named, options)?;
-    let mut optimizer = SGD::new(vec![var.clone()], 1.0)?;
+    let mut optimizer = sgd(vec![var.clone()], 1.0)?;
     let (mut scales, mut weights) = (Vec::new(), Vec::new());
     for overflow in overflows {
         let mut grads = backward(&scaler, &var, *overflow == Some(pg.rank()))?;
@@ -60,7 +64,7 @@ fn gradients_are_divided_once_and_nan_is_an_overflow() {
         let named = weight(2.0);
         let var = named[0].1.clone();
         let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
-        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
         let mut grads = backward(&scaler, &var, false)?;
         assert_eq!(floats(grads.get(&var).unwrap()), [65536.0]);
         assert!(scaler.unscale(&mut grads)?);
@@ -95,7 +99,7 @@ fn calls_out_of_order_are_refused() {
         let named = weight(2.0);
         let var = named[0].1.clone();
         let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
-        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
         let refused = |result: Result<()>, name: &str| match result {
             Err(Error::GradScaler { call, .. }) if call == name => {}
             other => panic!("{name}: {other:?}"),
@@ -128,8 +132,8 @@ fn two_optimizers_step_together() {
             let named = vars.iter().enumerate().map(|(index, var)| (format!("w{index}"), var.clone())).collect();
             let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
             let mut scaler = GradScaler::new(&pg, named, options)?;
-            let mut one = SGD::new(vars.to_vec(), 0.25)?;
-            let mut two = [SGD::new(vec![vars[0].clone()], 0.25)?, SGD::new(vec![vars[1].clone()], 0.25)?];
+            let mut one = sgd(vars.to_vec(), 0.25)?;
+            let mut two = [sgd(vec![vars[0].clone()], 0.25)?, sgd(vec![vars[1].clone()], 0.25)?];
             let mut seen = Vec::new();
             for overflow in [false, true, false] {
                 let loss = (vars[0].sqr()?.sum_all()? + vars[1].sqr()?.sum_all()?)?;
@@ -140,9 +144,8 @@ fn two_optimizers_step_together() {
                 let stepped = if together {
                     scaler.step(&mut one, &mut grads)?
                 } else {
-                    scaler.step_with(&mut grads, |grads| {
-                        two.iter_mut().try_for_each(|optimizer| Ok(optimizer.step(grads)?))
-                    })?
+                    scaler
+                        .step_with(&mut grads, |grads| two.iter_mut().try_for_each(|optimizer| optimizer.step(grads)))?
                 };
                 assert_eq!(stepped, !overflow);
                 scaler.update()?;
@@ -168,7 +171,7 @@ fn a_scale_may_be_constant() {
         let constant = GradScalerOptions { growth_factor: 1.0, backoff_factor: 1.0, ..Default::default() };
         let options = GradScalerOptions { init_scale: 128.0, growth_interval: 1, ..constant };
         let mut scaler = GradScaler::new(&pg, named, options)?;
-        let mut optimizer = SGD::new(vec![var.clone()], 1.0)?;
+        let mut optimizer = sgd(vec![var.clone()], 1.0)?;
         for overflow in [false, true, false] {
             let mut grads = backward(&scaler, &var, overflow)?;
             assert_eq!(scaler.step(&mut optimizer, &mut grads)?, !overflow);
@@ -242,7 +245,7 @@ fn a_scaler_that_is_not_enabled_does_nothing() {
         let named = weight(1.0);
         let var = named[0].1.clone();
         let mut scaler = GradScaler::new(&pg, named, GradScalerOptions { enabled: false, ..Default::default() })?;
-        let mut optimizer = SGD::new(vec![var.clone()], 0.5)?;
+        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
         let mut grads = backward(&scaler, &var, false)?;
         assert!(scaler.unscale(&mut grads)? && scaler.step(&mut optimizer, &mut grads)?);
         scaler.update()?;

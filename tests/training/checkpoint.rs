@@ -2,6 +2,7 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
+use candle_ddp::error::Failure;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
 use std::collections::HashMap;
@@ -188,6 +189,74 @@ fn the_models_own_names_come_first() {
     assert_eq!(report.ignored, ["fc"]);
     more.insert("fc2".to_string(), two(3.0));
     assert_eq!(mismatch(checkpoint::load_with(&varmap, save(&more).path(), &all)).1, ["fc2"]);
+    // Beside the default, which it does not replace.
+    more.remove("fc2");
+    more.insert("bn.num_batches_tracked".to_string(), two(3.0));
+    let report = checkpoint::load_with(&varmap, save(&more).path(), &all).unwrap();
+    assert_eq!(report.ignored, ["bn.num_batches_tracked", "fc"]);
+}
+
+/// A model with the variables `names`, of two zeros each, but for the head, which has three.
+fn zeros(names: &[&str]) -> VarMap {
+    let varmap = VarMap::new();
+    for name in names {
+        let count = if name.starts_with("head") { 3 } else { 2 };
+        varmap.get(count, name, candle_nn::Init::Const(0.0), DType::F32, &Device::Cpu).unwrap();
+    }
+    varmap
+}
+
+#[test]
+fn a_checkpoint_with_another_head_and_other_names_loads() {
+    let two = |value: f32| Tensor::new(&[value, value], &Device::Cpu).unwrap();
+    let names = ["module.backbone.a", "module.backbone.b", "module.head.weight", "module.head.old"];
+    let saved = HashMap::from(names.map(|name| (name.to_string(), two(1.0))));
+    let file = save(&saved);
+    let varmap = zeros(&["encoder.a", "encoder.b", "head.weight", "head.bias"]);
+    let value = |name: &str| floats(&var(&varmap, name));
+    let skip = LoadOptions { skip: Arc::new(|name| name.starts_with("head.")), ..Default::default() };
+    let options = LoadOptions { rename: Some(Arc::new(|name| name.replace("backbone.", "encoder."))), ..skip.clone() };
+
+    // Without: everything that does not fit is named, and nothing is changed.
+    let (missing, unexpected, different) =
+        mismatch(checkpoint::load_with(&varmap, file.path(), &LoadOptions::default()));
+    assert_eq!(missing, ["encoder.a", "encoder.b", "head.bias"]);
+    assert_eq!(unexpected, ["backbone.a", "backbone.b", "head.old"]);
+    assert_eq!(different, ["head.weight (f32[2] in the file, f32[3] in the model)"]);
+    let (missing, unexpected, different) = mismatch(checkpoint::load_with(&varmap, file.path(), &skip));
+    assert_eq!((missing.len(), unexpected.len(), different.len()), (2, 2, 0));
+    assert_eq!(value("encoder.a"), [0.0, 0.0]);
+
+    let check = |report: LoadReport| {
+        assert_eq!(report.loaded, ["encoder.a", "encoder.b"]);
+        assert_eq!(report.skipped, ["head.bias", "head.old", "head.weight"]);
+        assert!(report.missing.is_empty() && report.unexpected.is_empty() && report.ignored.is_empty());
+        assert_eq!((value("encoder.a"), value("head.weight")), (vec![1.0, 1.0], vec![0.0; 3]));
+        var(&varmap, "encoder.a").zero_set().unwrap();
+    };
+    check(checkpoint::load_with(&varmap, file.path(), &options).unwrap());
+    check(checkpoint::load_tensors(&varmap, saved, &options).unwrap());
+    let reports = ranks(2, |pg| checkpoint::load_distributed(&pg, &varmap, file.path(), &options)).unwrap();
+    assert_eq!(reports[0], reports[1]);
+    check(reports[0].clone());
+
+    // Tensors that the program has changed.
+    let mut changed = checkpoint::read(file.path()).unwrap();
+    changed.retain(|name, _| name.starts_with("head"));
+    let head =
+        Tensor::cat(&[&changed.remove("head.old").unwrap(), &changed["head.weight"].narrow(0, 0, 1).unwrap()], 0);
+    changed.insert("head.weight".to_string(), head.unwrap());
+    let lenient = LoadOptions { strict: false, ..Default::default() };
+    let report = checkpoint::load_tensors(&varmap, changed.clone(), &lenient).unwrap();
+    assert_eq!((report.loaded, report.missing.len()), (vec!["head.weight".to_string()], 3));
+    assert_eq!(value("head.weight"), [1.0; 3]);
+    let error = checkpoint::load_tensors(&varmap, changed, &LoadOptions::default()).unwrap_err().to_string();
+    assert!(error.starts_with("the map of tensors does not fit the model") && error.contains("head.bias"), "{error}");
+
+    // Two names that become one.
+    let merge = LoadOptions { rename: Some(Arc::new(|_| "encoder.a".to_string())), ..Default::default() };
+    let error = checkpoint::load_with(&varmap, file.path(), &merge).unwrap_err().to_string();
+    assert!(error.contains("two of its names become encoder.a"), "{error}");
 }
 
 #[test]
@@ -303,7 +372,7 @@ fn all_ranks_learn_of_a_failure() {
     for (rank, (broken, refused, loaded, now)) in outcomes.into_iter().enumerate() {
         let by = |error: Error, culprit: usize| match error {
             Error::Io { .. } => assert_eq!(rank, culprit),
-            Error::PeerFailed { peer, reason } => {
+            Error::RankFailed { rank: peer, reason } => {
                 assert_eq!(peer, culprit);
                 assert!(rank != culprit && reason.contains("No such file"), "{reason}");
             }
@@ -311,7 +380,8 @@ fn all_ranks_learn_of_a_failure() {
         };
         by(broken.unwrap_err(), 0);
         by(refused.unwrap_err(), 1);
-        assert_eq!(loaded, LoadReport { loaded: NAMES.map(String::from).to_vec(), ..Default::default() });
+        assert_eq!(loaded.loaded, NAMES);
+        assert_eq!([&loaded.missing, &loaded.unexpected, &loaded.ignored].map(|names| names.len()), [0; 3]);
         assert_eq!(now, values(&rank0));
     }
 }
@@ -330,7 +400,7 @@ fn a_rank_that_failed_leaves_the_file_of_before() {
         }
         fill(&weights, 2);
         match checkpoint::save_distributed(&pg, &weights, &file) {
-            Err(Error::PeerFailed { peer: 1, .. }) => Ok(()),
+            Err(Error::Group(Failure::PeerFailed { peer: 1, .. })) => Ok(()),
             other => panic!("{other:?}"),
         }
     })

@@ -3,8 +3,9 @@ use crate::common::{assert_close, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
+use candle_ddp::error::Failure;
+use candle_ddp::optim::{ParamsSgd, Sgd};
 use candle_ddp::{DdpOptions, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, ReduceOp, Result};
-use candle_nn::{Optimizer, SGD};
 use std::sync::{Arc, Mutex};
 
 const SHAPES: Shapes = &[("a", &[6, 4]), ("b", &[5]), ("c", &[3, 2, 2]), ("d", &[7])];
@@ -231,7 +232,7 @@ fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
     ranks(2, |pg| {
         let ddp = wrap(&pg, DdpOptions::default())?;
         ddp.register_comm_hook(Fp16Compress::default())?;
-        let mut optimizer = SGD::new(ddp.parameters(), 1.0)?;
+        let mut optimizer = Sgd::from_named(ddp.named_parameters(), ParamsSgd { lr: 1.0, ..Default::default() })?;
         let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
         for (gradient, stepped) in [(1.0, true), (1000.0, false), (1.0, true)] {
@@ -367,7 +368,7 @@ fn a_hook_that_fails_on_one_rank_ends_all_with_its_reason() {
         .unwrap();
         assert!(matches!(errors[1], Error::InvalidArgument { argument: "test", .. }), "typed: {}", errors[1]);
         for rank in [0, 2] {
-            assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+            assert!(matches!(errors[rank], Error::Group(Failure::PeerFailed { peer: 1, .. })), "{}", errors[rank]);
             assert!(errors[rank].to_string().contains("the wire is cut"), "{}", errors[rank]);
         }
     }
@@ -401,7 +402,7 @@ fn every_rank_hears_of_a_hook_that_differs() {
     })
     .unwrap();
     for error in errors {
-        assert!(matches!(error, Error::CommHookMismatch { rank: 2, .. }), "{error}");
+        assert!(matches!(error, Error::Mismatch { what: "communication hook", rank: 2, .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("fp16 compression on rank 2, bf16 compression on rank 0"), "{text}");
     }
@@ -439,7 +440,7 @@ fn a_hook_is_registered_once_and_in_time() {
     for (rank, (twice, late)) in errors.iter().enumerate() {
         assert!(twice.to_string().contains("one already"), "{twice}");
         assert!(late.to_string().contains("before the first backward pass"), "{late}");
-        assert_eq!(matches!(late, Error::PeerFailed { peer: 1, .. }), rank == 0, "{late}");
+        assert_eq!(matches!(late, Error::RankFailed { rank: 1, .. }), rank == 0, "{late}");
     }
 }
 

@@ -500,12 +500,12 @@ fn what_cannot_work_is_refused() {
         other => panic!("{other:?}"),
     };
     let empty = DataParallel::new(&[], &CPU, &VarMap::new(), Net::new).map(|_| ());
-    argument(empty, "devices", "none");
+    argument(empty, "devices", "at least one device");
     let (_, dp) = data_parallel(2, DType::F32);
     argument(dp.forward(&Tensor::new(1f32, &CPU).unwrap()).map(|_| ()), "tensor", "dimension 0");
     let (x, y) = (tensor(&[4, 6], 1), tensor(&[3, 6], 1));
     argument(dp.call(&[&x, &y], |_, _| Ok(vec![])).map(|_| ()), "inputs", "[3, 6]");
-    argument(dp.call(&[], |_, _| Ok(vec![])).map(|_| ()), "inputs", "none");
+    argument(dp.call(&[], |_, _| Ok(vec![])).map(|_| ()), "inputs", "at least one tensor");
     let uneven = |_: &Net, inputs: &[Tensor]| Ok(vec![inputs[0].clone(); inputs[0].dim(0)?]);
     argument(dp.call(&[&tensor(&[5, 6], 1)], uneven).map(|_| ()), "outputs", "replica 1 returned 2");
     let shapes = |_: &Net, inputs: &[Tensor]| Ok(vec![inputs[0].t()?]);
@@ -536,7 +536,7 @@ fn models_that_differ_between_devices_are_refused() {
     let vb = late.into_inner().unwrap().unwrap();
     assert!(vb.get((2, 2), "weight").is_ok());
     let error = vb.get(3, "more").unwrap_err().to_string();
-    assert!(error.contains("more was asked for after DataParallel was built"), "{error}");
+    assert!(error.contains("more was requested after DataParallel was built"), "{error}");
     let error = vb.get((3, 2), "weight").unwrap_err().to_string();
     assert!(error.contains("one shape"), "{error}");
 }

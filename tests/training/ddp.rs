@@ -2,6 +2,7 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
+use candle_ddp::error::Failure;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
@@ -627,7 +628,7 @@ where
 fn every_rank_hears_of_a_different_model() {
     let errors = construction_errors(|rank, vb| linear(4, if rank == 2 { 5 } else { 6 }, vb), |_| Default::default());
     for error in errors {
-        assert!(matches!(error, Error::ModelMismatch { rank: 2, .. }), "{error}");
+        assert!(matches!(error, Error::Mismatch { what: "model", rank: 2, .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("parameter 0: weight f32[5, 4] on rank 2") && text.contains("f32[6, 4]"), "{text}");
     }
@@ -645,7 +646,7 @@ fn every_rank_hears_of_a_model_that_could_not_be_built() {
     );
     assert!(errors[1].to_string().contains("no such file"));
     for rank in [0, 2] {
-        assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+        assert!(matches!(errors[rank], Error::RankFailed { rank: 1, .. }), "{}", errors[rank]);
         assert!(errors[rank].to_string().contains("no such file"), "{}", errors[rank]);
     }
     for error in construction_errors(
@@ -715,7 +716,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
     .unwrap();
     assert!(errors[1].to_string().contains("no-gradient"), "{}", errors[1]);
     for rank in [0, 2] {
-        assert!(matches!(errors[rank], Error::PeerFailed { peer: 1, .. }), "{}", errors[rank]);
+        assert!(matches!(errors[rank], Error::Group(Failure::PeerFailed { peer: 1, .. })), "{}", errors[rank]);
         assert!(errors[rank].to_string().contains("no-gradient"), "{}", errors[rank]);
     }
 }

@@ -172,7 +172,10 @@ fn other_parameters_on_a_rank_are_an_error_on_all() {
         let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
         let parameters = [("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
         let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(&parameters).unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 holds another model than rank 0: b f32[3] on rank 1, b f32[2] on rank 0");
+        assert_eq!(
+            error.to_string(),
+            "the list of parameters of rank 1 differs from that of rank 0: b f32[3] on rank 1, b f32[2] on rank 0"
+        );
         Ok(())
     })
     .unwrap();

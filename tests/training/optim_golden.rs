@@ -2,7 +2,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::optim::*;
-use candle_nn::Optimizer;
+
 use std::collections::HashMap;
 
 const STEPS: usize = 100;

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
-use candle_nn::{Optimizer, VarMap, linear};
+use candle_nn::{VarMap, linear};
 
 fn parameters(dtype: DType) -> Vec<(String, Var)> {
     let var = |name: &str, shape: &[usize], seed| {
@@ -36,12 +36,12 @@ fn resume<R: UpdateRule>(options: R, dtype: DType) {
     let mut two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
     for step in 0..6 {
         if step == 3 {
-            two.set_learning_rate(0.02);
+            two.set_learning_rate(0.02).unwrap();
             two.save(&file).unwrap();
             two = FusedOptimizer::from_named(broken.clone(), options.clone()).unwrap();
             two.load(&file).unwrap();
             assert_eq!(two.learning_rate(), 0.02);
-            one.set_learning_rate(0.02);
+            one.set_learning_rate(0.02).unwrap();
         }
         one.step(&gradients(&straight, step)).unwrap();
         two.step(&gradients(&broken, step)).unwrap();
@@ -180,7 +180,7 @@ fn bad_files_are_errors_and_leave_what_was_there() {
 #[test]
 fn without_names_nothing_is_saved() {
     let vars: Vec<Var> = parameters(DType::F32).into_iter().map(|(_, var)| var).collect();
-    let optimizer = AdamW::new(vars, ParamsAdamW::default()).unwrap();
+    let optimizer: AdamW = candle_nn::Optimizer::new(vars, ParamsAdamW::default()).unwrap();
     let error = optimizer.state_dict().unwrap_err();
     assert!(error.to_string().contains("from_named"), "{error}");
 }
@@ -303,7 +303,7 @@ fn clipping_without_any_gradient_is_refused() {
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         let mut grads = ddp.backward(&ddp.forward(&tensor(&[4, 3], 1))?.sqr()?.mean_all()?)?;
         refused(clip_grad_norm(&mut grads, &ddp.parameters(), 1.).unwrap_err());
-        assert!(optimizer.clip_grad_norm(1.)? > 0.);
+        assert!(optimizer.clip_grad_norm(&mut grads, 1.)? > 0.);
         Ok(())
     })
     .unwrap();

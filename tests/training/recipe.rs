@@ -1,13 +1,14 @@
 use candle_core::{DType, Device, Tensor};
+use candle_ddp::error::Context;
 use candle_ddp::optim::{AdamW, CosineAnnealingLr, ParamsAdamW, ParamsCosineAnnealingLr, StateDict};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result, checkpoint,
+    DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result, checkpoint,
 };
 use candle_nn::{Linear, VarMap, linear};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// What training changes, and a run that goes on has to start with.
+/// Everything that training changes and a resumed run must restore.
 struct Training {
     varmap: VarMap,
     ddp: DistributedDataParallel<Linear>,
@@ -17,7 +18,7 @@ struct Training {
 }
 
 impl Training {
-    /// As for a first run. The schedule is made here, before anything is loaded: it sets the optimizer's learning rate.
+    /// Starts from scratch. The schedule is created before anything is loaded, because it sets the optimizer's learning rate.
     fn new(pg: &ProcessGroup) -> Result<Self> {
         let (varmap, options) = (VarMap::new(), DdpOptions::default());
         let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(4, 2, vb.pp("fc")), options)?;
@@ -28,26 +29,25 @@ impl Training {
         Ok(Self { varmap, ddp, optimizer, schedule, scaler })
     }
 
-    /// Saves to a folder of its own what there is after `epochs` epochs. Every rank calls it.
+    /// Saves the state after `epochs` epochs to a folder of its own. All ranks must call this.
     fn save(&self, pg: &ProcessGroup, folder: &Path, epochs: u32) -> Result<()> {
         let files = folder.join(epochs.to_string());
         if pg.rank() == 0 {
-            let context = files.display().to_string();
-            std::fs::create_dir_all(&files).map_err(|source| Error::Io { context, source })?;
+            std::fs::create_dir_all(&files).with_context(|| format!("making {}", files.display()))?;
             self.optimizer.save(files.join("optimizer.safetensors"))?;
             self.schedule.save(files.join("schedule.safetensors"))?;
             self.scaler.save(files.join("scaler.safetensors"))?;
         }
         checkpoint::save_distributed(pg, &self.varmap, files.join("model.safetensors"))?;
         if pg.rank() == 0 {
-            // Last, so that it names a folder in which nothing is missing.
+            // Written last, so that it always names a complete folder.
             let latest = HashMap::from([("epochs".to_string(), Tensor::new(&[epochs], &Device::Cpu)?)]);
             checkpoint::save_tensors(&latest, folder.join("latest.safetensors"))?;
         }
         Ok(())
     }
 
-    /// Loads what was saved last, and returns how many epochs that is after. Every rank calls it.
+    /// Loads the last saved state and returns its number of completed epochs. All ranks must call this.
     fn resume(&mut self, pg: &ProcessGroup, folder: &Path) -> Result<u32> {
         let latest = folder.join("latest.safetensors");
         if !latest.exists() {
@@ -66,7 +66,7 @@ impl Training {
 fn train(pg: &ProcessGroup, folder: &Path, epochs: u32) -> Result<Training> {
     let mut training = Training::new(pg)?;
     for epoch in training.resume(pg, folder)?..epochs {
-        // Your batches, after `sampler.set_epoch(epoch as usize)`: here, one.
+        // Your batches go here, after `sampler.set_epoch(epoch as usize)`. This example has one.
         let x = (Tensor::arange(0f32, 32.0, pg.device())?.reshape((8, 4))? * f64::from(epoch + 1))?;
         let loss = training.ddp.forward(&x)?.sqr()?.mean_all()?;
         let mut grads = training.ddp.backward(&training.scaler.scale(&loss)?)?;

@@ -1,6 +1,6 @@
 //! The recipe in docs/checkpoints.md for runs that go on where others ended.
 use crate::common::{floats, ranks};
-use candle_nn::Optimizer;
+use candle_ddp::optim::Optimizer;
 include!("recipe.rs");
 
 /// Everything, the scaler's and the schedule's states among it, as values.

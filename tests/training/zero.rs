@@ -3,14 +3,15 @@ use crate::common::{assert_close, fill, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::comm_hook::Bf16Compress;
+use candle_ddp::error::Failure;
 use candle_ddp::optim::{
-    AdamW, FusedOptimizer, LearningRates, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StateDict,
+    AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StateDict,
     StepLr, UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm,
 };
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
 };
-use candle_nn::{Linear, Optimizer, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 /// Two layers, and a third that only some passes use. Sizes that no number of ranks divides.
 struct Net {
@@ -114,8 +115,8 @@ fn train_like_plain<R: UpdateRule + Sync>(options: R, biases: R) {
             let mut optimizer =
                 ZeroRedundancyOptimizer::from_groups(&ddp, groups(ddp.named_parameters(), &options, &biases))?;
             for step in 0..6 {
-                let grads = backward(&ddp, step, 1.)?;
-                let norm = optimizer.clip_grad_norm(0.02)?;
+                let mut grads = backward(&ddp, step, 1.)?;
+                let norm = optimizer.clip_grad_norm(&mut grads, 0.02)?;
                 assert!(norm > 0.02, "the test clips: {norm}");
                 optimizer.step(&grads)?;
             }
@@ -230,9 +231,12 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
             let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
             let mut grads = backward(&ddp, step, scaler.current_scale() * broken)?;
-            assert_eq!(optimizer.unscale(&mut scaler, &mut grads)?, !overflow);
-            optimizer.clip_grad_norm(1e6)?;
-            assert_eq!(scaler.step_with(&mut grads, |grads| optimizer.step(grads))?, !overflow);
+            // The scaler has the optimizer divide its gradients, unless that is done already.
+            if step != 1 {
+                assert_eq!(optimizer.unscale(&mut scaler, &mut grads)?, !overflow);
+                optimizer.clip_grad_norm(&mut grads, 1e6)?;
+            }
+            assert_eq!(scaler.step(&mut optimizer, &mut grads)?, !overflow);
             scaler.update()?;
         }
         assert_eq!(scaler.current_scale(), 512.);
@@ -390,7 +394,7 @@ fn misuse_is_an_error() {
         // Options that make no sense on one of them.
         let options = ParamsAdamW { beta1: 0.9 + pg.rank() as f64, ..adamw() };
         match ZeroRedundancyOptimizer::new(&ddp, options) {
-            Err(Error::PeerFailed { peer: 1, reason }) if pg.rank() == 0 => {
+            Err(Error::RankFailed { rank: 1, reason }) if pg.rank() == 0 => {
                 assert!(reason.contains("beta1"), "{reason}")
             }
             Err(Error::InvalidArgument { argument: "beta1", .. }) if pg.rank() == 1 => {}
@@ -421,11 +425,11 @@ fn misuse_is_an_error() {
     ranks(1, |pg| {
         let ddp = wrap(&pg, small())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
-        let grads = backward(&ddp, 0, 1.)?;
+        let mut grads = backward(&ddp, 0, 1.)?;
         optimizer.step(&grads)?;
         let error = message(optimizer.step(&grads));
         assert!(error.contains("no new gradients"), "{error}");
-        assert!(message(optimizer.clip_grad_norm(1.).map(|_| ())).contains("no new gradients"));
+        assert!(message(optimizer.clip_grad_norm(&mut grads, 1.).map(|_| ())).contains("no new gradients"));
         let local = {
             let _guard = ddp.no_sync();
             backward(&ddp, 0, 1.)?
@@ -499,7 +503,7 @@ fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
             assert_eq!(zero.unscale(&mut scaler, &mut grads)?, !broken);
             scaler.step_with(&mut grads, |grads| {
                 zero.step(grads)?;
-                Ok(own.step(grads)?)
+                own.step(grads)
             })?;
             Ok(named.iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
         });
@@ -535,7 +539,7 @@ fn a_part_of_the_shards_is_refused() {
     .unwrap();
 }
 
-/// Rank 1 fails after it has taken part in everything but the saving itself.
+/// Rank 1 fails instead of saving. (Failures in the middle of it are tested beside `write_together`.)
 #[test]
 fn a_rank_that_failed_leaves_the_files_of_before() {
     for shards in [false, true] {
@@ -559,12 +563,8 @@ fn a_rank_that_failed_leaves_the_files_of_before() {
             pg.barrier()?;
             optimizer.step(&backward(&ddp, 1, 1.)?)?;
             if pg.rank() == 0 {
-                assert!(matches!(save(&optimizer), Err(Error::PeerFailed { peer: 1, .. })));
+                assert!(matches!(save(&optimizer), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
                 return Ok(before);
-            }
-            match shards {
-                false => drop(optimizer.consolidate_state_dict(0)?),
-                true => pg.broadcast(&Tensor::new(&[0i64], pg.device())?, 0)?,
             }
             pg.abort("it has failed");
             Ok(before)

@@ -1,4 +1,4 @@
-//! What only the log tells.
+//! Problems that only the log reports.
 use crate::logger::{self, LOG};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
@@ -8,14 +8,14 @@ use candle_ddp::rendezvous::{HashStore, Store, TcpStore};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-/// The warnings of `body`.
+/// Returns the warnings of `body`.
 fn warnings(body: impl FnOnce()) -> Vec<String> {
     LOG.0.lock().unwrap().clear();
     body();
     LOG.0.lock().unwrap().clone()
 }
 
-/// Three ranks make a group, and a call each, rank 0's first; then they leave. Returns which calls ended well.
+/// Three ranks create a group, make one call each, rank 0 first, and then leave. Returns which calls succeeded.
 fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
     const TIMEOUT: Duration = Duration::from_secs(20);
     let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
@@ -42,9 +42,9 @@ fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
     })
 }
 
-/// One test, since the log is the process's.
+/// A single test, because the log belongs to the process.
 #[test]
-fn what_no_call_returns_is_in_the_log() {
+fn failures_that_no_call_returns_are_logged() {
     let _turn = logger::collect();
 
     let told = warnings(|| {
@@ -52,9 +52,9 @@ fn what_no_call_returns_is_in_the_log() {
         assert!(store.is_err());
     });
     assert_eq!(told.len(), 1, "{told:?}");
-    assert!(told[0].contains("no-such-host.invalid cannot be resolved"), "{told:?}");
+    assert!(told[0].contains("cannot resolve the name no-such-host.invalid"), "{told:?}");
 
-    // Rank 0's broadcast has ended well when rank 1 calls something else.
+    // Rank 0's broadcast has already succeeded when rank 1 makes a different call.
     let zeros = || Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap();
     let broadcast = || Collective::Broadcast { tensor: zeros(), root: 0 };
     let told = warnings(|| {
@@ -66,7 +66,7 @@ fn what_no_call_returns_is_in_the_log() {
     });
     let of_rank_0: Vec<_> = told.iter().filter(|line| line.starts_with("rank 0: the group had failed")).collect();
     assert!(matches!(of_rank_0[..], [line] if line.contains("rank 1 called all_reduce")), "{told:?}");
-    assert!(told.iter().all(|line| !line.starts_with("rank 1")), "rank 1's call has returned it: {told:?}");
+    assert!(told.iter().all(|line| !line.starts_with("rank 1")), "rank 1's call has returned the error: {told:?}");
 
     let told = warnings(|| assert_eq!(ranks(|_| broadcast()), [true; 3]));
     assert!(told.is_empty(), "{told:?}");

@@ -1,5 +1,6 @@
-//! What only the log tells. The log is the process's, so one test runs at a time.
+//! Problems that only the log reports. The log belongs to the process, so one test runs at a time.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
 mod engine;

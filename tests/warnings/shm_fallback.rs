@@ -1,4 +1,4 @@
-//! Ranks that cannot share memory, or shall not: they use TCP, and say so once.
+//! Ranks that cannot share memory, or are configured not to, use TCP and report it once.
 #![cfg(target_os = "linux")]
 use crate::logger::{self, LOG};
 use candle_core::{DType, Device, Tensor};
@@ -12,12 +12,12 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Whether this process maps an engine's memory.
+/// Returns whether this process maps memory of an engine.
 fn is_mapped() -> bool {
     std::fs::read_to_string("/proc/self/maps").unwrap().contains("/memfd:candle-ddp-")
 }
 
-/// Ranks with the given options all-reduce, and say whether memory was mapped meanwhile; with the warnings.
+/// Runs ranks with the given options. Returns whether memory was mapped during their all-reduce, and the warnings.
 fn run(options: &[CpuOptions]) -> (Vec<Result<bool>>, Vec<String>) {
     LOG.0.lock().unwrap().clear();
     let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
@@ -47,18 +47,18 @@ fn over(transport: CpuTransport) -> CpuOptions {
     CpuOptions { transport, ..CpuOptions::default() }
 }
 
-/// One test, since the log and the mappings are the process's.
+/// A single test, because the log and the mappings belong to the process.
 #[test]
-fn ranks_use_tcp_where_they_cannot_share_memory() {
+fn ranks_that_cannot_share_memory_use_tcp() {
     let _turn = logger::collect();
 
-    // The rule.
+    // The normal case.
     let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto), over(CpuTransport::Auto)]);
     assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
     assert!(warnings.is_empty(), "{warnings:?}");
     assert!(!is_mapped(), "memory stays mapped after the communicators are gone");
 
-    // On purpose.
+    // TCP by configuration.
     let (results, warnings) = run(&[over(CpuTransport::Tcp), over(CpuTransport::Tcp)]);
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
     assert!(warnings.is_empty(), "{warnings:?}");
@@ -72,7 +72,7 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
         assert!(warning.contains("bytes of shared memory: ") && warning.contains("TCP, which is slower"), "{warning}");
     }
 
-    // A limit on the size of files, beyond which the system would end the process.
+    // A limit on file sizes, beyond which the system would kill the process.
     let limit = getrlimit(Resource::Fsize);
     setrlimit(Resource::Fsize, Rlimit { current: Some(1 << 20), ..limit }).unwrap();
     let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Auto)]);
@@ -83,7 +83,7 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
         assert!(warning.contains("files may have 1048576 bytes here: raise the limit with ulimit -f"), "{warning}");
     }
 
-    // One rank does not want to: the others hear which one.
+    // One rank uses TCP by configuration: the others report which one.
     let (results, warnings) = run(&[over(CpuTransport::Auto), over(CpuTransport::Tcp)]);
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()));
     assert!(
@@ -91,19 +91,19 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
         "{warnings:?}"
     );
 
-    // A rank that does not want to leaves the others theirs.
+    // The other ranks still share memory with each other.
     let [auto, tcp] = [CpuTransport::Auto, CpuTransport::Tcp].map(over);
     let (results, warnings) = run(&[auto.clone(), tcp, auto]);
     assert!(results.into_iter().all(|is_mapped| is_mapped.unwrap()));
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     assert!(warnings.iter().all(|warning| warning.contains("no memory is shared with rank(s) [1]")), "{warnings:?}");
 
-    // On different hosts nothing else was to be expected.
+    // On different hosts, TCP is expected.
     let on = |host: &str| CpuOptions { host: Some(host.to_string()), ..over(CpuTransport::Auto) };
     let (results, warnings) = run(&[on("a"), on("b"), on("c")]);
     assert!(results.into_iter().all(|is_mapped| !is_mapped.unwrap()) && warnings.is_empty(), "{warnings:?}");
 
-    // Shared memory is wanted, and there are several hosts.
+    // Shared memory is required, but there are several hosts.
     let on = |host: &str| CpuOptions { transport: CpuTransport::SharedMemory, ..on(host) };
     for (rank, result) in run(&[on("a"), on("a"), on("b")]).0.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
@@ -111,7 +111,7 @@ fn ranks_use_tcp_where_they_cannot_share_memory() {
         assert!(error.contains(expected) && error.contains("they share no memory with this rank"), "{error}");
     }
 
-    // No memory, but no way without it.
+    // Shared memory is required but cannot be allocated.
     let greedy = CpuOptions { transport: CpuTransport::SharedMemory, ..greedy };
     for result in run(&[greedy.clone(), greedy]).0 {
         let error = result.unwrap_err().to_string();

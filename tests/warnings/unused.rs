@@ -1,4 +1,4 @@
-//! DDP says once, on rank 0, which parameters no rank used.
+//! DDP reports once, on rank 0, the parameters that no rank used.
 use crate::common::ranks;
 use crate::logger::{self, LOG};
 use candle_core::{DType, Module, Tensor};
@@ -22,7 +22,7 @@ fn wrap(pg: &ProcessGroup) -> Result<DistributedDataParallel<Net>> {
     DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, Net::new, DdpOptions::default())
 }
 
-/// A step with this rank's layers.
+/// Runs a step with this rank's layers.
 fn step(ddp: &DistributedDataParallel<Net>, layers: &[usize]) -> Result<()> {
     let x = Tensor::ones((2, 4), DType::F32, ddp.process_group().device())?;
     let y = ddp.call(|net| layers.iter().try_fold(x, |x, layer| net.layers[*layer].forward(&x)))?;
@@ -30,7 +30,7 @@ fn step(ddp: &DistributedDataParallel<Net>, layers: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// The warnings that come while two ranks work.
+/// Returns the warnings while two ranks run.
 fn warnings(work: impl Fn(ProcessGroup) -> Result<()> + Sync) -> Vec<String> {
     LOG.0.lock().unwrap().clear();
     ranks(2, work).unwrap();
@@ -45,7 +45,7 @@ fn with_hook(hook: impl CommHook + Copy + Sync) -> Vec<String> {
     })
 }
 
-/// One test, since the log is the process's.
+/// A single test, because the log belongs to the process.
 #[test]
 fn parameters_that_no_rank_used_are_named_once() {
     let _turn = logger::collect();
@@ -56,7 +56,7 @@ fn parameters_that_no_rank_used_are_named_once() {
         assert!(warnings[0].contains("layer_norm, rms_norm, softmax_last_dim and rope"), "{warnings:?}");
     };
 
-    // Each rank uses another layer, and none the third; what one uses under no_sync counts.
+    // Each rank uses a different layer, and no rank uses the third; layers used under no_sync count.
     expect_third(warnings(|pg| {
         let ddp = wrap(&pg)?;
         {
@@ -80,11 +80,11 @@ fn parameters_that_no_rank_used_are_named_once() {
         Ok(())
     }));
 
-    // All are used, or nobody knows.
+    // All layers are used, or the usage is unknown.
     assert_eq!(warnings(|pg| step(&wrap(&pg)?, &[pg.rank(), 2 * (1 - pg.rank()), 2])).len(), 0);
     assert_eq!(with_hook(Noop).len(), 0);
 
-    // candle_nn's layer keeps gradients from what is before it, ours does not.
+    // candle_nn's layer does not pass gradients on to the layers before it; this crate's layer does.
     for (ours, expected) in [(false, 1), (true, 0)] {
         let warnings = warnings(|pg| {
             let build = |vb: VarBuilder| {

@@ -10,9 +10,9 @@ use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
 use super::work_queue::WorkQueue;
 use crate::backend::call::{Call, Channel, Operation};
-use crate::backend::failure::Failure;
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
+use crate::error::Failure;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr};
@@ -127,7 +127,7 @@ impl CpuCommunicator {
         match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
             Ok(()) => Ok(communicator),
             // The peer may have given up before it could tell the group.
-            Err(error @ Error::PeerGone { .. }) => Err(construction.cause(error)),
+            Err(error @ Error::Group(Failure::PeerGone { .. })) => Err(construction.cause(error)),
             Err(error) => Err(error),
         }
     }

@@ -8,6 +8,7 @@ use super::accept::{Acceptor, Conversation, Heard};
 use super::handshake::{Handshake, HandshakeConfig, HandshakeError, Kind};
 use super::keepalive::{give_up_after, keep_alive};
 use crate::backend::Construction;
+use crate::error::Failure;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
 use crate::rendezvous::{Store, absent_ranks};
@@ -115,7 +116,7 @@ impl Connector<'_> {
     /// The error of a peer whose connection has closed, or its root cause.
     pub(super) fn gone(&self, peer: usize) -> Error {
         let call = "the construction of the group".to_string();
-        self.construction.cause(Error::PeerGone { rank: self.rank, peer, call })
+        self.construction.cause(Failure::PeerGone { rank: self.rank, peer, call }.into())
     }
 
     /// The address of `peer`, and the handshake that it published.

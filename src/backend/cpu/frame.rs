@@ -1,6 +1,7 @@
 //! What monitors tell each other on the control connections.
-use crate::backend::failure::{CallCounts, Failure, ProgressReport};
+use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 //! What such a peer gave before still counts: bytes in a socket and slots in shared memory outlive the process that
 //! wrote them. So its end fails only those calls that need more of it.
 use crate::backend::call::{Call, Channel, Operation};
-use crate::backend::failure::{CallCounts, Failure};
+use crate::backend::failure::CallCounts;
+use crate::error::Failure;
 use std::io::{Error, ErrorKind};
 
 /// How a control connection ended.

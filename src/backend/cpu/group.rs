@@ -10,7 +10,8 @@ use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
 use crate::backend::call::{Call, Channel, Header};
-use crate::backend::failure::{CallCounts, CallHistory, Failure, RankState, left_since};
+use crate::backend::failure::{CallCounts, CallHistory, RankState, left_since};
+use crate::error::Failure;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 

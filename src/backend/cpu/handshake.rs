@@ -47,7 +47,7 @@ impl Handshake {
     pub(super) const BYTES: usize = 48;
     const MAGIC: [u8; 4] = *b"cDDP";
     /// To be increased with every change to what is sent on any of the connections.
-    const VERSION: u32 = 4;
+    const VERSION: u32 = 5;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();

@@ -2,7 +2,8 @@
 use super::session::Session;
 use super::transport_error::TransportError;
 use crate::backend::call::{Channel, Header};
-use crate::backend::failure::{ExpiredCall, Failure, RankState, desync, diagnose};
+use crate::backend::failure::{ExpiredCall, RankState, desync, diagnose};
+use crate::error::Failure;
 
 impl Session<'_> {
     /// Finds out what is behind `error`, and ends the group with it.

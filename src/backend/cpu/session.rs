@@ -4,7 +4,7 @@ use super::hosts::Hosts;
 use super::storage::Locking;
 use super::transport_error::TransportError;
 use crate::backend::call::{Channel, Header, Operation};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::time::Instant;
 
 /// A call, from its first byte to its last.

@@ -3,7 +3,7 @@ use super::session::Session;
 use super::shm::{ShmGroup, Streams};
 use super::storage::Region;
 use super::transport_error::TransportError;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// A call that moves data between the ranks of one host.
 #[derive(Clone, Copy)]

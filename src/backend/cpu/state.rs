@@ -1,7 +1,8 @@
 //! What one rank remembers of its group: how far its calls have come, and which peers have left or ended.
 use super::gone::{self, Gone};
 use crate::backend::call::Channel;
-use crate::backend::failure::{CallCounts, CallHistory, Failure, ProgressReport, RankState, left_before};
+use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
+use crate::error::Failure;
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -3,7 +3,7 @@ use super::piece::{Piece, PieceMut};
 use super::session::Session;
 use super::transport::{Inflow, Outflow, Transport};
 use crate::backend::call::{Channel, Header};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Deref;
 
 /// The exchanges of one call.

@@ -169,9 +169,17 @@ pub(crate) fn left_before(
 mod tests {
     use super::*;
     use crate::Error;
+    use crate::backend::Label;
     use crate::backend::call::Operation;
 
-    const BARRIER: Call = Call { operation: Operation::Barrier, element: None, reduction: None, root: None, count: 0 };
+    const BARRIER: Call = Call {
+        operation: Operation::Barrier,
+        element: None,
+        reduction: None,
+        root: None,
+        count: 0,
+        label: Label::NONE,
+    };
     const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
 
     /// Rank 0 waits in an all-reduce, its call number 17, after 16 barriers.
@@ -211,12 +219,20 @@ mod tests {
     fn a_collective_that_expired_is_explained() {
         let mut early = vec![BARRIER; 20];
         early[4] = ALL_REDUCE;
-        let cases: [Case; 13] = [
+        let mut saved = calls();
+        saved[16].label = Label::SAVE;
+        let cases: [Case; 14] = [
             (
                 "another call",
                 Some(&[1]),
                 vec![running(&[BARRIER; 18]), RankState::Silent],
                 "rank 1 called barrier() where rank 0 called all_reduce(), sequence 17",
+            ),
+            (
+                "the same call for something else",
+                Some(&[1]),
+                vec![running(&saved)],
+                "rank 1 called all_reduce() for save_distributed where rank 0 called all_reduce(), sequence 17",
             ),
             (
                 "the first difference counts, whoever it is with",

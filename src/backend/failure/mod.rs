@@ -11,20 +11,9 @@ pub(crate) use diagnose::{ExpiredCall, RankState, desync, diagnose, left_before,
 pub(crate) use history::CallHistory;
 pub(crate) use report::{CallCounts, ProgressReport};
 
-use crate::Error;
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 use std::time::Duration;
-
-/// The first cause of a group's end, in a form that can be copied to every caller and every rank. The fields are those of
-/// the [`Error`] of the same name.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Failure {
-    PeerGone { rank: usize, peer: usize, call: String },
-    PeerLeft { peer: usize, left_after: u64, call: String, sequence: u64 },
-    PeerFailed { peer: usize, reason: String },
-    Desync { sequence: u64, rank_a: usize, call_a: String, rank_b: usize, call_b: String },
-    TimedOut { rank: usize, call: String, sequence: u64, timeout: Duration, reason: String },
-}
 
 impl Failure {
     pub(crate) fn encode(&self, writer: &mut Writer) {
@@ -74,24 +63,6 @@ impl Failure {
             },
             _ => return None,
         })
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::PeerGone { rank, peer, call } => Self::PeerGone { rank, peer, call },
-            Failure::PeerLeft { peer, left_after, call, sequence } => {
-                Self::PeerLeft { peer, left_after, call, sequence }
-            }
-            Failure::PeerFailed { peer, reason } => Self::PeerFailed { peer, reason },
-            Failure::Desync { sequence, rank_a, call_a, rank_b, call_b } => {
-                Self::Desync { sequence, rank_a, call_a, rank_b, call_b }
-            }
-            Failure::TimedOut { rank, call, sequence, timeout, reason } => {
-                Self::CollectiveTimeout { rank, call, sequence, timeout, reason }
-            }
-        }
     }
 }
 

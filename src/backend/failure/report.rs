@@ -68,11 +68,15 @@ impl CallCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Label;
     use crate::backend::call::Operation;
 
     #[test]
     fn reports_can_be_encoded_and_decoded() {
-        let calls = vec![Call::bare(Operation::Barrier), Call { count: 8, ..Call::bare(Operation::AllReduce) }];
+        let calls = vec![
+            Call::bare(Operation::Barrier),
+            Call { count: 8, label: Label::SAVE, ..Call::bare(Operation::AllReduce) },
+        ];
         let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true };
         let counts = [10, 11, 12, 13].map(|sequence| report.call_at(sequence).map(|call| call.count));
         assert_eq!(counts, [None, Some(0), Some(8), None]);

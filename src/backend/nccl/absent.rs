@@ -28,7 +28,7 @@ pub fn device_count() -> Result<usize> {
 
 /// The device of a rank.
 #[allow(unused_variables)]
-pub fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
+pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     Err(absent())
 }
 

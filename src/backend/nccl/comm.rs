@@ -2,7 +2,7 @@
 use super::group::{Group, SuspectedFailure};
 use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use cudarc::nccl::{result, sys};
 use std::ffi::c_int;
 use std::time::Duration;

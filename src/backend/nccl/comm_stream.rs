@@ -8,7 +8,7 @@ use super::stream::{Done, Streams};
 use super::watchdog::Watched;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use cudarc::driver::CudaEvent;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};

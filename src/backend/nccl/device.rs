@@ -36,7 +36,7 @@ pub fn device_count() -> Result<usize> {
 
 /// The device of a rank: `explicit`, or else the GPU whose number, among those that `CUDA_VISIBLE_DEVICES` shows, is the
 /// rank's place on its host. A process to which that variable shows exactly one GPU, as Slurm does, takes that one.
-pub fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
+pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {
         Some(device) => match device.location() {
             DeviceLocation::Cuda { .. } => Ok(device),

@@ -1,8 +1,9 @@
 //! What the ranks of a group tell each other through the store, beside NCCL: heartbeats, the group's failure and, when a
 //! call does not end, how far each rank has come.
 use crate::Result;
-use crate::backend::failure::{CallCounts, Failure, ProgressReport};
+use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 use crate::rendezvous::Store;
 use std::collections::BTreeMap;
 use std::sync::Arc;

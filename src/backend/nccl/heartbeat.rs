@@ -5,7 +5,8 @@ use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord}
 use crate::Result;
 use crate::backend::awake::AwakeClock;
 use crate::backend::call::{Call, Channel};
-use crate::backend::failure::{CallCounts, Failure, RankState, diagnose, left_before};
+use crate::backend::failure::{CallCounts, RankState, diagnose, left_before};
+use crate::error::Failure;
 use std::time::{Duration, Instant};
 
 /// How long other ranks are given to report their progress.

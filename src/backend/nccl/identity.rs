@@ -3,6 +3,7 @@ use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
+use crate::error::Failure;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -37,9 +38,12 @@ pub(super) fn exchange<T>(
         let reason = "it has not come to make the group: look for the first error in its output".to_string();
         Error::Connect { rank, peers, timeout, reason }
     };
-    let reports = reports.hear(Some(timeout), missing)?.map_err(|(peer, reason)| Error::PeerFailed { peer, reason })?;
-    let strange = |peer| Error::PeerFailed { peer, reason: "it runs another version of candle-ddp".to_string() };
-    let decode = |(peer, report): (usize, &Vec<u8>)| Identity::decode(report).ok_or_else(|| strange(peer));
+    let failed = |(peer, reason)| Error::Group(Failure::PeerFailed { peer, reason });
+    let reports = reports.hear(Some(timeout), missing)?.map_err(failed)?;
+    let decode = |(peer, report): (usize, &Vec<u8>)| {
+        let strange = || failed((peer, "it runs another version of candle-ddp".to_string()));
+        Identity::decode(report).ok_or_else(strange)
+    };
     Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
 }
 
@@ -134,7 +138,6 @@ pub(super) fn await_id(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::failure::Failure;
     use crate::rendezvous::HashStore;
 
     fn identity(version: i32, host: &str, gpu: &str) -> Identity {

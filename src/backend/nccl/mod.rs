@@ -24,7 +24,8 @@ mod watchdog;
 mod work;
 
 pub use communicator::{NcclCommunicator, NcclOptions};
-pub use device::{choose_device, device_count};
+pub(crate) use device::choose_device;
+pub use device::device_count;
 pub use status::version;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

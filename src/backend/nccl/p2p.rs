@@ -53,7 +53,7 @@ impl P2p {
         let body = move || {
             let group = Arc::clone(&worker.group);
             if catch_unwind(AssertUnwindSafe(|| worker.run(&queue))).is_err() {
-                group.fail(crate::backend::failure::Failure::PeerFailed {
+                group.fail(crate::error::Failure::PeerFailed {
                     peer: group.rank,
                     reason: "its thread for messages panicked".to_string(),
                 });

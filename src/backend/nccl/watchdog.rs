@@ -1,7 +1,7 @@
 //! The thread that watches the calls of a group for errors of NCCL and for deadlines. It never waits for the network.
 use super::group::{Group, SuspectedFailure};
 use super::heartbeat::PATIENCE;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::time::{Duration, Instant};
 
 /// What is watched: the group's communicators.

@@ -18,7 +18,7 @@ pub(super) enum Value<'a> {
         name: &'a str,
     },
     Tuple(Vec<Id>),
-    /// A list; nobody asks what is in it.
+    /// A list, whose elements are not needed.
     List,
     Dict(Vec<(Id, Id)>),
     /// What `callable(*args)` would be.
@@ -29,7 +29,7 @@ pub(super) enum Value<'a> {
     /// What is kept outside of the pickle: in PyTorch's files, a storage.
     Persistent(Id),
     None,
-    /// A truth value, a float, an integer of more than 64 bits, or a text that is not Unicode.
+    /// A boolean, a float, an integer of more than 64 bits, or a text that is not Unicode.
     Other,
 }
 
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
                     _ => Value::Object { callable, args },
                 });
             }
-            // BUILD sets attributes, for which nobody asks.
+            // BUILD sets attributes, which are not needed.
             b'b' => {
                 self.pop()?;
                 self.top()?;
@@ -276,7 +276,7 @@ impl<'a> Reader<'a> {
         Ok(if long { u32::from_le_bytes(self.array()?) } else { self.array::<1>()?[0].into() })
     }
 
-    /// An integer without a sign.
+    /// An unsigned integer.
     fn int(&mut self, length: usize) -> Checked<()> {
         let value = self.take(length)?.iter().rev().fold(0, |value, byte| value << 8 | i64::from(*byte));
         self.push(Value::Int(value));

@@ -3,10 +3,10 @@ use super::checked::Checked;
 use super::reader::{Id, Pickle, Value};
 use candle_core::DType;
 
-/// PyTorch's own limit for most of what it computes.
+/// The largest number of dimensions: PyTorch's own limit for most operations.
 const MOST_DIMENSIONS: usize = 64;
 
-/// Of storages. PyTorch numbers them.
+/// The longest key of a storage. PyTorch numbers them.
 const LONGEST_KEY: usize = 255;
 
 /// What a tensor shows of a storage: `torch.as_strided`'s arguments, in elements.

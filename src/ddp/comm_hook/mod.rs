@@ -264,6 +264,7 @@ impl GradBucket {
 
 /// What a hook has saved: see [`comm_hook_traffic`](crate::DistributedDataParallel::comm_hook_traffic).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CommHookTraffic {
     /// The size of all gradients that the hook was given since it was registered.
     pub gradient_bytes: u64,

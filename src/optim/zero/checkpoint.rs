@@ -1,16 +1,16 @@
 //! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
 use super::ZeroRedundancyOptimizer;
-use crate::optim::fused::{LearningRates, check_learning_rates, state_dtype_of};
+use crate::backend::Label;
+use crate::optim::fused::state_dtype_of;
+use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
 use crate::random::random_bytes;
 use crate::state::file::{WriteJob, read_safetensors};
-use crate::state::{self, Loader};
+use crate::state::{self, Dict, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-
-type Dict = HashMap<String, Tensor>;
 
 /// The number that all files of one saving have in common.
 const SAVING: &str = "saving";
@@ -24,7 +24,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// # Errors
     /// Errors of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
-        let is_here = self.process_group.rank() == to;
+        Label::ZERO_STATE.during(|| self.consolidate(Some(to)))
+    }
+
+    /// The whole state on rank `to`, or on all.
+    fn consolidate(&self, to: Option<usize>) -> Result<Option<Dict>> {
+        let is_here = to.is_none_or(|to| self.process_group.rank() == to);
         let mut dict = state::begin(R::NAME)?;
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
@@ -45,7 +50,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
                     true => Some(Tensor::zeros(own.shard.whole.shape(), dtype, part.device())?),
                     false => None,
                 };
-                self.process_group.gather(whole.as_ref(), &part, to)?;
+                match (to, &whole) {
+                    (Some(to), whole) => self.process_group.gather(whole.as_ref(), &part, to)?,
+                    (None, Some(whole)) => self.process_group.all_gather(whole, &part)?,
+                    (None, None) => {}
+                }
                 let Some(whole) = whole else { continue };
                 for member in &own.shard.members {
                     let parameter = &self.parameters[member.parameter];
@@ -57,18 +66,6 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
         }
         Ok(is_here.then_some(dict))
-    }
-
-    /// Takes over a whole state, of this optimizer in a world of any size or of the
-    /// [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule. Every rank gives the same. What does not fit is
-    /// refused, and then nothing has changed.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
-    pub fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
-        let prepared = self.prepare_whole(dict)?;
-        self.apply(prepared);
-        Ok(())
     }
 
     fn prepare_whole(&self, dict: &Dict) -> Result<Prepared> {
@@ -97,10 +94,12 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// ranks have confirmed that everything went well, and writing may take longer than the group's time-out.
     ///
     /// # Errors
-    /// On every rank: [`Error::Io`] on rank 0, [`Error::PeerFailed`] on the others, and those of the process group.
+    /// On every rank: [`Error::Io`] on rank 0, [`Error::RankFailed`] on the others, and those of the process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let dict = self.consolidate_state_dict(0)?;
-        self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
+        Label::ZERO_SAVE.during(|| {
+            let dict = self.consolidate_state_dict(0)?;
+            self.process_group.write_together(dict.map(|dict| WriteJob::new(path.as_ref(), &dict)).transpose())
+        })
     }
 
     /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](crate::optim::FusedOptimizer) of the same rule, wrote. Every
@@ -110,7 +109,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// On every rank, when one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
-        let prepared = self.process_group.agree(prepared)?;
+        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -127,10 +126,10 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
-        self.process_group.broadcast(&saving, 0)?;
+        Label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
-        self.process_group
-            .write_together(self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some))
+        let job = self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
+        Label::ZERO_SAVE.during(|| self.process_group.write_together(job))
     }
 
     fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {
@@ -157,7 +156,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     /// savings or worlds, [`Error::Io`] when one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let prepared = self.prepare_shards(folder.as_ref());
-        let prepared = self.process_group.agree(prepared)?;
+        let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
@@ -277,6 +276,26 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
     fn state_dtype(&self, parameter: Option<usize>) -> Result<Option<DType>> {
         let Some(parameter) = parameter.map(|index| &self.parameters[index]) else { return Ok(None) };
         state_dtype_of::<R>(&parameter.name, &parameter.var).map(Some)
+    }
+}
+
+/// The whole state, as that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so that states can be
+/// carried over in both directions, and to any number of ranks.
+impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
+    /// The whole state on every rank: every rank calls it. [`consolidate_state_dict`](Self::consolidate_state_dict) needs
+    /// memory for it on one rank only, and [`save`](Self::save) uses that.
+    ///
+    /// # Errors
+    /// Errors of the process group.
+    fn state_dict(&self) -> Result<Dict> {
+        Ok(Label::ZERO_STATE.during(|| self.consolidate(None))?.unwrap_or_default())
+    }
+
+    /// Takes over a whole state. Every rank gives the same.
+    fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
+        let prepared = self.prepare_whole(dict)?;
+        self.apply(prepared);
+        Ok(())
     }
 }
 

@@ -3,11 +3,12 @@ mod checkpoint;
 mod layout;
 
 use super::clip::{self, NormType};
-use super::fused::{LearningRates, ParameterGroup};
+use super::fused::ParameterGroup;
+use super::optimizer::{Optimizer, check_learning_rates};
 use super::rule::{Moment, Sums, UpdateRule, limit};
 use super::update::{self, Part};
 use crate::amp::GradScaler;
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
@@ -15,6 +16,7 @@ use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use layout::{OwnShard, Trained};
+use std::path::Path;
 use std::sync::Arc;
 
 /// An optimizer each of whose states exists on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of ZeRO.
@@ -25,14 +27,14 @@ use std::sync::Arc;
 ///
 /// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
 /// all-reducing it, while the backward pass goes on: each rank gets the mean gradients of its part, and the `GradStore`
-/// that `backward` returns does **not** hold those of DDP's parameters. [`step`](Self::step) updates the part of this
+/// that `backward` returns does **not** hold those of DDP's parameters. [`step`](Optimizer::step) updates the part of this
 /// rank and all-gathers the parameters, one bucket while the next one is updated; when it returns, all variables are up to
 /// date on all ranks. (The gathering does not go on into the next forward pass: candle cannot report when a variable is
 /// read, so that a program that saves its model then would save half of it.)
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
-/// use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
+/// use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 /// use candle_ddp::{DdpOptions, DistributedDataParallel};
 /// use candle_nn::{VarMap, linear};
 ///
@@ -43,8 +45,8 @@ use std::sync::Arc;
 ///     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
 ///     for _ in 0..3 {
 ///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
-///         let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
-///         optimizer.clip_grad_norm(1.0)?; // instead of the function of that name
+///         let mut grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         optimizer.clip_grad_norm(&mut grads, 1.0)?; // instead of the function of that name
 ///         optimizer.step(&grads)?;
 ///     }
 ///     Ok(())
@@ -91,7 +93,8 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             reducer.check_shard()?;
             Ok(trained)
         });
-        let verdict = process_group.compare(built.as_ref().map(|_| described), "it could not make its optimizer");
+        let described = built.as_ref().map(|_| described);
+        let verdict = Label::ZERO_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
         let parameters = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
@@ -104,27 +107,15 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(Self { reducer, process_group, options, parameters, shards, staging })
     }
 
-    /// Updates every parameter that has a gradient on any rank. Every rank calls it, after each synchronised backward
-    /// pass; `grads` is what that returned.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
-    /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
-    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let result = self.update(grads);
-        if let Err(error) = &result
-            && self.process_group.world_size() > 1
-        {
-            self.process_group.abort(&format!("ZeroRedundancyOptimizer::step failed: {error}"));
-        }
-        result
+    /// `grads` must not hold gradients of the parameters, whose mean is elsewhere.
+    fn check_synchronised(&self, grads: &GradStore) -> Result<()> {
+        let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) else { return Ok(()) };
+        let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
+        Err(Error::parameter(&own.name, reason))
     }
 
     fn update(&mut self, grads: &GradStore) -> Result<()> {
-        if let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) {
-            let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
-            return Err(Error::parameter(&own.name, reason));
-        }
+        self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
         let scales = self.gradient_scales(&pending)?;
         let pending = pending.present;
@@ -216,37 +207,6 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * pending.scale)
     }
 
-    /// Has the next step scale the gradients down if their norm, over all parameters and ranks, is above `max_norm`;
-    /// returns that norm. PyTorch's `clip_grad_norm_`, for between `backward` and [`step`](Self::step); after
-    /// [`unscale`](Self::unscale), if there is a [`GradScaler`]. Every rank calls it.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, and without a new backward pass.
-    pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
-        clip::check_max_norm(max_norm)?;
-        let norm = self.norm(&self.reducer.pending()?)?;
-        self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
-        Ok(norm)
-    }
-
-    /// [`GradScaler::unscale`] for gradients that are spread over the ranks, and those that `grads` holds beside them (of
-    /// parameters that are left to each rank). **With a scaler, every step needs it, before `scaler.step`**, which by itself
-    /// knows of those in `grads` only. The next step divides the others. Returns whether all are finite, on all ranks;
-    /// every rank calls it.
-    ///
-    /// # Errors
-    /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
-    pub fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
-        let pending = self.reducer.pending()?;
-        let mut divided = 1.;
-        let finite = scaler.unscale_sharded(grads, |factor| {
-            divided = factor;
-            Ok(!self.norm_here(&pending, NormType::Inf)?.is_finite())
-        })?;
-        self.reducer.scale_pending(divided)?;
-        Ok(finite)
-    }
-
     /// The options of each group.
     pub fn options(&self) -> impl ExactSizeIterator<Item = &R> {
         self.options.iter()
@@ -300,17 +260,70 @@ impl<'a> Gathering<'a> {
     }
 }
 
-impl<R: UpdateRule> LearningRates for ZeroRedundancyOptimizer<R> {
+/// Every rank makes every call.
+impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
+    /// Updates every parameter that has a gradient on any rank, after each synchronised backward pass.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
+    /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        let result = Label::ZERO_STEP.during(|| self.update(grads));
+        if let Err(error) = &result
+            && self.process_group.world_size() > 1
+        {
+            self.process_group.abort(&format!("ZeroRedundancyOptimizer::step failed: {error}"));
+        }
+        result
+    }
+
     fn learning_rates(&self) -> Vec<f64> {
         self.options.iter().map(R::learning_rate).collect()
     }
 
     fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
-        super::fused::check_learning_rates(learning_rates, self.options.len())?;
+        check_learning_rates(learning_rates, self.options.len())?;
         for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
             options.set_learning_rate(*learning_rate);
         }
         Ok(())
+    }
+
+    /// Has the next step scale the gradients down, which are not in `grads`.
+    ///
+    /// # Errors
+    /// As with [`step`](Self::step), and for a negative or NaN `max_norm`.
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        clip::check_max_norm(max_norm)?;
+        self.check_synchronised(grads)?;
+        let pending = self.reducer.pending()?;
+        let norm = Label::ZERO_NORM.during(|| self.norm(&pending))?;
+        self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
+        Ok(norm)
+    }
+
+    /// Has the next step divide the gradients that are spread over the ranks; divides those that `grads` holds beside them,
+    /// of parameters that are left to each rank.
+    ///
+    /// # Errors
+    /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+        let pending = self.reducer.pending()?;
+        let mut divided = 1.;
+        let finite = scaler.unscale_sharded(grads, |factor| {
+            divided = factor;
+            Ok(!self.norm_here(&pending, NormType::Inf)?.is_finite())
+        })?;
+        self.reducer.scale_pending(divided)?;
+        Ok(finite)
+    }
+
+    fn save_distributed(&self, _: &ProcessGroup, path: &Path) -> Result<()> {
+        self.save(path)
+    }
+
+    fn load_distributed(&mut self, _: &ProcessGroup, path: &Path) -> Result<()> {
+        self.load(path)
     }
 }
 

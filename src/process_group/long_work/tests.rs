@@ -1,6 +1,7 @@
 use super::*;
 use crate::backend::cpu::{CpuCommunicator, CpuOptions};
 use crate::backend::{Collective, Communicator, Completion, ReduceOp, Work};
+use crate::error::Failure;
 use crate::process_group::{Backend, Settings, SpawnOptions, spawn_with};
 use crate::rendezvous::HashStore;
 use candle_core::{DType, Device, Tensor};
@@ -47,9 +48,9 @@ fn work_without_progress_is_given_up() {
         pg.barrier()?;
         Ok(error)
     });
-    assert!(matches!(&errors[0], Error::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut), "{errors:?}");
+    assert!(matches!(&errors[0], Error::Io { error, .. } if error.kind() == io::ErrorKind::TimedOut), "{errors:?}");
     let reason = "no progress for";
-    assert!(matches!(&errors[1], Error::PeerFailed { peer: 0, reason: is } if is.contains(reason)), "{errors:?}");
+    assert!(matches!(&errors[1], Error::RankFailed { rank: 0, reason: is } if is.contains(reason)), "{errors:?}");
 }
 
 #[test]
@@ -73,9 +74,9 @@ fn the_failure_of_one_calls_off_the_work_of_the_others() {
         pg.barrier()?;
         Ok((error.unwrap_err(), panicked.unwrap_err()))
     });
-    assert!(matches!(&errors[0].0, Error::PeerFailed { peer: 1, reason } if reason.contains("no")), "{errors:?}");
+    assert!(matches!(&errors[0].0, Error::RankFailed { rank: 1, reason } if reason.contains("no")), "{errors:?}");
     assert!(matches!(&errors[1].0, Error::InvalidArgument { .. }), "{errors:?}");
-    assert!(matches!(&errors[0].1, Error::PeerFailed { peer: 1, reason } if reason.contains("a panic")), "{errors:?}");
+    assert!(matches!(&errors[0].1, Error::RankFailed { rank: 1, reason } if reason.contains("a panic")), "{errors:?}");
     assert!(matches!(&errors[1].1, Error::Io { .. }), "{errors:?}");
 }
 
@@ -160,7 +161,7 @@ fn what_a_failed_call_has_left_does_not_replace_a_file() {
         started.wait();
         work.wait().unwrap();
         match save(&pg, &path, &spoilt) {
-            Err(Error::PeerFailed { peer: 1, reason }) => assert_eq!(reason, "it is told to"),
+            Err(Error::Group(Failure::PeerFailed { peer: 1, reason })) => assert_eq!(reason, "it is told to"),
             other => panic!("{other:?}"),
         }
     });

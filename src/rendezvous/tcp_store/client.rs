@@ -10,37 +10,37 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The raw key that every client adds 1 to: a PyTorch host that knows its world size waits for it.
+/// The raw key to which every client adds 1. A PyTorch server that knows its world size waits for it.
 const CLIENTS: &[u8] = b"init/";
-/// Connections kept for the next call; calls of more threads at once open their own.
+/// The number of idle connections that are kept; further concurrent calls open their own.
 const IDLE_LINKS: usize = 4;
-/// The most keys in a request of ours: 128 MiB, if all were as long as can be.
+/// The maximum number of keys in a request of this client: 128 MiB with keys of maximum length.
 const KEYS_PER_REQUEST: usize = 16_384;
-/// About how many bytes of values go into one request.
+/// The approximate number of bytes of values in one request.
 const BYTES_PER_REQUEST: usize = 8 << 20;
-/// What a server is given, beyond a wait's own time, to say that it has stopped waiting.
+/// The time that a server has, in addition to a wait's own time-out, to confirm that it stopped waiting.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);
 
-/// A client of a [`TcpStoreServer`], or of PyTorch's `TCPStore`: both see the same keys.
+/// A client of a [`TcpStoreServer`], or of PyTorch's `TCPStore`; both see the same keys.
 ///
-/// Threads may share it: a call that waits does not hold up the others, which use connections of their own.
-/// A call has been carried out by the server when it returns.
+/// Threads may share it: a waiting call does not block the others, which use connections of their own. When a call
+/// returns, the server has executed it.
 pub struct TcpStore {
     host: String,
     port: u16,
     address: SocketAddr,
     local: IpAddr,
     timeout: Duration,
-    /// The end of all calls, if they have one in common.
+    /// The common deadline of all calls, if there is one.
     deadline: Option<Instant>,
     idle: Mutex<Vec<Link>>,
-    /// Dropped last, after our own connections.
+    /// Dropped last, after this client's own connections.
     server: Option<Arc<TcpStoreServer>>,
 }
 
 impl TcpStore {
-    /// Connects to the server at `host`:`port`, which may start later than this client, within `timeout`; it is also
-    /// the time-out of each later call.
+    /// Connects to the server at `host`:`port` within `timeout`; the server may start later than this client. `timeout`
+    /// also bounds each later call.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let operation = || "connect".to_string();
         let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
@@ -51,14 +51,14 @@ impl TcpStore {
                 store: name.clone(),
                 timeout,
                 reason: format!(
-                    "{last}. Rank 0 (or the launcher) hosts the store there: check that it runs, \
-                     that MASTER_ADDR and MASTER_PORT name it, and that no firewall is between"
+                    "{last}. Rank 0 (or the launcher) hosts the store there: check that it is running, \
+                     that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks the connection"
                 ),
             },
             ConnectError::Protocol(reason) => Error::Store {
                 operation: operation(),
                 store: name.clone(),
-                reason: format!("{reason}: another program than a TCPStore has this port"),
+                reason: format!("{reason}: a program other than a TCPStore uses this port"),
             },
         })?;
         let addresses = link.local_addr().and_then(|local| Ok((local, link.peer_addr()?)));
@@ -87,7 +87,8 @@ impl TcpStore {
         self
     }
 
-    /// The same store for calls that all end at `deadline`. The idle connections go over to it, and close with it.
+    /// Returns the same store with a common `deadline` for all calls. It takes over the idle connections and closes
+    /// them in the end.
     pub(crate) fn until(&self, deadline: Instant) -> Self {
         let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
         let Self { ref host, port, address, local, timeout, ref server, .. } = *self;
@@ -95,23 +96,24 @@ impl TcpStore {
         Self { host, port, address, local, timeout, deadline: Some(deadline), idle: Mutex::new(idle), server }
     }
 
-    /// Calls the store by another host name in messages.
+    /// Uses another host name for the store in messages.
     pub(crate) fn named(mut self, host: &str) -> Self {
         self.host = host.to_string();
         self
     }
 
-    /// The local address of the connection: where peers that reach the server can most likely reach this process.
+    /// Returns the local address of the connection, at which peers that reach the server can most likely reach this
+    /// process.
     pub fn local_addr(&self) -> IpAddr {
         self.local
     }
 
-    /// The address of the server.
+    /// Returns the address of the server.
     pub fn server_addr(&self) -> SocketAddr {
         SocketAddr::new(self.address.ip().to_canonical(), self.address.port())
     }
 
-    /// `host:port`, for messages.
+    /// Returns `host:port`, for messages.
     pub(crate) fn name(&self) -> String {
         match self.host.contains(':') {
             true => format!("[{}]:{}", self.host, self.port),
@@ -131,12 +133,12 @@ impl TcpStore {
                 Error::io(format!("{operation} on the store {store} ({SHORTAGE_HINT})"), error)
             }
             LinkError::Closed(error) => {
-                // A server that is still there closes only on those whose request it refuses.
+                // A server that is still alive closes a connection only if it refuses the request.
                 let alive = Link::open(self.address, Instant::now() + CANCEL_GRACE.min(timeout)).is_ok();
                 let reason = match alive {
                     true => format!(
                         "the server refused the request and closed the connection ({error}): \
-                         a counter's key holds no number, or the store is full"
+                         a counter's key does not hold a number, or the store is full"
                     ),
                     false => format!(
                         "the server is gone ({error}): the process that hosts it (rank 0, or the launcher) has ended. \
@@ -148,7 +150,7 @@ impl TcpStore {
         }
     }
 
-    /// Runs `body` on a connection of its own until then.
+    /// Runs `body` on a connection of its own, with the deadline of the call.
     fn call<T>(
         &self,
         operation: &dyn Fn() -> String,
@@ -160,7 +162,7 @@ impl TcpStore {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
-        // A connection that saw an error is not used again: an answer may still be under way on it.
+        // A connection that had an error is not reused, because a reply may still arrive on it.
         let (result, link) = done.map_err(|error| self.error(operation, timeout, error))?;
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.len() < IDLE_LINKS {
@@ -169,7 +171,7 @@ impl TcpStore {
         Ok(result)
     }
 
-    /// One request, and its answer read by `receive`.
+    /// Sends a request and reads its reply with `receive`.
     fn ask<T>(
         &self,
         operation: &dyn Fn() -> String,
@@ -184,7 +186,7 @@ impl TcpStore {
         })
     }
 
-    /// One request that has no answer.
+    /// Sends a request that has no reply.
     fn tell(&self, operation: &dyn Fn() -> String, request: &Request) -> Result<()> {
         self.call(operation, self.timeout, |link, deadline| {
             let mut bytes = Vec::new();
@@ -211,19 +213,19 @@ impl TcpStore {
     fn within(&self, operation: &str, key: &str, what: &str, length: usize, limit: usize) -> Result<()> {
         if length > limit {
             let key: String = key.chars().take(64).collect();
-            let reason = format!("the {what} has {length} bytes, a store takes at most {limit}");
+            let reason = format!("the {what} has {length} bytes, but a store accepts at most {limit}");
             return Err(Error::Store { operation: format!("{operation}({key:?})"), store: self.name(), reason });
         }
         Ok(())
     }
 
-    /// Which of `keys` nobody has set, a few of them, as far as the server says.
+    /// Describes which of `keys` are not set, up to a few, if the server says so.
     fn missing(&self, keys: &[&str]) -> String {
         let answers = keys.iter().take(256).map_while(|key| Some((*key, self.check(&[*key]).ok()?)));
         let missing: Vec<&str> = answers.filter(|(_, is_set)| !is_set).map(|(key, _)| key).take(8).collect();
         match missing.is_empty() {
-            true => "not all of them were set, and the server does not say which".to_string(),
-            false => format!("nobody set {missing:?}"),
+            true => "not all of them were set, and the server did not say which".to_string(),
+            false => format!("no rank set {missing:?}"),
         }
     }
 }
@@ -236,13 +238,13 @@ fn named<'a>(operation: &'a str, keys: &'a [&str]) -> impl Fn() -> String + 'a {
     }
 }
 
-/// How a wait ended.
+/// The outcome of a wait.
 enum Waited {
     Ready,
     Expired,
 }
 
-/// Waits, and on expiry tells the server to stop waiting, so that the connection stays good.
+/// Waits, and on expiry asks the server to stop waiting, so that the connection stays usable.
 fn wait(
     link: &mut Link,
     request: &Request,
@@ -253,7 +255,7 @@ fn wait(
     request.encode(&mut bytes);
     link.send(&bytes, deadline)?;
     let received = loop {
-        // The answer is one byte, so that none of it is lost between two looks.
+        // The reply is a single byte, so no part of it is lost between two polls.
         match link.receive(deadline.min(Instant::now() + CANCELLATION_CHECK)) {
             Err(LinkError::Timeout) if Instant::now() < deadline && !is_cancelled() => {}
             received => break received,
@@ -268,7 +270,7 @@ fn wait(
             link.send(&bytes, deadline)?;
             match link.receive(deadline)? {
                 [WAIT_CANCELED] => return Ok(Waited::Expired),
-                // The keys came while we cancelled.
+                // The keys were set while the cancellation was under way.
                 [answer] => match link.receive(deadline)? {
                     [WAIT_CANCELED] => answer,
                     [other] => return Err(unexpected("CANCEL_WAIT", other)),
@@ -281,7 +283,7 @@ fn wait(
 }
 
 fn unexpected(request: &str, answer: u8) -> LinkError {
-    LinkError::Protocol(format!("{request} was answered with {answer:#04x}"))
+    LinkError::Protocol(format!("unexpected reply {answer:#04x} to {request}"))
 }
 
 impl Store for TcpStore {
@@ -387,7 +389,7 @@ impl Store for TcpStore {
         Ok(values)
     }
 
-    /// Sets every key of `pairs`; many or large ones in several requests.
+    /// Sets every key of `pairs`, in several requests if there are many or large ones.
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         let operation = "multi_set";
         let mut pairs = pairs.iter().copied().peekable();
@@ -404,7 +406,7 @@ impl Store for TcpStore {
         Ok(())
     }
 
-    /// Counts all keys of the server, with the one that clients count themselves on.
+    /// Counts all keys of the server, including the one that counts its clients.
     fn num_keys(&self) -> Result<usize> {
         let count = self.ask(&|| "num_keys".to_string(), &Request::NumKeys, Link::receive_i64)?;
         Ok(usize::try_from(count).unwrap_or(0))

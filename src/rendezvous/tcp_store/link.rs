@@ -1,18 +1,18 @@
-//! One connection of a client, each step bounded by a deadline.
+//! A connection of a client. Each step is bounded by a deadline.
 use super::protocol::{MAGIC, MAX_MESSAGE, Request, bounded};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// What can go wrong on a connection.
+/// An error on a connection.
 #[derive(Debug)]
 pub(super) enum LinkError {
     /// The deadline passed.
     Timeout,
-    /// The other side closed, or the connection broke.
+    /// The other side closed the connection, or it broke.
     Closed(io::Error),
-    /// An answer that the protocol does not know.
+    /// A reply that does not conform to the protocol.
     Protocol(String),
 }
 
@@ -27,28 +27,29 @@ impl From<io::Error> for LinkError {
 
 type Result<T> = std::result::Result<T, LinkError>;
 
-/// A connection that has said VALIDATE and had its PING answered.
+/// A connection that has completed VALIDATE and PING.
 pub(super) struct Link {
     stream: TcpStream,
 }
 
-/// The time left until `deadline`, never zero, which sockets take for no time-out at all.
+/// Returns the time until `deadline`, at least 1 ms, because sockets take zero for no time-out.
 fn left(deadline: Instant) -> Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(LinkError::Timeout) } else { Ok(left.max(Duration::from_millis(1))) }
 }
 
 impl Link {
-    /// Connects once.
+    /// Connects, with a single attempt.
     pub(super) fn open(address: SocketAddr, deadline: Instant) -> Result<Self> {
         let stream = TcpStream::connect_timeout(&address, left(deadline)?)?;
         if stream.local_addr()? == stream.peer_addr()? {
-            // Knocking on a free port of this host, a socket may be given that very port and meet itself.
+            // When connecting to a free port of this host, a socket may be assigned that same port and connect to
+            // itself.
             return Err(LinkError::Closed(ErrorKind::ConnectionRefused.into()));
         }
         stream.set_nodelay(true)?;
         let mut link = Self { stream };
-        // PyTorch's server drops a VALIDATE that comes in pieces.
+        // PyTorch's server drops a VALIDATE that arrives in pieces.
         let mut greeting = Vec::new();
         Request::Validate(MAGIC).encode(&mut greeting);
         link.send(&greeting, deadline)?;
@@ -56,12 +57,12 @@ impl Link {
         Ok(link)
     }
 
-    /// The local address of the connection.
+    /// Returns the local address of the connection.
     pub(super) fn local_addr(&self) -> io::Result<SocketAddr> {
         self.stream.local_addr()
     }
 
-    /// The server's address.
+    /// Returns the server's address.
     pub(super) fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.stream.peer_addr()
     }
@@ -79,14 +80,14 @@ impl Link {
         Ok(())
     }
 
-    /// Sends `bytes`, which have no answer of their own, and a PING, whose answer shows that they have been carried out.
+    /// Sends `bytes`, which have no reply of their own, and a PING, whose reply shows that they have been executed.
     pub(super) fn ping(&mut self, mut bytes: Vec<u8>, deadline: Instant) -> Result<()> {
         let nonce = std::process::id();
         Request::Ping(nonce).encode(&mut bytes);
         self.send(&bytes, deadline)?;
         let answer = u32::from_le_bytes(self.receive(deadline)?);
         if answer != nonce {
-            return Err(LinkError::Protocol(format!("PING {nonce:#x} was answered with {answer:#x}")));
+            return Err(LinkError::Protocol(format!("unexpected reply {answer:#x} to PING {nonce:#x}")));
         }
         Ok(())
     }
@@ -104,11 +105,10 @@ impl Link {
         self.receive(deadline).map(i64::from_le_bytes)
     }
 
-    /// A length and its bytes; memory grows with what comes, not with what is announced.
+    /// Receives a length and that many bytes. Memory grows with the received bytes, not with the announced length.
     pub(super) fn receive_bytes(&mut self, deadline: Instant) -> Result<Vec<u8>> {
         let length = u64::from_le_bytes(self.receive(deadline)?);
-        let length =
-            bounded(length, MAX_MESSAGE, "bytes in an answer").map_err(|error| LinkError::Protocol(error.0))?;
+        let length = bounded(length, MAX_MESSAGE, "bytes in a reply").map_err(|error| LinkError::Protocol(error.0))?;
         let mut bytes = Vec::new();
         let mut chunk = [0; 1 << 14];
         while bytes.len() < length {
@@ -133,9 +133,9 @@ impl Link {
     }
 }
 
-/// The addresses of `host`, looked up on a thread of its own, since a dead name server takes its time.
+/// Resolves `host` in a separate thread, because a name server that is down takes long.
 pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, String> {
-    // Brackets belong to an IPv6 address with a port; they may be there without one.
+    // Brackets belong to IPv6 addresses with a port, but are accepted without one.
     let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -143,33 +143,33 @@ pub(super) fn resolve(host: &str, port: u16, deadline: Instant) -> std::result::
     let (sender, receiver) = mpsc::channel();
     let name = host.to_string();
     let lookup = move || {
-        // Nobody listens any more after the deadline.
+        // The receiver is gone after the deadline.
         let _ = sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>));
     };
     std::thread::Builder::new().spawn(lookup).map_err(|error| error.to_string())?;
     match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         Ok(Ok(addresses)) if addresses.is_empty() => Err(format!("the name {host} has no address")),
         Ok(Ok(addresses)) => Ok(addresses),
-        Ok(Err(error)) => Err(format!("the name {host} cannot be resolved: {error}")),
-        Err(_) => Err(format!("the name {host} cannot be resolved: the name server does not answer")),
+        Ok(Err(error)) => Err(format!("cannot resolve the name {host}: {error}")),
+        Err(_) => Err(format!("cannot resolve the name {host}: the name server does not answer")),
     }
 }
 
-/// Why no connection came about.
+/// Why connecting failed.
 pub(super) enum ConnectError {
-    /// The deadline passed; what happened last.
+    /// The deadline passed; with the last error.
     Timeout(String),
-    /// Something answers there, and it is no store.
+    /// The server at this address is not a store.
     Protocol(String),
 }
 
-/// Connects to `host`, again and again until `deadline`: the server and its name may appear later.
+/// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
 pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
     let mut is_warned = false;
     let mut note = |reason: String| {
-        // What the deadline cut short says less than what happened before it.
+        // An attempt that the deadline cut short says less than the error before it.
         if last.is_empty() || Instant::now() < deadline {
             last = reason;
         }
@@ -180,14 +180,14 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
         match resolve(host, port, deadline) {
             Err(error) => {
                 if !std::mem::replace(&mut is_warned, true) {
-                    log::warn!("{error}. Trying again until the time-out: is MASTER_ADDR right?");
+                    log::warn!("{error}. Retrying until the time-out. Is MASTER_ADDR right?");
                 }
                 reason = note(error);
             }
             Ok(addresses) => {
                 let share = u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
                 for address in addresses {
-                    // An address that swallows packets must not cost the others their turn.
+                    // An address that drops packets must not use up the time of the other addresses.
                     let rest = deadline.saturating_duration_since(Instant::now());
                     let turn = Instant::now() + (rest / share).min(Duration::from_secs(20));
                     reason = note(match Link::open(address, turn) {
@@ -199,7 +199,7 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
                 }
             }
         }
-        // Ranks start together; they should not all knock together.
+        // Ranks start at the same time; they should not all connect at the same moment.
         let jitter = std::process::id() % 8;
         let sleep = pause + pause * jitter / 8;
         if Instant::now() + sleep >= deadline {

@@ -1,5 +1,5 @@
-//! On which addresses a store listens: those at which ranks reach it, and as few others as possible, since whoever
-//! reaches it can read and write.
+//! Choosing the addresses on which a store listens: those at which ranks reach it, and as few others as possible,
+//! because anyone who reaches the store can read and write it.
 use super::link::resolve;
 use crate::deadline::deadline_after;
 use crate::{Error, Result};
@@ -8,27 +8,27 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::time::Duration;
 
-/// How long a name server may take to say where the store's own host is.
+/// The time-out for resolving the store's own host name.
 const RESOLVE: Duration = Duration::from_secs(10);
-/// How often another free port is tried when the first is taken on another address.
+/// How often another free port is tried if the first is taken on another address.
 const ATTEMPTS: usize = 20;
 
-/// Where a store listens.
+/// The addresses on which a store listens.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Listening {
-    /// All with the same port.
+    /// The addresses, all with the same port.
     pub(crate) addresses: Vec<SocketAddr>,
-    /// Why these are all interfaces, if that is more than it should need.
+    /// The reason for listening on all interfaces, if one address should have been enough.
     pub(crate) warning: Option<String>,
 }
 
-/// All interfaces, IPv6 and, where the system has no IPv6 or both in one, IPv4.
+/// Returns the address of all interfaces: IPv6 and, if the system has no IPv6 or no dual-stack sockets, IPv4.
 pub(super) fn all_interfaces(port: u16) -> SocketAddr {
     SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
 }
 
 impl Listening {
-    /// Where the store of a job whose master address is `host` must listen; `is_one_host` when the whole job is known
+    /// Chooses the addresses for a job with the master address `host`. `is_one_host` means that the whole job is known
     /// to run on this host.
     pub(crate) fn at(host: &str, port: u16, is_one_host: bool, timeout: Duration) -> Self {
         let deadline = deadline_after(timeout.min(RESOLVE));
@@ -45,7 +45,7 @@ impl Listening {
         let all = |warning| Self { addresses: vec![all_interfaces(port)], warning };
         let warn = |reason: String| {
             all(Some(format!(
-                "{reason}, so the store listens on all interfaces: whoever reaches port {port} can use it"
+                "{reason}, so the store listens on all interfaces: anyone who reaches port {port} can use it"
             )))
         };
         let resolved = match resolved {
@@ -59,16 +59,16 @@ impl Listening {
             }
         }
         if addresses.is_empty() {
-            // As with a Kubernetes service, or address translation in a cloud.
+            // This happens with a Kubernetes service, or with address translation in a cloud.
             let found: Vec<String> = resolved.iter().map(|address| address.ip().to_string()).collect();
-            return warn(format!("{host} ({}) is no address of this host", found.join(", ")));
+            return warn(format!("{host} ({}) is not an address of this host", found.join(", ")));
         }
-        // Debian's /etc/hosts leads a host's own name to 127.0.1.1, while the name servers that other hosts ask lead it
+        // Debian's /etc/hosts maps a host's own name to 127.0.1.1, while the name servers that other hosts query map it
         // to the address at which they reach this host.
         let is_name = !host.contains(':') && host.parse::<Ipv4Addr>().is_err() && !is_localhost(host);
         if is_name && !is_one_host && addresses.iter().all(|address| address.ip().is_loopback()) {
             log::info!(
-                "{host} leads to this host's loopback only: the store listens on all interfaces for other hosts"
+                "{host} resolves to this host's loopback interface, so the store listens on all interfaces for other hosts"
             );
             return all(None);
         }
@@ -76,7 +76,7 @@ impl Listening {
     }
 }
 
-/// The names that mean the loopback interface on every host.
+/// Returns whether the name means the loopback interface on every host.
 fn is_localhost(host: &str) -> bool {
     let host = host.trim_end_matches('.').to_ascii_lowercase();
     let first = host.split('.').next().unwrap_or_default();
@@ -84,14 +84,14 @@ fn is_localhost(host: &str) -> bool {
     names.contains(&first) || host.ends_with(".localhost")
 }
 
-/// Whether an interface of this host has the address.
+/// Returns whether an interface of this host has the address.
 fn is_own(address: &SocketAddr) -> bool {
     let mut address = *address;
     address.set_port(0);
     UdpSocket::bind(address).is_ok()
 }
 
-/// Listens on all of `addresses`, which have the same port; where that is 0, on one that is free on all.
+/// Listens on all of `addresses`, which have the same port. If that is 0, chooses one that is free on all of them.
 pub(super) fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     let mut attempt = 0;
     loop {
@@ -126,10 +126,10 @@ fn cannot_host(address: SocketAddr, errno: Errno) -> Error {
     };
     let hint = match errno {
         Errno::ADDRINUSE => {
-            ", another program has it (often an earlier run that is still alive): end that, \
+            ", another program uses it (often an earlier run that is still alive): stop that program, \
              or choose another port (MASTER_PORT)"
         }
-        Errno::ADDRNOTAVAIL => ", which is no address of this host",
+        Errno::ADDRNOTAVAIL => ", which is not an address of this host",
         _ => "",
     };
     Error::io(format!("cannot host the store on {place}{hint}"), errno)
@@ -137,7 +137,7 @@ fn cannot_host(address: SocketAddr, errno: Errno) -> Error {
 
 fn listen_on(address: SocketAddr) -> rustix::io::Result<TcpListener> {
     match bind(address) {
-        // A system without IPv6.
+        // The system has no IPv6.
         Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) => {
             bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
         }
@@ -149,13 +149,13 @@ fn bind(address: SocketAddr) -> rustix::io::Result<TcpListener> {
     let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    // Connections of the last run that linger in TIME_WAIT must not keep the port.
+    // Connections of the last run in TIME_WAIT must not block the port.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
         sockopt::set_ipv6_v6only(&socket, false)?;
     }
     rustix::net::bind(&socket, &address)?;
-    // All ranks of a large job knock at the same moment.
+    // All ranks of a large job connect at the same moment.
     rustix::net::listen(&socket, 4096)?;
     Ok(TcpListener::from(socket))
 }
@@ -164,7 +164,7 @@ fn bind(address: SocketAddr) -> rustix::io::Result<TcpListener> {
 mod tests {
     use super::*;
 
-    /// The addresses that are chosen on a host that has 10.0.0.1 and fd00::1, and whether with a warning.
+    /// Returns the addresses chosen on a host with 10.0.0.1 and fd00::1, and whether there is a warning.
     fn choose(host: &str, is_one_host: bool, resolved: &[&str]) -> (Vec<String>, bool) {
         let resolved = resolved.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 1)).collect();
         let own = |address: &SocketAddr| {
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn only_where_ranks_reach_the_store() {
+    fn listens_only_where_ranks_reach_the_store() {
         for (host, is_one_host, resolved, expected) in [
             ("127.0.0.1", false, &["127.0.0.1"][..], &["127.0.0.1"][..]),
             ("::1", false, &["::1"], &["::1"]),
@@ -184,7 +184,7 @@ mod tests {
             ("node0", false, &["10.0.0.1", "fd00::1"], &["10.0.0.1", "fd00::1"]),
             ("node0", false, &["10.0.0.9", "10.0.0.1"], &["10.0.0.1"]),
             ("node0", false, &["127.0.1.1", "10.0.0.1"], &["127.0.1.1", "10.0.0.1"]),
-            // Debian's own name, which others know by another address.
+            // Debian's mapping of the host's own name, which other hosts resolve to another address.
             ("node0", false, &["127.0.1.1"], &["::"]),
             ("node0", true, &["127.0.1.1"], &["127.0.1.1"]),
             ("0.0.0.0", false, &["10.0.0.1"], &["10.0.0.1"]),
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_another_host_is_served_on_all_interfaces_with_a_warning() {
+    fn an_address_of_another_host_means_all_interfaces_with_a_warning() {
         assert_eq!(choose("203.0.113.5", false, &["203.0.113.5"]), (vec!["::".to_string()], true));
         assert_eq!(choose("job-master-0", true, &["10.96.0.7"]), (vec!["::".to_string()], true));
         let unknown = Listening::choose("nowhere", 7, false, Err("the name has no address".to_string()), |_| true);
@@ -211,6 +211,6 @@ mod tests {
         let [one, two] = [&listeners[0], &listeners[1]].map(|listener| listener.local_addr().unwrap());
         assert_eq!((one.port(), one.ip().to_string()), (two.port(), "127.0.0.1".to_string()));
         assert_eq!(two.ip().to_string(), "127.0.0.2");
-        assert!(listen(&[one]).unwrap_err().to_string().contains("another program has it"));
+        assert!(listen(&[one]).unwrap_err().to_string().contains("another program uses it"));
     }
 }

@@ -1,8 +1,8 @@
-//! PyTorch's c10d `TCPStore`, client and server: a candle-ddp rank and a PyTorch rank can meet in the same store.
+//! Client and server of PyTorch's c10d `TCPStore`: a candle-ddp rank and a PyTorch rank can use the same store.
 //!
-//! `protocol` turns bytes into requests and `state` answers them, with bytes that it and every `output` have in common
-//! (`shared`). `service` moves the bytes between sockets and those; `listen` says where, and `server` runs it.
-//! `link` is one connection of a client, `client` the store on top of it.
+//! On the server, `protocol` parses bytes into requests, `state` executes them, and `output` holds replies; both share
+//! bytes through `shared`. `service` moves bytes between these and the sockets, `listen` chooses addresses, and
+//! `server` runs it all. On the client, `link` is one connection, and `client` is the store on top of it.
 mod client;
 mod link;
 mod listen;

@@ -1,22 +1,22 @@
 use rustix::process::{Resource, getrlimit};
 use std::time::Duration;
 
-/// The bounds of a [`TcpStoreServer`](super::TcpStoreServer).
+/// Limits of a [`TcpStoreServer`](super::TcpStoreServer).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpStoreServerOptions {
-    /// The most clients at a time; one more is turned away. By default 16,384, but at most three quarters of the file
-    /// descriptors that the process may have (`ulimit -n`), so that it can still open files and connect to its peers.
+    /// The maximum number of clients; further connections are refused. Default: 16,384, but at most three quarters of
+    /// the process's file descriptor limit (`ulimit -n`), so that it can still open files and connect to its peers.
     pub max_clients: usize,
-    /// The most clients that have connected and not said VALIDATE yet: beyond it the oldest one is closed. By default
-    /// 128, and at most a quarter of `max_clients`.
+    /// The maximum number of clients that have connected but not sent VALIDATE; beyond it, the oldest one is closed.
+    /// Default: 128, but at most a quarter of `max_clients`.
     pub max_ungreeted: usize,
-    /// How long a client may take to say VALIDATE: 10 s by default. Afterwards it may be idle as long as it likes.
+    /// How long a client may take to send VALIDATE. Default: 10 s. Afterwards it may be idle for any time.
     pub greeting_timeout: Duration,
-    /// The most bytes of keys and values, together with those of answers that were overwritten since and of the keys
-    /// that clients wait for: 1 GiB by default. A client that wants to store more is closed.
+    /// The maximum size in bytes of keys and values, including old values that replies still refer to and keys that
+    /// clients wait for. Default: 1 GiB. A client that tries to store more is closed.
     pub max_stored: usize,
-    /// The most bytes of unfinished requests and unread answers, beyond what they share with the store: 512 MiB by
-    /// default. Where it is exceeded, the client that takes the most is closed.
+    /// The maximum size in bytes of unfinished requests and unread replies, without data that they share with the
+    /// store. Default: 512 MiB. Beyond it, the client with the largest share is closed.
     pub max_pending: usize,
 }
 

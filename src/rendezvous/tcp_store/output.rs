@@ -1,14 +1,14 @@
-//! Answers on their way to a client.
+//! Replies that are being sent to a client.
 use super::shared::Shared;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Write};
 
-/// Values up to this length are copied into an answer; longer ones are sent from where the store holds them, so that an
-/// answer takes little memory whatever the client asks for.
+/// The maximum length of values that are copied into a reply. Longer ones are sent from the store's memory, so that a
+/// reply takes little memory whatever the client asks for.
 const COPIED: usize = 64;
-/// The most bytes of one piece that is an answer's own.
+/// The maximum size of a piece that the reply owns.
 const PIECE: usize = 1 << 16;
-/// The most pieces in one write.
+/// The maximum number of pieces in one write.
 const PIECES: usize = 64;
 
 enum Piece {
@@ -25,13 +25,13 @@ impl Piece {
     }
 }
 
-/// What one client has to be sent; no piece is empty.
+/// The bytes that are still to be sent to one client. No piece is empty.
 #[derive(Default)]
 pub(super) struct Output {
     pieces: VecDeque<Piece>,
-    /// How much of the first piece has left.
+    /// The number of bytes of the first piece that have been sent.
     written: usize,
-    /// The bytes of pieces that are not shared.
+    /// The number of bytes in pieces that are not shared.
     own: usize,
 }
 
@@ -50,18 +50,18 @@ impl Output {
         }
     }
 
-    /// Appends a number of 8 bytes.
+    /// Appends an integer of 8 bytes.
     pub(super) fn put_i64(&mut self, number: i64) {
         self.put(&number.to_le_bytes());
     }
 
-    /// Appends `bytes` behind their length.
+    /// Appends the length of `bytes` and then `bytes`.
     pub(super) fn put_bytes(&mut self, bytes: &[u8]) {
         self.put_i64(bytes.len() as i64);
         self.put(bytes);
     }
 
-    /// As [`Output::put_bytes`], without a copy of what is long.
+    /// Like [`Output::put_bytes`], without copying long values.
     pub(super) fn put_shared(&mut self, bytes: &Shared) {
         if bytes.len() <= COPIED {
             return self.put_bytes(bytes);
@@ -70,12 +70,12 @@ impl Output {
         self.pieces.push_back(Piece::Shared(bytes.clone()));
     }
 
-    /// The memory that it takes, without what is shared.
+    /// Returns the memory used, without shared data.
     pub(super) fn held(&self) -> usize {
         self.pieces.len() * size_of::<Piece>() + self.own
     }
 
-    /// Writes once and returns how many bytes were taken.
+    /// Writes once and returns the number of bytes written.
     pub(super) fn write_to(&mut self, writer: &mut impl Write) -> io::Result<usize> {
         let mut skip = self.written;
         let slices: Vec<IoSlice> = self
@@ -93,13 +93,13 @@ impl Output {
             }
         }
         if self.pieces.is_empty() {
-            // One long answer does not make this client cost its size for ever.
+            // A single long reply must not occupy memory for the rest of the connection.
             self.pieces.shrink_to(PIECES);
         }
         Ok(count)
     }
 
-    /// All that is left to send.
+    /// Returns all bytes that are still to be sent.
     #[cfg(test)]
     pub(super) fn to_vec(&self) -> Vec<u8> {
         let all: Vec<u8> = self.pieces.iter().flat_map(Piece::bytes).copied().collect();

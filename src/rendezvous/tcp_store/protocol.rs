@@ -1,25 +1,25 @@
-//! The bytes of PyTorch's c10d TCPStore, apart from any socket: little-endian, no framing, a text or value as u64 length
-//! and bytes. A request is one command byte and its fields.
+//! The wire format of PyTorch's c10d TCPStore, independent of sockets: little-endian, without framing; a text or value
+//! is its length as u64 and its bytes. A request is a command byte and its fields.
 use std::fmt;
 
-/// PyTorch puts this in front of users' keys, so that its own raw keys are out of their way.
+/// PyTorch prefixes users' keys with this, so that they do not collide with its own raw keys.
 pub(super) const USER_KEYS: char = '/';
-/// What VALIDATE must carry.
+/// The value that VALIDATE must carry.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
-/// CHECK's, WAIT's and BARRIER's good answer.
+/// The positive reply to CHECK, WAIT and BARRIER.
 pub(super) const READY: u8 = 0;
-/// CHECK's other answer.
+/// The negative reply to CHECK.
 pub(super) const NOT_READY: u8 = 1;
-/// The answer to CANCEL_WAIT.
+/// The reply to CANCEL_WAIT.
 pub(super) const WAIT_CANCELED: u8 = 1;
 
-/// The longest key, in bytes (PyTorch's bound).
+/// The maximum length of a key in bytes (PyTorch's limit).
 pub(super) const MAX_KEY: usize = 8192;
-/// The longest value, in bytes (PyTorch's bound).
+/// The maximum length of a value in bytes (PyTorch's limit).
 pub(super) const MAX_VALUE: usize = 8 << 20;
-/// The most keys in one request (PyTorch's bound).
+/// The maximum number of keys in a request (PyTorch's limit).
 pub(super) const MAX_COUNT: usize = 131_072;
-/// The most bytes of one request's or reply's fields together.
+/// The maximum total size of a request's or reply's fields in bytes.
 pub(super) const MAX_MESSAGE: usize = 256 << 20;
 
 /// The command bytes.
@@ -47,7 +47,7 @@ enum Command {
     Barrier,
 }
 
-/// In the order of their bytes, from 0.
+/// The commands in the order of their bytes, from 0.
 const COMMANDS: [Command; 19] = {
     use Command::*;
     [
@@ -56,7 +56,7 @@ const COMMANDS: [Command; 19] = {
     ]
 };
 
-/// What follows a command byte.
+/// The fields that follow a command byte.
 #[derive(Clone, Copy)]
 enum Kind {
     Key,
@@ -67,7 +67,7 @@ enum Kind {
 
 enum Layout {
     Fixed(&'static [Kind]),
-    /// A count n as u64, then n times these.
+    /// A count n as u64, then n repetitions of these fields.
     Repeated(&'static [Kind]),
 }
 
@@ -87,7 +87,7 @@ impl Command {
     }
 }
 
-/// One request of a client.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
     Validate(u32),
@@ -111,13 +111,13 @@ pub(super) enum Request {
     Barrier { key: Vec<u8>, world_size: i64 },
 }
 
-/// Appends `bytes` behind their length.
+/// Appends the length of `bytes` and then `bytes`.
 pub(super) fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
     out.extend_from_slice(bytes);
 }
 
-/// Appends a number of 8 bytes.
+/// Appends an integer of 8 bytes.
 pub(super) fn put_i64(out: &mut Vec<u8>, number: i64) {
     out.extend_from_slice(&number.to_le_bytes());
 }
@@ -177,7 +177,7 @@ impl Request {
     }
 }
 
-/// Bytes that are no request, or one beyond the bounds: why.
+/// The reason why bytes are not a valid request, or exceed a limit.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Malformed(pub(super) String);
 
@@ -192,44 +192,44 @@ enum Field {
     Number(u64),
 }
 
-/// A request of which some fields have arrived.
+/// A request of which only some fields have arrived.
 struct Partial {
     command: Command,
-    /// Of a repeated layout, how many times.
+    /// The number of repetitions of a repeated layout.
     count: Option<usize>,
     fields: Vec<Field>,
-    /// The bytes in `fields`.
+    /// The number of bytes in `fields`.
     size: usize,
 }
 
-/// Cuts a stream of bytes into requests, however they were split on their way.
+/// Splits a stream of bytes into requests, however the bytes were split in transit.
 ///
-/// Each byte is looked at once, and memory grows only with bytes that came: a length alone allocates nothing.
+/// Looks at each byte once. Memory grows only with received bytes: a length alone allocates nothing.
 #[derive(Default)]
 pub(super) struct Decoder {
     buffer: Vec<u8>,
-    /// How much of `buffer` has been consumed.
+    /// The number of consumed bytes in `buffer`.
     read: usize,
     partial: Option<Partial>,
 }
 
 impl Decoder {
-    /// Takes in bytes from the stream.
+    /// Adds bytes from the stream.
     pub(super) fn feed(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Forgets the bytes that have been consumed.
+    /// Drops consumed bytes.
     fn compact(&mut self) {
         self.buffer.drain(..self.read);
         self.read = 0;
         if self.buffer.capacity() > 1 << 16 && self.buffer.len() < self.buffer.capacity() / 4 {
-            // One large value does not make this client cost its size for ever.
+            // A single large value must not occupy memory for the rest of the connection.
             self.buffer.shrink_to_fit();
         }
     }
 
-    /// The next whole request, or `None` until more bytes have been fed. After an error the stream is lost.
+    /// Returns the next complete request, or `None` if more bytes are needed. After an error the stream is unusable.
     pub(super) fn next(&mut self) -> Result<Option<Request>, Malformed> {
         let mut partial = match self.partial.take() {
             Some(partial) => partial,
@@ -239,7 +239,7 @@ impl Decoder {
                     return Ok(None);
                 };
                 let command = COMMANDS.get(usize::from(byte)).copied();
-                let command = command.ok_or_else(|| Malformed(format!("there is no command {byte:#04x}")))?;
+                let command = command.ok_or_else(|| Malformed(format!("unknown command {byte:#04x}")))?;
                 Partial { command, count: None, fields: Vec::new(), size: 0 }
             }
         };
@@ -279,7 +279,7 @@ impl Decoder {
         Ok(None)
     }
 
-    /// The memory that it holds, in bytes.
+    /// Returns the memory used, in bytes.
     pub(super) fn allocated(&self) -> usize {
         let fields = |partial: &Partial| partial.fields.capacity() * size_of::<Field>() + partial.size;
         self.buffer.capacity() + self.partial.as_ref().map_or(0, fields)
@@ -305,12 +305,12 @@ impl Decoder {
     }
 }
 
-/// A length from the wire, if it is within `limit`.
+/// Checks a length from the wire against `limit`.
 pub(super) fn bounded(length: u64, limit: usize, what: &str) -> Result<usize, Malformed> {
     usize::try_from(length)
         .ok()
         .filter(|length| *length <= limit)
-        .ok_or_else(|| Malformed(format!("{length} {what}, at most {limit} are allowed")))
+        .ok_or_else(|| Malformed(format!("{length} {what}, but at most {limit} are allowed")))
 }
 
 fn finish(partial: Partial) -> Result<Request, Malformed> {
@@ -353,7 +353,7 @@ fn finish(partial: Partial) -> Result<Request, Malformed> {
     })
 }
 
-/// A user's key as the server knows it.
+/// Returns a user's key in the form that the server uses.
 pub(super) fn user_key(key: &str) -> Vec<u8> {
     format!("{USER_KEYS}{key}").into_bytes()
 }

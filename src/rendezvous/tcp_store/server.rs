@@ -7,41 +7,42 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
-/// The server that [`TcpStore`](super::TcpStore) and PyTorch's `TCPStore` clients talk to.
+/// A server for clients of the types [`TcpStore`](super::TcpStore) and PyTorch's `TCPStore`.
 ///
-/// One thread serves all clients and sleeps while there is nothing to do. It never blocks on a client: one that does
-/// not read its answers is not read from until it does. A client that sends anything malformed or beyond the bounds
-/// (PyTorch's: keys of 8192 bytes, values of 8 MiB, 131,072 keys in a request; and 256 MiB in a message, a million keys
-/// in the store, and those of [`TcpStoreServerOptions`]) is closed, with a warning in the log. So the server takes at
-/// most about 1.6 GiB by default, whatever its clients do. Dropping the server closes every connection and ends the
-/// thread.
+/// A single thread serves all clients and sleeps while there is nothing to do. It never blocks on a client: it does not
+/// read from a client that does not read its replies. A client that sends malformed data or exceeds a limit is closed,
+/// with a warning in the log. The limits are PyTorch's (keys of 8192 bytes, values of 8 MiB, 131,072 keys in a
+/// request), 256 MiB per message, a million keys in the store, and those of [`TcpStoreServerOptions`]. So by default
+/// the server uses at most about 1.6 GiB, whatever its clients do. Dropping the server closes every connection and ends
+/// the thread.
 ///
-/// As in PyTorch there is no authentication: whoever reaches the port can read and write. Keep it inside the cluster,
-/// and give [`TcpStoreServer::bind_address`] the address at which the ranks reach it rather than serve all interfaces.
+/// As in PyTorch, there is no authentication: anyone who reaches the port can read and write. Keep it inside the
+/// cluster, and give [`TcpStoreServer::bind_address`] the address at which the ranks reach it instead of listening on
+/// all interfaces.
 pub struct TcpStoreServer {
     addresses: Vec<SocketAddr>,
-    /// Closing this end is what stops the thread.
+    /// Closing this end stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl TcpStoreServer {
-    /// Serves `port` of all interfaces, IPv6 and IPv4. Port 0 takes any that is free.
+    /// Listens on `port` of all interfaces, IPv6 and IPv4. Port 0 means any free port.
     pub fn bind(port: u16) -> Result<Self> {
         Self::serve(&[all_interfaces(port)], TcpStoreServerOptions::default(), &[])
     }
 
-    /// Serves `address` only.
+    /// Listens on `address` only.
     pub fn bind_address(address: SocketAddr) -> Result<Self> {
         Self::bind_with(address, TcpStoreServerOptions::default())
     }
 
-    /// Serves `address` only, within other bounds.
+    /// Listens on `address` only, with custom limits.
     pub fn bind_with(address: SocketAddr, options: TcpStoreServerOptions) -> Result<Self> {
         Self::serve(&[address], options, &[])
     }
 
-    /// Serves all of `addresses`, which have the same port, and begins with the keys of `pairs`.
+    /// Listens on all of `addresses`, which have the same port, and starts with the keys of `pairs`.
     pub(crate) fn serve(
         addresses: &[SocketAddr],
         options: TcpStoreServerOptions,
@@ -64,17 +65,18 @@ impl TcpStoreServer {
         Ok(Self { addresses, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// The port.
+    /// Returns the port.
     pub fn port(&self) -> u16 {
         self.local_addr().port()
     }
 
-    /// The address and port that it listens on, the first if there are several; the address may be the unspecified one.
+    /// Returns the address and port on which it listens; the first one if there are several. The address may be
+    /// unspecified.
     pub fn local_addr(&self) -> SocketAddr {
         self.addresses.first().copied().unwrap_or(all_interfaces(0))
     }
 
-    /// Whether it listens on one of `addresses`.
+    /// Returns whether it listens on one of `addresses`.
     pub(crate) fn listens_on(&self, addresses: &[SocketAddr]) -> bool {
         addresses.iter().any(|address| {
             let same = |own: &SocketAddr| {
@@ -84,7 +86,7 @@ impl TcpStoreServer {
         })
     }
 
-    /// An address at which this process reaches it: the one that other hosts use, too, where there is one.
+    /// Returns an address at which this process reaches the server; if possible, the one that other hosts use as well.
     pub(crate) fn own_host(&self) -> String {
         let is_wide = |address: &&SocketAddr| match address {
             SocketAddr::V6(address) if address.scope_id() != 0 => false,
@@ -93,7 +95,7 @@ impl TcpStoreServer {
         let first = self.addresses.iter().find(is_wide);
         match first.copied().unwrap_or(self.local_addr()) {
             address if address.ip().is_unspecified() => Ipv4Addr::LOCALHOST.to_string(),
-            // A link-local address means nothing without its interface.
+            // A link-local address is only valid with its interface.
             SocketAddr::V6(address) if address.scope_id() != 0 => format!("{}%{}", address.ip(), address.scope_id()),
             address => address.ip().to_string(),
         }
@@ -104,7 +106,7 @@ impl Drop for TcpStoreServer {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // The thread has no way to panic; if it did, there is nobody left to tell.
+            // The thread cannot panic; if it did, there would be no one to report to.
             let _ = thread.join();
         }
     }

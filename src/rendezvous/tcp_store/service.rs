@@ -1,5 +1,5 @@
 //! The server's thread: moves bytes between its clients' sockets, the [decoders](super::protocol) and the
-//! [state](super::state), and keeps every client within its bounds.
+//! [state](super::state), and enforces the limits of every client.
 use super::options::TcpStoreServerOptions;
 use super::output::Output;
 use super::protocol::{Decoder, Malformed, READY, Request};
@@ -13,11 +13,11 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// What is read from one client, and sent to it, before the others have their turn.
+/// The maximum number of bytes read from or sent to one client before it is the turn of the others.
 const TURN: usize = 1 << 20;
-/// How many connections are accepted before clients have their turn.
+/// The number of connections that are accepted before clients get their turn.
 const ACCEPTED: usize = 1024;
-/// How long nothing is accepted when the process has no file descriptor left.
+/// How long accepting pauses when the process has run out of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
 struct Client {
@@ -26,13 +26,13 @@ struct Client {
     greeted: bool,
     decoder: Decoder,
     out: Output,
-    /// The memory that it took after its last turn.
+    /// The memory that the client used after its last turn.
     held: usize,
 }
 
-/// Why a client goes.
+/// Why a client is removed.
 enum Leave {
-    /// It closed, or its connection broke.
+    /// The client closed its connection, or the connection broke.
     Closed,
     Malformed(Malformed),
 }
@@ -50,7 +50,7 @@ impl Client {
         Ok(Self { stream, peer, greeted: false, decoder: Decoder::default(), out: Output::default(), held: 0 })
     }
 
-    /// Sends what the socket takes, up to one turn's share.
+    /// Sends as much as the socket accepts, up to one turn's share.
     fn flush(&mut self) -> Result<(), Leave> {
         let mut turn = 0;
         while !self.out.is_empty() && turn < TURN {
@@ -65,7 +65,7 @@ impl Client {
         Ok(())
     }
 
-    /// Answers all requests that are in, until one answer does not leave at once.
+    /// Executes all complete requests, until a reply cannot be sent at once.
     fn answer(&mut self, id: ClientId, state: &mut State) -> Result<(), Leave> {
         while self.out.is_empty() {
             let Some(request) = self.decoder.next().map_err(Leave::Malformed)? else { break };
@@ -74,14 +74,17 @@ impl Client {
             } else if is_greeting(&request) {
                 self.greeted = true;
             } else {
-                return Err(Leave::Malformed(Malformed(format!("no VALIDATE at its start but {}", brief(&request)))));
+                return Err(Leave::Malformed(Malformed(format!(
+                    "it began with {} instead of VALIDATE",
+                    brief(&request)
+                ))));
             }
             self.flush()?;
         }
         Ok(())
     }
 
-    /// Reads and answers for one turn.
+    /// Reads and replies for one turn.
     fn serve(&mut self, id: ClientId, state: &mut State, scratch: &mut [u8]) -> Result<(), Leave> {
         self.flush()?;
         self.answer(id, state)?;
@@ -111,20 +114,20 @@ pub(super) struct Service {
     listeners: Vec<TcpListener>,
     stopped: UnixStream,
     clients: BTreeMap<ClientId, Client>,
-    /// Those that have not said VALIDATE, oldest first, and until when they may.
+    /// The clients that have not sent VALIDATE, oldest first, with their deadlines.
     ungreeted: BTreeMap<ClientId, Instant>,
-    /// The memory that all clients take.
+    /// The memory that all clients use.
     held: usize,
     options: TcpStoreServerOptions,
     next: ClientId,
     state: State,
     scratch: Vec<u8>,
-    /// No connection is accepted before this: the process had no file descriptor left.
+    /// No connection is accepted before this time, because the process had no file descriptor left.
     pause: Option<Instant>,
     warnings: Warnings,
 }
 
-/// What a poll found.
+/// The results of a poll.
 struct Events {
     stop: bool,
     accept: bool,
@@ -160,7 +163,7 @@ impl Service {
                 self.serve(id);
             }
             if events.stop {
-                // What clients had sent before the end is still carried out.
+                // Requests that clients sent before the end are still executed.
                 self.accept();
                 let all: Vec<ClientId> = self.clients.keys().copied().collect();
                 all.into_iter().for_each(|id| self.serve(id));
@@ -204,7 +207,7 @@ impl Service {
     }
 
     fn serve(&mut self, id: ClientId) {
-        // Absent when it was closed earlier in this round.
+        // The client is absent if it was closed earlier in this round.
         let Some(client) = self.clients.get_mut(&id) else { return };
         if let Err(leave) = client.serve(id, &mut self.state, &mut self.scratch) {
             self.close(id, leave);
@@ -231,7 +234,7 @@ impl Service {
             let Some((id, client)) = self.clients.iter().max_by_key(|(_, client)| client.held) else { return };
             let (id, held) = (*id, client.held);
             let reason = format!(
-                "unfinished requests and unread answers take more than {} bytes together, and its own the most, {held}",
+                "unfinished requests and unread replies exceed {} bytes in total, and it has the largest share, {held}",
                 self.options.max_pending
             );
             self.close(id, Leave::Malformed(Malformed(reason)));
@@ -248,21 +251,21 @@ impl Service {
         }
     }
 
-    /// Closes those that have let their time for a greeting pass.
+    /// Closes clients that have not sent VALIDATE in time.
     fn close_silent(&mut self) {
         let now = Instant::now();
         while let Some((id, _)) = self.ungreeted.first_key_value().filter(|(_, deadline)| **deadline <= now) {
-            let reason = format!("it has not said VALIDATE within {:?}", self.options.greeting_timeout);
+            let reason = format!("it has not sent VALIDATE within {:?}", self.options.greeting_timeout);
             self.close(*id, Leave::Malformed(Malformed(reason)));
         }
     }
 
-    /// Closes the client that has been silent the longest, if that is not because nobody has read what it said.
+    /// Closes the client that has been silent the longest, unless its data has only not been read yet.
     fn close_oldest_ungreeted(&mut self) {
         let Some(id) = self.ungreeted.keys().next().copied() else { return };
         self.serve(id);
         if self.ungreeted.contains_key(&id) {
-            let reason = "it has not said VALIDATE, and others want to connect".to_string();
+            let reason = "it has not sent VALIDATE, and other clients want to connect".to_string();
             self.close(id, Leave::Malformed(Malformed(reason)));
         }
     }
@@ -278,7 +281,7 @@ impl Service {
                     Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) => {
                     }
                     Err(error) => {
-                        // Out of file descriptors: those who knock wait in the queue meanwhile.
+                        // There are no file descriptors left; new connections wait in the listen queue.
                         let text = "the store's server cannot accept a connection";
                         self.warnings.warn(format_args!("{text}: {error}. Is `ulimit -n` too small for this job?"));
                         self.pause = Some(Instant::now() + PAUSE);
@@ -295,7 +298,7 @@ impl Service {
         }
         if self.clients.len() >= self.options.max_clients {
             self.warnings.warn(format_args!(
-                "the store's server turns {peer} away: it has {} clients, as many as it may. `ulimit -n` bounds them, too",
+                "the store's server refuses {peer}: it has {} clients, its maximum, which `ulimit -n` also limits",
                 self.options.max_clients
             ));
             return;
@@ -305,7 +308,7 @@ impl Service {
         self.next += 1;
         self.clients.insert(id, client);
         self.ungreeted.insert(id, deadline_after(self.options.greeting_timeout));
-        // Ranks send VALIDATE as soon as they are connected, so that most never count as silent.
+        // Ranks send VALIDATE as soon as they are connected, so most never count as silent.
         self.serve(id);
         if self.ungreeted.len() > self.options.max_ungreeted {
             self.close_oldest_ungreeted();

@@ -1,11 +1,11 @@
-//! Bytes that the store and the answers under way share, counted as long as anybody holds them.
+//! Bytes that the store shares with pending replies, counted as long as anything refers to them.
 use std::borrow::Borrow;
 use std::hash::{Hash, Hasher};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many bytes all its [`Shared`] ones have together.
+/// Counts the bytes of all its [`Shared`] values.
 #[derive(Clone, Default)]
 pub(super) struct Meter(Arc<AtomicUsize>);
 
@@ -31,12 +31,12 @@ impl Drop for Counted {
     }
 }
 
-/// Bytes that many can hold at the price of one.
+/// Reference-counted bytes: many holders, one copy.
 #[derive(Clone)]
 pub(super) struct Shared(Arc<Counted>);
 
 impl Shared {
-    /// How many bytes dropping this one would free.
+    /// Returns the number of bytes that dropping this value would free.
     pub(super) fn exclusive(&self) -> usize {
         if Arc::strong_count(&self.0) == 1 { self.len() } else { 0 }
     }
@@ -50,7 +50,7 @@ impl Deref for Shared {
     }
 }
 
-// Equality and hash are those of the bytes, so that maps can be asked for plain bytes.
+// Equality and hash are those of the bytes, so that maps can be queried with plain bytes.
 impl Borrow<[u8]> for Shared {
     fn borrow(&self) -> &[u8] {
         self

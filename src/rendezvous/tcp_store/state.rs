@@ -1,22 +1,22 @@
-//! What a server knows and how it answers, apart from any socket: keys, queues, and who waits for what.
+//! The state of a server and its replies, independent of sockets: keys, queues, and waiting clients.
 use super::output::Output;
 use super::protocol::{MAGIC, MAX_MESSAGE, MAX_VALUE, Malformed, NOT_READY, READY, Request, WAIT_CANCELED};
 use super::shared::{Meter, Shared};
 use crate::rendezvous::hash_store::parse_counter;
 use std::collections::{HashMap, VecDeque};
 
-/// A connection's number; none is used twice.
+/// A connection's id, which is never reused.
 pub(super) type ClientId = u64;
 
-/// The most keys and queue elements that the store holds.
+/// The maximum number of keys and queue elements in the store.
 const MAX_KEYS: usize = 1 << 20;
-/// About what a key costs that somebody waits for, beyond its bytes, and what each one who waits for it adds.
+/// The approximate overhead of a key that clients wait for, and of each client that waits for it.
 const WAITED_KEY: usize = 128;
 const WAIT: usize = 24;
 
 /// What a client waits for.
 enum Wait {
-    /// These, of which so many are not set yet.
+    /// These keys, of which `missing` are not set yet.
     Keys { keys: Vec<Shared>, missing: usize },
     /// This counter reaching `world_size`.
     Barrier { key: Shared, world_size: i64 },
@@ -32,17 +32,17 @@ impl Wait {
 }
 
 pub(super) struct State {
-    /// The most bytes that keys and values may have, those of answers that clients have not read included.
+    /// The maximum size of keys and values in bytes, including those of replies that clients have not read.
     max_bytes: usize,
     meter: Meter,
     keys: HashMap<Shared, Shared>,
     queues: HashMap<Shared, VecDeque<Shared>>,
-    /// Elements in `queues`.
+    /// The number of elements in `queues`.
     queued: usize,
     waits: HashMap<ClientId, Wait>,
-    /// Keys in `waits`.
+    /// The number of keys in `waits`.
     waited: usize,
-    /// Those of `waits` that each key concerns, in the order in which they came.
+    /// The clients in `waits` that wait for each key, in order of arrival.
     waiting: HashMap<Shared, Vec<ClientId>>,
     woken: Vec<ClientId>,
 }
@@ -62,11 +62,11 @@ impl State {
         }
     }
 
-    /// Carries out `request` and appends the answer, if there is one already, to `reply`. The clients of
-    /// [`State::take_woken`] then have a [`READY`] to come. An error means that this client must go.
+    /// Executes `request` and appends the reply to `reply` if there is one already. Afterwards, the clients of
+    /// [`State::take_woken`] must each be sent a [`READY`]. On an error, this client must be closed.
     pub(super) fn handle(&mut self, client: ClientId, request: Request, reply: &mut Output) -> Result<(), Malformed> {
         match request {
-            Request::Validate(_) => return Err(Malformed("VALIDATE comes once, at the start".to_string())),
+            Request::Validate(_) => return Err(Malformed("VALIDATE is only allowed once, at the start".to_string())),
             Request::Ping(nonce) => reply.put(&nonce.to_le_bytes()),
             Request::Set { key, value } => self.set(key, value)?,
             Request::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired, reply)?,
@@ -140,12 +140,12 @@ impl State {
         Ok(())
     }
 
-    /// The clients whose wait has ended since the last call.
+    /// Returns the clients whose wait has ended since the last call.
     pub(super) fn take_woken(&mut self) -> Vec<ClientId> {
         std::mem::take(&mut self.woken)
     }
 
-    /// Ends what `client` waits for, if anything, without an answer.
+    /// Cancels the wait of `client`, if any, without a reply.
     pub(super) fn forget(&mut self, client: ClientId) {
         let Some(wait) = self.waits.remove(&client) else { return };
         self.waited -= wait.keys().len();
@@ -159,10 +159,10 @@ impl State {
         }
     }
 
-    /// Puts `client` on the lists of `keys`, and returns the keys as these lists share them.
+    /// Adds `client` to the lists of `keys`, and returns the keys as these lists share them.
     fn enrol(&mut self, client: ClientId, keys: Vec<Vec<u8>>) -> Result<Vec<Shared>, Malformed> {
         if self.waits.contains_key(&client) {
-            return Err(Malformed("it waits already".to_string()));
+            return Err(Malformed("it is already waiting".to_string()));
         }
         self.reserve(keys.iter().map(|key| key.len() + WAITED_KEY + WAIT).sum(), 0)?;
         self.waited += keys.len();
@@ -189,7 +189,7 @@ impl State {
         }
     }
 
-    /// A queue counts as set while it has elements; an emptied one is removed.
+    /// Returns whether `key` is set. A queue counts as set while it has elements; an empty queue is removed.
     fn is_set(&self, key: &[u8]) -> bool {
         self.keys.contains_key(key) || self.queues.contains_key(key)
     }
@@ -243,7 +243,7 @@ impl State {
     fn add(&mut self, key: Vec<u8>, amount: i64) -> Result<i64, Malformed> {
         let old = match self.keys.get(&key[..]) {
             Some(value) => parse_counter(&String::from_utf8_lossy(&key), "", value)
-                .map_err(|_| Malformed(format!("{:?} is no counter", String::from_utf8_lossy(&key))))?,
+                .map_err(|_| Malformed(format!("{:?} is not a counter", String::from_utf8_lossy(&key))))?,
             None => 0,
         };
         let new = old.wrapping_add(amount);
@@ -262,7 +262,7 @@ impl State {
         Some(value)
     }
 
-    /// The counter stays behind as a plain key, and a barrier once passed stays open: as PyTorch's.
+    /// As in PyTorch, the counter remains as a plain key, and a barrier that was passed stays open.
     fn barrier(
         &mut self,
         client: ClientId,
@@ -301,7 +301,7 @@ impl State {
         }
     }
 
-    /// An element of a queue is for one client only.
+    /// Wakes a single client, because an element of a queue is for one client only.
     fn wake_one(&mut self, key: &[u8]) {
         let Some(clients) = self.waiting.get_mut(key) else { return };
         let waits = &self.waits;
@@ -312,7 +312,7 @@ impl State {
         }
     }
 
-    /// One of the keys that `client` waits for is there, and `client` is off that key's list.
+    /// Records that one of the keys that `client` waits for is set; `client` has been removed from that key's list.
     fn found(&mut self, client: ClientId) {
         let Some(Wait::Keys { missing, .. }) = self.waits.get_mut(&client) else { return };
         *missing -= 1;
@@ -325,12 +325,12 @@ impl State {
 
 fn fits_reply(size: usize) -> Result<(), Malformed> {
     if size > MAX_MESSAGE {
-        return Err(Malformed(format!("an answer would have {size} bytes, at most {MAX_MESSAGE} are allowed")));
+        return Err(Malformed(format!("the reply would have {size} bytes, but at most {MAX_MESSAGE} are allowed")));
     }
     Ok(())
 }
 
-/// The first request of every client must be this.
+/// Returns whether this is the request with which every client must begin.
 pub(super) fn is_greeting(request: &Request) -> bool {
     *request == Request::Validate(MAGIC)
 }

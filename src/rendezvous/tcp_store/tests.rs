@@ -1,4 +1,4 @@
-//! The parser and the server's answers under arbitrary, truncated and mutated bytes.
+//! The parser and the server's replies for arbitrary, truncated and mutated bytes.
 use super::output::Output;
 use super::protocol::{Decoder, MAGIC, MAX_COUNT, MAX_KEY, MAX_VALUE, Malformed, Request};
 use super::shared::Meter;
@@ -10,7 +10,7 @@ fn bytes() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![vec(any::<u8>(), 0..20), vec(any::<u8>(), 0..300)]
 }
 
-/// Few keys, so that requests meet.
+/// A small set of keys, so that requests refer to the same ones.
 fn key() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![(0..4u8).prop_map(|key| vec![b'/', b'a' + key]), bytes()]
 }
@@ -47,7 +47,7 @@ fn encode(requests: &[Request]) -> Vec<u8> {
     bytes
 }
 
-/// All requests in `bytes`, fed in pieces of `step`, and the error that ended them.
+/// Returns all requests in `bytes`, fed in pieces of `step`, and the error that ended decoding.
 fn decode(bytes: &[u8], step: usize) -> (Vec<Request>, Option<Malformed>) {
     let mut decoder = Decoder::default();
     let mut requests = Vec::new();
@@ -91,7 +91,7 @@ proptest! {
             let place = place.index(bytes.len());
             bytes[place] = byte;
         }
-        // However it arrives, it means the same.
+        // The result must not depend on how the bytes are split.
         prop_assert_eq!(decode(&bytes, step), decode(&bytes, bytes.len()));
         let mut state = State::new(1 << 30);
         for (client, request) in decode(&bytes, step).0.into_iter().enumerate() {
@@ -104,7 +104,7 @@ proptest! {
         let _ = decode(&bytes, step);
     }
 
-    /// Nobody is woken who does not wait, or twice.
+    /// A client is woken only if it waits, and only once.
     #[test]
     fn state(requests in vec((0..3u64, request()), 0..60)) {
         let mut state = State::new(1 << 30);
@@ -114,7 +114,8 @@ proptest! {
             let waits = matches!(request, Request::Wait(_) | Request::Barrier { .. });
             let cancels = request == Request::CancelWait;
             let done = state.handle(client, request, &mut reply);
-            // Before what the request itself waits for: a barrier's count may be the key that its own client waited for.
+            // Check wake-ups before the request's own wait: a barrier's count may be the key that its own client waited
+            // for.
             for woken in state.take_woken() {
                 prop_assert!(std::mem::take(&mut waiting[woken as usize]), "woken without a wait");
             }
@@ -132,7 +133,7 @@ proptest! {
     }
 }
 
-/// A writer that takes a few bytes at a time.
+/// A writer that accepts a few bytes at a time.
 struct Slow(usize, Vec<u8>);
 
 impl std::io::Write for Slow {
@@ -153,7 +154,7 @@ impl std::io::Write for Slow {
 }
 
 proptest! {
-    /// Answers leave as they were put together, however little the socket takes.
+    /// Replies are sent in order, however little the socket accepts.
     #[test]
     fn output(values in vec((any::<bool>(), 0..200usize), 0..100), step in 1..5000usize) {
         let meter = Meter::default();
@@ -185,7 +186,7 @@ fn known_bytes() {
     assert_eq!(encode(&[Request::Validate(MAGIC)]), [0, 0xce, 0xf7, 0x85, 0x3c]);
     assert_eq!(encode(&[Request::Ping(0x0102_0304)]), [0x0d, 4, 3, 2, 1]);
     assert_eq!(encode(&[set]), b"\x01\x02\0\0\0\0\0\0\0/a\x03\0\0\0\0\0\0\0xyz");
-    // One command after the other, as in the list of the protocol.
+    // The commands in the order of the protocol's list.
     let key = Vec::new;
     let all = [
         Request::Validate(0),
@@ -220,11 +221,11 @@ fn bounds() {
     assert_eq!(decode(&set(MAX_KEY, 1), 4096).0.len(), 1);
     assert!(refused(&set(MAX_KEY + 1, 1)).contains("8193 bytes in a key"));
     assert_eq!(decode(&set(1, MAX_VALUE), 1 << 16).0.len(), 1);
-    // Refused by its length alone, before anything of it came.
+    // Refused because of its length, before any of its bytes arrived.
     assert!(refused(&set(1, MAX_VALUE + 1)[..18]).contains("bytes in a value"));
     assert!(refused(&[&[3][..], &u64::MAX.to_le_bytes()].concat()).contains("18446744073709551615 bytes in a key"));
     assert!(refused(&[&[6][..], &(MAX_COUNT as u64 + 1).to_le_bytes()].concat()).contains("131073 keys"));
-    assert!(refused(&[0x13]).contains("no command 0x13"));
+    assert!(refused(&[0x13]).contains("unknown command 0x13"));
 }
 
 #[test]
@@ -235,7 +236,7 @@ fn a_length_allocates_nothing() {
     assert!(decoder.allocated() < 1 << 12, "{}", decoder.allocated());
 }
 
-/// What `client` hears when it sends `request`, and who is woken.
+/// Returns the reply that `client` gets for `request`, and the clients that are woken.
 fn ask(state: &mut State, client: u64, request: Request) -> (Vec<u8>, Vec<u64>) {
     let mut reply = Output::default();
     state.handle(client, request, &mut reply).unwrap();
@@ -243,7 +244,7 @@ fn ask(state: &mut State, client: u64, request: Request) -> (Vec<u8>, Vec<u64>) 
 }
 
 #[test]
-fn an_element_wakes_one_who_waits() {
+fn an_element_wakes_one_waiting_client() {
     let mut state = State::new(1 << 30);
     let wait = || Request::Wait(vec![b"q".to_vec()]);
     let push = || Request::QueuePush { key: b"q".to_vec(), value: b"v".to_vec() };
@@ -266,7 +267,7 @@ fn a_barrier_wakes_all_and_stays_open() {
 }
 
 #[test]
-fn who_leaves_is_not_woken() {
+fn a_client_that_left_is_not_woken() {
     let mut state = State::new(1 << 30);
     let wait = Request::Wait(vec![b"k".to_vec(), b"l".to_vec(), b"k".to_vec()]);
     ask(&mut state, 1, wait.clone());
@@ -280,12 +281,12 @@ fn who_leaves_is_not_woken() {
 }
 
 #[test]
-fn an_answer_has_a_bound() {
+fn a_reply_has_a_limit() {
     let mut state = State::new(1 << 30);
     ask(&mut state, 1, Request::Set { key: b"k".to_vec(), value: vec![0; MAX_VALUE] });
     let mut reply = Output::default();
     let error = state.handle(1, Request::MultiGet(vec![b"k".to_vec(); 64]), &mut reply).unwrap_err();
-    assert!(error.0.contains("an answer would have") && reply.is_empty(), "{error}");
+    assert!(error.0.contains("the reply would have") && reply.is_empty(), "{error}");
     let append = Request::Append { key: b"k".to_vec(), value: vec![0] };
     assert!(state.handle(1, append, &mut reply).unwrap_err().0.contains("8388609 bytes"));
     for key in 0..1024u32 {
@@ -297,7 +298,7 @@ fn an_answer_has_a_bound() {
         }
         assert!(key < 128);
     }
-    // What is deleted makes room.
+    // Deleting frees memory.
     assert_eq!(ask(&mut state, 1, Request::Delete(b"k".to_vec())).0, 1i64.to_le_bytes());
     ask(&mut state, 1, Request::Set { key: b"l".to_vec(), value: vec![0; MAX_VALUE] });
 }

@@ -12,44 +12,45 @@ const INVALID_VALUE: Status = 7;
 const EXECUTION_FAILED: Status = 13;
 const NOT_SUPPORTED: Status = 15;
 
-/// `CUBLAS_COMPUTE_16F`, `CUBLAS_COMPUTE_64F` and their pedantic kinds: what alpha and beta are; otherwise f32.
+/// `CUBLAS_COMPUTE_16F`, `CUBLAS_COMPUTE_64F` and their pedantic variants determine the type of alpha and beta;
+/// otherwise it is f32.
 const COMPUTE_16F: [c_int; 2] = [64, 65];
 const COMPUTE_64F: [c_int; 2] = [70, 71];
 
-/// A `cublasHandle_t`: the handle of its stream.
+/// A `cublasHandle_t`: holds the handle of its stream.
 struct Handle(AtomicUsize);
 
 /// # Safety
-/// As cuBLAS's function of this name.
+/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> Status {
     if crate::driver::context_device().is_none() {
         return 1; // NOT_INITIALIZED
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = Box::into_raw(Box::new(Handle(AtomicUsize::new(0)))).cast() };
     SUCCESS
 }
 
 /// # Safety
-/// As cuBLAS's function of this name.
+/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> Status {
-    // SAFETY: it came from `cublasCreate_v2`.
+    // SAFETY: the handle came from `cublasCreate_v2`.
     drop(unsafe { Box::from_raw(handle.cast::<Handle>()) });
     SUCCESS
 }
 
 /// # Safety
-/// As cuBLAS's function of this name.
+/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> Status {
-    // SAFETY: it came from `cublasCreate_v2`.
+    // SAFETY: the handle came from `cublasCreate_v2`.
     unsafe { &*handle.cast::<Handle>() }.0.store(stream as usize, Ordering::Relaxed);
     SUCCESS
 }
 
-/// A `cudaDataType` that matrices can have.
+/// A `cudaDataType` that matrices may have.
 #[derive(Clone, Copy, PartialEq)]
 enum DType {
     F32,
@@ -74,10 +75,10 @@ impl DType {
     }
 
     /// # Safety
-    /// There is such an element.
+    /// The element must exist.
     unsafe fn read(self, start: u64, index: usize) -> f64 {
         let address = start as usize + index * self.bytes();
-        // SAFETY: the caller's promise; elements are aligned, as CUDA wants them.
+        // SAFETY: the caller guarantees that the element exists; elements are aligned, as CUDA requires.
         unsafe {
             match self {
                 Self::F64 => *(address as *const f64),
@@ -89,10 +90,10 @@ impl DType {
     }
 
     /// # Safety
-    /// There is such an element, and nobody else uses it.
+    /// The element must exist, and no other code may use it.
     unsafe fn write(self, start: u64, index: usize, value: f64) {
         let address = start as usize + index * self.bytes();
-        // SAFETY: the caller's promise; elements are aligned, as CUDA wants them.
+        // SAFETY: guaranteed by the caller; elements are aligned, as CUDA requires.
         unsafe {
             match self {
                 Self::F64 => *(address as *mut f64) = value,
@@ -104,16 +105,16 @@ impl DType {
     }
 }
 
-/// A batch of matrices in column order.
+/// A batch of matrices in column-major order.
 #[derive(Clone, Copy)]
 struct Matrices {
     address: u64,
     dtype: DType,
-    /// As it is stored.
+    /// The number of rows in memory.
     rows: usize,
     columns: usize,
     leading: usize,
-    /// Elements from one matrix to the next.
+    /// The number of elements from one matrix to the next.
     stride: usize,
     transposed: bool,
 }
@@ -126,13 +127,13 @@ impl Matrices {
         }
     }
 
-    /// One matrix without gaps, in column order, transposed where it has to be.
+    /// Loads one matrix without gaps in column-major order, transposed if necessary.
     ///
     /// # Safety
-    /// It is allocated.
+    /// The matrix must be allocated.
     unsafe fn load<T: Number>(&self, number: usize) -> Vec<T> {
         let start = number * self.stride;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let element =
             |row, column| T::from(unsafe { self.dtype.read(self.address, start + column * self.leading + row) });
         let (rows, columns) = (self.rows, self.columns);
@@ -144,7 +145,7 @@ impl Matrices {
     }
 }
 
-/// What sums are made in.
+/// The type in which sums are computed.
 trait Number: Copy + Default {
     fn from(value: f64) -> Self;
     fn to(self) -> f64;
@@ -190,37 +191,37 @@ struct Product {
 
 impl Product {
     /// # Safety
-    /// The matrices are allocated, and nobody else uses `c`.
+    /// The matrices must be allocated, and no other code may use `c`.
     unsafe fn calculate<T: Number>(&self) {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the caller's promise, and the processor has it.
+            // SAFETY: guaranteed by the caller, and the processor has AVX2.
             return unsafe { self.calculate_avx2::<T>() };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.calculate_as::<T>() }
     }
 
     /// # Safety
-    /// As [`Self::calculate`].
+    /// See [`Self::calculate`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
     unsafe fn calculate_avx2<T: Number>(&self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.calculate_as::<T>() }
     }
 
     /// # Safety
-    /// As [`Self::calculate`].
+    /// See [`Self::calculate`].
     #[inline(always)]
     unsafe fn calculate_as<T: Number>(&self) {
         for number in 0..self.batch {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let (a, b) = unsafe { (self.a.load::<T>(number), self.b.load::<T>(number)) };
             let mut sums = vec![T::default(); self.m];
             for column in 0..self.n {
                 sums.fill(T::default());
-                // So many sums that they stay in the first-level cache.
+                // As many sums as fit into the first-level cache.
                 for (part, sums) in sums.chunks_mut(PART).enumerate() {
                     for inner in 0..self.k {
                         let values = &a[inner * self.m + part * PART..][..sums.len()];
@@ -229,7 +230,7 @@ impl Product {
                 }
                 let start = number * self.c.stride + column * self.c.leading;
                 for (row, sum) in sums.iter().enumerate() {
-                    // SAFETY: the caller's promise. C is not read where beta is zero.
+                    // SAFETY: guaranteed by the caller. C is not read if beta is zero.
                     unsafe {
                         let old = if self.beta == 0. {
                             0.
@@ -250,13 +251,13 @@ impl Product {
         if [&self.a, &self.b, &self.c].iter().any(|matrices| matrices.leading < matrices.rows.max(1)) {
             return INVALID_VALUE;
         }
-        // SAFETY: it came from `cublasCreate_v2`.
+        // SAFETY: the handle came from `cublasCreate_v2`.
         let stream = unsafe { &*handle.cast::<Handle>() }.0.load(Ordering::Relaxed);
         let pushed = push(stream as *mut c_void, move || {
             self.a.check(self.batch, "matrix A of a product");
             self.b.check(self.batch, "matrix B of a product");
             self.c.check(self.batch, "matrix C of a product");
-            // SAFETY: they are allocated; that nobody else uses C is the program's promise to cuBLAS.
+            // SAFETY: the matrices are allocated; the program guarantees to cuBLAS that nothing else uses C.
             unsafe { if self.c.dtype == DType::F64 { self.calculate::<f64>() } else { self.calculate::<f32>() } }
         });
         if pushed == 0 { SUCCESS } else { EXECUTION_FAILED }
@@ -264,7 +265,7 @@ impl Product {
 }
 
 /// # Safety
-/// As cuBLAS's function of this name.
+/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLAS's
 pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
@@ -305,7 +306,7 @@ pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
     } else {
         DType::F32
     };
-    // SAFETY: on the host, as pointers to scalars are unless cuBLAS is told otherwise.
+    // SAFETY: pointers to scalars refer to the host unless cuBLAS is configured otherwise.
     let (alpha, beta) = unsafe { (scalar.read(alpha as u64, 0), scalar.read(beta as u64, 0)) };
     let [m, n, k, batch] = [m, n, k, batch].map(|size| size as usize);
     let operand = |address: *const c_void, dtype, rows, columns, leading: c_int, stride: c_longlong, transposed| {
@@ -320,7 +321,7 @@ pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
 }
 
 /// # Safety
-/// As cuBLAS's function of this name.
+/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLAS's
 pub unsafe extern "C" fn cublasDgemmStridedBatched(
@@ -346,7 +347,7 @@ pub unsafe extern "C" fn cublasDgemmStridedBatched(
     const F64: c_int = 1;
     let (a, b, c) = (a.cast(), b.cast(), c.cast());
     let (alpha, beta) = (alpha.cast(), beta.cast());
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         cublasGemmStridedBatchedEx(
             handle,

@@ -1,4 +1,4 @@
-//! Devices and contexts of CUDA's driver, and its errors.
+//! CUDA's driver: devices, contexts and errors.
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -15,20 +15,20 @@ pub(crate) const INVALID_HANDLE: Answer = 400;
 pub(crate) const NOT_FOUND: Answer = 500;
 pub(crate) const NOT_READY: Answer = 600;
 
-/// Ends the process: what a GPU would do now is not defined.
+/// Ends the process in situations where the behaviour of a GPU is undefined.
 pub(crate) fn fatal(reason: &str) -> ! {
     eprintln!("emulated GPU: {reason}");
     std::process::abort()
 }
 
-/// The GPUs that the process sees: `EMULATED_GPUS` of them, 1 if that is not set, as far as `CUDA_VISIBLE_DEVICES` shows
-/// them by number.
+/// Returns the GPUs that the process sees: `EMULATED_GPUS` of them (default: 1), restricted to those that
+/// `CUDA_VISIBLE_DEVICES` lists by number.
 fn visible() -> &'static [i32] {
     static VISIBLE: OnceLock<Vec<i32>> = OnceLock::new();
     VISIBLE.get_or_init(|| {
         let count = std::env::var("EMULATED_GPUS").ok().and_then(|count| count.parse().ok()).unwrap_or(1);
         match std::env::var("CUDA_VISIBLE_DEVICES") {
-            // As CUDA does it, up to the first that does not exist.
+            // Like CUDA, stops at the first device that does not exist.
             Ok(list) => list.split(',').map_while(|device| device.trim().parse().ok().filter(|n| *n < count)).collect(),
             Err(_) => (0..count).collect(),
         }
@@ -39,17 +39,18 @@ thread_local! {
     static CURRENT: Cell<*mut c_void> = const { Cell::new(std::ptr::null_mut()) };
 }
 
-/// A device's only context: its number, counted from 1.
+/// Returns a device's only context: its number, counted from 1.
 fn context(device: i32) -> *mut c_void {
     (device as usize + 1) as *mut c_void
 }
 
-/// The device of the calling thread's context.
+/// Returns the device of the calling thread's context.
 pub(crate) fn context_device() -> Option<i32> {
     (CURRENT.get() as i32).checked_sub(1).filter(|device| *device >= 0)
 }
 
-/// The number of the calling thread's device among all of the machine, also those that this process does not see.
+/// Returns the number of the calling thread's device among all devices of the machine, including those that this
+/// process does not see.
 pub(crate) fn current_device() -> i32 {
     let device = context_device().unwrap_or(0);
     visible().get(device as usize).copied().unwrap_or(0)
@@ -60,35 +61,35 @@ fn known(device: c_int) -> bool {
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuInit(_flags: c_uint) -> Answer {
     if visible().is_empty() { NO_DEVICE } else { SUCCESS }
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *count = visible().len() as c_int };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Answer {
     if !known(ordinal) {
         return INVALID_DEVICE;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *device = ordinal };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
@@ -104,47 +105,47 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
         75 => 9,            // COMPUTE_CAPABILITY_MAJOR
         76 => 0,            // COMPUTE_CAPABILITY_MINOR
         115 => 1,           // MEMORY_POOLS_SUPPORTED
-        other => fatal(&format!("cuDeviceGetAttribute: attribute {other} is not known here")),
+        other => fatal(&format!("cuDeviceGetAttribute: attribute {other} is not supported")),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *value = answer };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) -> Answer {
     const NAME: &CStr = c"Emulated GPU";
     if !known(device) || (length as usize) < NAME.count_bytes() + 1 {
         return INVALID_VALUE;
     }
-    // SAFETY: there is room for it.
+    // SAFETY: there is room for the name.
     unsafe { name.copy_from_nonoverlapping(NAME.as_ptr(), NAME.count_bytes() + 1) };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(handle: *mut *mut c_void, device: c_int) -> Answer {
     if !known(device) {
         return INVALID_DEVICE;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = context(device) };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Answer {
     if known(device) { SUCCESS } else { INVALID_DEVICE }
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSetCurrent(handle: *mut c_void) -> Answer {
     CURRENT.set(handle);
@@ -152,16 +153,16 @@ pub unsafe extern "C" fn cuCtxSetCurrent(handle: *mut c_void) -> Answer {
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(handle: *mut *mut c_void) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = CURRENT.get() };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSynchronize() -> Answer {
     if context_device().is_none() {
@@ -187,18 +188,18 @@ fn describe(error: Answer) -> &'static CStr {
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(error: c_int, text: *mut *const c_char) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *text = describe(error).as_ptr() };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(error: c_int, text: *mut *const c_char) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { cuGetErrorName(error, text) }
 }

@@ -1,6 +1,6 @@
-//! A GPU that is not there: CUDA's driver, cuBLAS, cuRAND and NCCL, carried out by the CPU. See README.md.
+//! An emulated GPU: CUDA's driver, cuBLAS, cuRAND and NCCL, implemented on the CPU. See README.md.
 //!
-//! The library is preloaded, so that its functions come before those of the real libraries with the same names.
+//! The library is preloaded, so that its functions take precedence over those of the real libraries.
 mod blas;
 mod driver;
 mod memory;

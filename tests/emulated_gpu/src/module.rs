@@ -9,14 +9,14 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::{Mutex, PoisonError};
 
-/// The most threads of a block.
+/// The maximum number of threads in a block.
 const THREADS: u64 = 1024;
 
 struct Module {
     ptx: String,
     names: HashSet<String>,
-    /// Those that were asked for, by name. They live as long as the process: a stream may come to them after the module
-    /// is unloaded.
+    /// The functions that were requested, by name. They live as long as the process, because a stream may reach them
+    /// after the module was unloaded.
     functions: Mutex<HashMap<String, &'static Function>>,
 }
 
@@ -43,54 +43,54 @@ impl Module {
 }
 
 /// # Safety
-/// As CUDA's function of this name; the image is a text in PTX.
+/// The requirements are those of the CUDA function of the same name; the image must be PTX text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(handle: *mut *mut c_void, image: *const c_void) -> Answer {
     if context_device().is_none() {
         return INVALID_CONTEXT;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let Ok(ptx) = unsafe { CStr::from_ptr(image.cast()) }.to_str() else { return INVALID_IMAGE };
     let names: HashSet<String> = entries(ptx).into_iter().map(str::to_string).collect();
     if names.is_empty() {
         return INVALID_IMAGE;
     }
     let module = Box::new(Module { ptx: ptx.to_string(), names, functions: Mutex::default() });
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = Box::into_raw(module).cast() };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(handle: *mut c_void) -> Answer {
-    // SAFETY: it came from `cuModuleLoadData`.
+    // SAFETY: the handle came from `cuModuleLoadData`.
     drop(unsafe { Box::from_raw(handle.cast::<Module>()) });
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(
     function: *mut *mut c_void,
     module: *mut c_void,
     name: *const c_char,
 ) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let (module, name) = unsafe { (&*module.cast::<Module>(), CStr::from_ptr(name)) };
     let Ok(name) = name.to_str() else { return NOT_FOUND };
     if !module.names.contains(name) {
         return NOT_FOUND;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *function = std::ptr::from_ref(module.function(name)).cast_mut().cast() };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // CUDA's
 pub unsafe extern "C" fn cuLaunchKernel(
@@ -111,9 +111,9 @@ pub unsafe extern "C" fn cuLaunchKernel(
     if grid.contains(&0) || threads == 0 || threads > THREADS || grid_y > 65535 || grid_z > 65535 || block_z > 64 {
         return INVALID_VALUE;
     }
-    // SAFETY: it came from `cuModuleGetFunction`, and lives as long as the process.
+    // SAFETY: the handle came from `cuModuleGetFunction`, and the function lives as long as the process.
     let Function { name, kernel } = unsafe { &*function.cast::<Function>() };
-    // SAFETY: the caller's promise: one pointer for each parameter, with as many bytes behind it.
+    // SAFETY: the caller guarantees one pointer per parameter, each to as many bytes as the parameter has.
     let parameters: Vec<Vec<u8>> = unsafe {
         let read = |(index, size): (usize, &usize)| {
             std::slice::from_raw_parts((*parameters.add(index)).cast::<u8>(), *size).to_vec()
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
                 check_argument(u64::from_ne_bytes(bytes), name);
             }
         }
-        // SAFETY: what the parameters point to is the program's promise to CUDA.
+        // SAFETY: the program guarantees to CUDA what the parameters point to.
         unsafe { kernel.run(grid, block, shared, &parameters) }
     })
 }

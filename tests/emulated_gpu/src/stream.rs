@@ -1,4 +1,4 @@
-//! Streams: queues of work, each with a thread that does it in order. Events: marks in them.
+//! Streams, which are queues of work with a thread each, and events, which are marks in them.
 use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, fatal};
 use std::backtrace::Backtrace;
 use std::cell::RefCell;
@@ -11,8 +11,8 @@ use std::time::Instant;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A queue of work and the thread that does it. Whoever pushes does not wait. What was pushed is still done when the
-/// stream is dropped.
+/// A queue of work and the thread that executes it. Pushing does not wait. Work that was pushed is still executed after
+/// the stream is dropped.
 pub(crate) struct Stream {
     pub(crate) device: i32,
     jobs: Mutex<Sender<Job>>,
@@ -29,7 +29,7 @@ impl Stream {
         stream
     }
 
-    /// Puts `job` behind everything that was pushed before.
+    /// Appends `job` to the queue.
     pub(crate) fn push(&self, job: impl FnOnce() + Send + 'static) {
         let origin = Origin::new(self);
         let job = move || {
@@ -41,7 +41,7 @@ impl Stream {
         }
     }
 
-    /// A mark behind everything that was pushed before.
+    /// Appends a mark to the queue.
     fn mark(&self) -> Arc<Mark> {
         let mark = Arc::new(Mark::default());
         let reached = mark.clone();
@@ -49,18 +49,18 @@ impl Stream {
         mark
     }
 
-    /// Waits on the host until all that was pushed is done.
+    /// Waits on the host until all previous work has completed.
     pub(crate) fn synchronize(&self) {
         self.mark().wait();
     }
 }
 
-/// What put something on a stream.
+/// The origin of work on a stream.
 #[derive(Clone, Default)]
 pub(crate) struct Origin {
     device: i32,
     stream: usize,
-    /// If `EMULATED_GPU_BACKTRACE` is set: where in the program.
+    /// The place in the program, if `EMULATED_GPU_BACKTRACE` is set.
     place: Option<Arc<Backtrace>>,
 }
 
@@ -76,7 +76,7 @@ impl Origin {
         ORIGIN.set(self);
     }
 
-    /// Of the job that the calling thread is doing.
+    /// Returns the origin of the job that the calling thread is executing.
     pub(crate) fn current() -> Self {
         ORIGIN.with_borrow(Self::clone)
     }
@@ -87,7 +87,7 @@ impl Display for Origin {
         writeln!(f, "stream {:#x} of device {}", self.stream, self.device)?;
         match &self.place {
             Some(place) => write!(f, "{place}"),
-            None => write!(f, "(EMULATED_GPU_BACKTRACE=1 shows where in the program)"),
+            None => write!(f, "(set EMULATED_GPU_BACKTRACE=1 to show the place in the program)"),
         }
     }
 }
@@ -104,7 +104,7 @@ struct Mark {
 }
 
 impl Mark {
-    /// When the stream came past, if it has.
+    /// Returns when the stream reached the mark, if it has.
     fn time(&self) -> Option<Instant> {
         *lock(&self.reached)
     }
@@ -128,7 +128,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Streams {
     /// By handle.
     created: HashMap<usize, Arc<Stream>>,
-    /// By device. A stream like others here: it does not wait for them.
+    /// By device. Unlike CUDA's, this stream does not synchronise with others.
     legacy: HashMap<i32, Arc<Stream>>,
     known: Vec<Weak<Stream>>,
 }
@@ -142,8 +142,8 @@ fn streams() -> MutexGuard<'static, Streams> {
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// The stream that CUDA's functions mean by a handle: for default streams that of the current device, and for
-/// `CU_STREAM_PER_THREAD` that of the calling thread. None if there is none.
+/// Returns the stream of a handle. For default streams it is that of the current device, and for `CU_STREAM_PER_THREAD`
+/// that of the calling thread. Returns `None` if there is none.
 pub(crate) fn find(handle: *mut c_void) -> Option<Arc<Stream>> {
     thread_local! {
         static OWN: RefCell<HashMap<i32, Arc<Stream>>> = RefCell::default();
@@ -168,7 +168,7 @@ pub(crate) fn synchronize_device() {
     known.iter().filter(|stream| Some(stream.device) == context_device()).for_each(|stream| stream.synchronize());
 }
 
-/// Puts `job` on a stream, which may be another device's than the current one.
+/// Puts `job` on a stream, which may belong to a device other than the current one.
 pub(crate) fn push(handle: *mut c_void, job: impl FnOnce() + Send + 'static) -> Answer {
     let Some(stream) = find(handle) else { return INVALID_HANDLE };
     stream.push(job);
@@ -176,27 +176,27 @@ pub(crate) fn push(handle: *mut c_void, job: impl FnOnce() + Send + 'static) -> 
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
     let stream = Stream::new(device);
     let address = Arc::as_ptr(&stream).cast_mut().cast();
     streams().created.insert(address as usize, stream);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = address };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> Answer {
     if streams().created.remove(&(handle as usize)).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
     let Some(stream) = find(handle) else { return INVALID_HANDLE };
@@ -205,55 +205,55 @@ pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(handle: *mut c_void, status: *mut c_int) -> Answer {
     if find(handle).is_none() {
         return INVALID_HANDLE;
     }
-    // SAFETY: the caller's promise. Nothing is ever captured.
+    // SAFETY: guaranteed by the caller. Nothing is ever captured.
     unsafe { *status = 0 };
     SUCCESS
 }
 
-/// An event: its latest mark, if it was recorded.
+/// An event with its latest mark, if it was recorded.
 struct Event {
     device: i32,
     mark: Mutex<Option<Arc<Mark>>>,
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
     let event = Box::new(Event { device, mark: Mutex::default() });
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *handle = Box::into_raw(event).cast() };
     SUCCESS
 }
 
 /// # Safety
-/// `handle` is an event.
+/// `handle` must be an event.
 unsafe fn event<'a>(handle: *mut c_void) -> &'a Event {
-    // SAFETY: it came from `cuEventCreate`, and is not destroyed yet, as the caller promises.
+    // SAFETY: the handle came from `cuEventCreate`, and the caller guarantees that it has not been destroyed.
     unsafe { &*handle.cast::<Event>() }
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventDestroy_v2(handle: *mut c_void) -> Answer {
-    // SAFETY: the caller's promise; streams have the mark, not the event.
+    // SAFETY: guaranteed by the caller; streams hold the mark, not the event.
     drop(unsafe { Box::from_raw(handle.cast::<Event>()) });
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let event = unsafe { event(handle) };
     let Some(stream) = find(stream).filter(|stream| stream.device == event.device) else { return INVALID_HANDLE };
     *lock(&event.mark) = Some(stream.mark());
@@ -261,19 +261,19 @@ pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void)
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(handle: *mut c_void) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     if mark.is_none_or(|mark| mark.time().is_some()) { SUCCESS } else { NOT_READY }
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     if let Some(mark) = mark {
         mark.wait();
@@ -282,23 +282,23 @@ pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let marks = [start, end].map(|handle| lock(&unsafe { event(handle) }.mark).clone());
     let [Some(start), Some(end)] = marks else { return INVALID_HANDLE };
     let (Some(start), Some(end)) = (start.time(), end.time()) else { return NOT_READY };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *milliseconds = end.saturating_duration_since(start).as_secs_f32() * 1e3 };
     SUCCESS
 }
 
 /// # Safety
-/// As CUDA's function of this name.
+/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, handle: *mut c_void, _flags: c_uint) -> Answer {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let mark = lock(&unsafe { event(handle) }.mark).clone();
     match mark {
         Some(mark) => push(stream, move || mark.wait()),

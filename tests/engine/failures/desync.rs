@@ -50,7 +50,9 @@ fn all_ranks_name_both_calls() {
     for world_size in [2, 4] {
         for (rank_0, rank_1, text_0, text_1) in cases {
             for error in disagree(world_size, *rank_0, *rank_1) {
-                let Error::Desync { sequence: 4, rank_a, rank_b, .. } = error else { panic!("{error:?}") };
+                let Error::Group(Failure::Desync { sequence: 4, rank_a, rank_b, .. }) = error else {
+                    panic!("{error:?}")
+                };
                 assert!(rank_a > rank_b && [rank_a, rank_b].contains(&1), "{error}");
                 let text = error.to_string();
                 assert!(text.contains(text_1) && text.contains(text_0), "{text}");
@@ -118,7 +120,7 @@ fn queued_calls_fail_too() {
         assert!(results[..2].iter().all(|result| result.is_ok()), "{results:?}");
         assert!(works.iter().all(|work| work.is_completed()));
         for result in &results[2..] {
-            assert!(matches!(result, Err(Error::Desync { sequence: 3, .. })), "{result:?}");
+            assert!(matches!(result, Err(Error::Group(Failure::Desync { sequence: 3, .. }))), "{result:?}");
         }
     });
 }

@@ -9,7 +9,9 @@ fn a_rank_that_leaves_early_is_named() {
         (communicator.rank() != 2).then(|| until_failure(&communicator, all_reduce(11)))
     });
     for error in errors.into_iter().flatten() {
-        let Error::PeerLeft { peer: 2, left_after: 2, sequence: 3, .. } = error else { panic!("{error:?}") };
+        let Error::Group(Failure::PeerLeft { peer: 2, left_after: 2, sequence: 3, .. }) = error else {
+            panic!("{error:?}")
+        };
         assert!(error.to_string().contains("cannot take part in all_reduce(f32[11]), sequence 3"), "{error}");
     }
 }
@@ -45,7 +47,10 @@ fn a_message_sent_before_leaving_arrives() {
         let recv = || Collective::Recv { tensor: zeros(1000), peer: 0 };
         communicator.run(recv()).unwrap();
         let error = communicator.run(recv()).unwrap_err();
-        assert!(matches!(error, Error::PeerLeft { peer: 0, left_after: 1, sequence: 2, .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Group(Failure::PeerLeft { peer: 0, left_after: 1, sequence: 2, .. })),
+            "{error:?}"
+        );
     });
 }
 
@@ -120,7 +125,10 @@ fn a_rank_that_left_after_another_call_is_no_dead_rank() {
         }
     });
     for error in errors.into_iter().flatten() {
-        assert!(matches!(error, Error::Desync { sequence: 1, .. } | Error::CollectiveTimeout { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Group(Failure::Desync { sequence: 1, .. } | Failure::TimedOut { .. })),
+            "{error:?}"
+        );
         assert!(error.to_string().contains("broadcast(f32[5])") || error.to_string().contains("gather"), "{error}");
     }
 }
@@ -137,7 +145,7 @@ fn a_rank_that_left_after_another_call_is_not_slow() {
         Some(until_failure(&communicator, broadcast(5, 1)))
     });
     let error = errors[2].as_ref().unwrap();
-    let Error::Desync { sequence: 1, rank_a, rank_b, .. } = error else { panic!("{error:?}") };
+    let Error::Group(Failure::Desync { sequence: 1, rank_a, rank_b, .. }) = error else { panic!("{error:?}") };
     assert_eq!(rank_a + rank_b, 3, "{error}");
     // Over some transports, rank 1's header says more.
     let text = error.to_string();

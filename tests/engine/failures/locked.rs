@@ -26,7 +26,7 @@ fn a_tensor_that_the_program_has_locked_is_told() {
             result.unwrap_err()
         });
         for error in errors {
-            let Error::CollectiveTimeout { sequence: 2 | 3, .. } = error else { panic!("{error:?}") };
+            let Error::Group(Failure::TimedOut { sequence: 2 | 3, .. }) = error else { panic!("{error:?}") };
             let text = error.to_string();
             let own = "this rank waits for the storage of its tensor, which its own program keeps locked";
             let own = text.contains("rank 1: all_reduce(f32[12]), sequence 2, timed out") && text.contains(own);

@@ -2,6 +2,7 @@
 pub(crate) use candle_core::{DType, Device, Tensor};
 pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::backend::{Collective, Communicator};
+pub(crate) use candle_ddp::error::Failure;
 pub(crate) use candle_ddp::rendezvous::{HashStore, Store};
 pub(crate) use candle_ddp::{Error, ReduceOp};
 pub(crate) use std::sync::Arc;
@@ -49,6 +50,15 @@ pub(crate) fn all_reduce(count: usize) -> Collective {
 
 pub(crate) fn broadcast(count: usize, root: usize) -> Collective {
     Collective::Broadcast { tensor: zeros(count), root }
+}
+
+/// Calls nothing until the group has failed.
+pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
+    let start = Instant::now();
+    while communicator.failure().is_none() {
+        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} heard of no failure", communicator.rank());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Makes the given call, and barriers after it until the group has failed: ranks that are through with a call when it

@@ -7,13 +7,13 @@ fn a_rank_that_does_not_call_is_named() {
         communicator.run(all_reduce(10)).unwrap();
         if communicator.rank() == 2 {
             // Alive, but elsewhere: it hears of it at its next call.
-            std::thread::sleep(TIMEOUT + GRACE);
+            idle_until_failure(&communicator);
             return communicator.run(Collective::Barrier).unwrap_err();
         }
         until_failure(&communicator, broadcast(12, 2))
     });
     for error in errors {
-        let Error::CollectiveTimeout { sequence: 2, timeout: TIMEOUT, .. } = error else { panic!("{error:?}") };
+        let Error::Group(Failure::TimedOut { sequence: 2, timeout: TIMEOUT, .. }) = error else { panic!("{error:?}") };
         let text = error.to_string();
         assert!(text.contains("broadcast(f32[12]), sequence 2, timed out after 1.5s"), "{text}");
         assert!(
@@ -30,7 +30,7 @@ fn a_message_that_is_not_sent() {
             if communicator.rank() == receiver {
                 return until_failure(&communicator, Collective::Recv { tensor: zeros(4), peer: 1 });
             }
-            std::thread::sleep(TIMEOUT + GRACE);
+            idle_until_failure(&communicator);
             communicator.run(Collective::Barrier).unwrap_err()
         });
         for error in errors {
@@ -54,10 +54,10 @@ fn dropping_with_work_in_flight_ends_in_time() {
             assert!(start.elapsed() < TIMEOUT + GRACE, "{:?}", start.elapsed());
             return None;
         }
-        std::thread::sleep(TIMEOUT + GRACE);
+        idle_until_failure(&communicator);
         Some(communicator.run(Collective::Barrier).unwrap_err())
     });
     let error = errors.into_iter().flatten().next().unwrap();
     // Either rank 0's first call timed out, or it left with its calls not over, whichever came first.
-    assert!(matches!(error, Error::CollectiveTimeout { .. } | Error::PeerFailed { peer: 0, .. }), "{error:?}");
+    assert!(matches!(error, Error::Group(Failure::TimedOut { .. } | Failure::PeerFailed { peer: 0, .. })), "{error:?}");
 }

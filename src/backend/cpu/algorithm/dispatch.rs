@@ -4,7 +4,7 @@ use crate::backend::call::{Call, Element};
 use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::session::Session;
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// The collectives over one data path, on the bytes of tensors. Arguments and results are those of [`Collective`].
 pub(crate) trait ByteCollectives {

@@ -10,7 +10,7 @@ use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
 use crate::backend::cpu::shm_session::ShmSession;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 /// One call through shared memory.

@@ -135,10 +135,7 @@ fn over_parts<T: Number, O: Operation>(
     let pointers = Pointers { sources: &pointers, out, result, count, operation: PhantomData::<O> };
     // SAFETY: all are as long as `out`, as was checked above. `out` is borrowed exclusively and, where it is also a source,
     // used through the same pointer only; the others are borrowed as long.
-    vectorise(
-        #[inline(always)]
-        || unsafe { fold::<T, O>(pointers, factor) },
-    );
+    vectorise!(|| unsafe { fold::<T, O>(pointers, factor) });
 }
 
 /// Goes through all parts at once, a few elements at a time, which stay in registers.

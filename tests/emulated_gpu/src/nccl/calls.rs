@@ -1,4 +1,4 @@
-//! NCCL's functions for collectives, messages and groups. `# Safety` of all: as NCCL's own functions of these names.
+//! NCCL's functions for collectives, messages and groups. Their safety requirements are those of NCCL's functions.
 #![allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
 use super::communicator::Communicator;
 use super::ffi::{answer, invalid, visit};
@@ -24,7 +24,7 @@ pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
 /// The buffers of a call.
 type Buffers = (*const c_void, *mut c_void);
 
-/// Makes a call a part of the thread's group.
+/// Adds a call to the thread's group.
 fn call(
     name: &'static str,
     kind: Kind,
@@ -40,18 +40,18 @@ fn call(
             communicator.check(name)?;
             let Communicator { rank, size, .. } = **communicator;
             let dtype = usize::try_from(dtype).ok().and_then(Dtype::from_number);
-            let dtype = dtype.ok_or_else(|| invalid(format!("{name}: an unknown type")))?;
+            let dtype = dtype.ok_or_else(|| invalid(format!("{name}: unknown data type")))?;
             let op = usize::try_from(op).ok().and_then(Op::from_number);
-            let op = op.ok_or_else(|| invalid(format!("{name}: an unknown reduction")))?;
+            let op = op.ok_or_else(|| invalid(format!("{name}: unknown reduction")))?;
             let peer = usize::try_from(peer).ok().filter(|peer| *peer < size);
-            let peer = peer.ok_or_else(|| invalid(format!("{name}: there is no such rank")))?;
+            let peer = peer.ok_or_else(|| invalid(format!("{name}: no such rank")))?;
             let call = Call { kind, dtype, op, peer, count };
             if (call.given(rank, size) > 0 && send.is_null()) || (call.taken(rank, size) > 0 && receive.is_null()) {
                 return Err(invalid(format!("{name}: a buffer is null")));
             }
-            let unknown = || failure(Code::UnhandledCudaError, format!("{name}: there is no such stream"));
+            let unknown = || failure(Code::UnhandledCudaError, format!("{name}: no such stream"));
             let stream = crate::stream::find(stream).ok_or_else(unknown)?;
-            // A collective without elements is none.
+            // A collective without elements does nothing.
             let is_message = matches!(kind, Kind::Send | Kind::Recv);
             let queued = Queued { call, send: send.addr(), receive: receive.addr() };
             Ok((count > 0 || is_message).then_some((stream, queued)))
@@ -59,9 +59,9 @@ fn call(
     })
 }
 
-/// Where nothing is reduced.
+/// For calls without a reduction.
 const NO_OP: c_int = 0;
-/// Where no rank is different from the others.
+/// For calls without a root.
 const NO_ROOT: c_int = 0;
 
 #[unsafe(no_mangle)]

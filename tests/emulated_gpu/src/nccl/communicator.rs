@@ -1,4 +1,4 @@
-//! One rank of a communicator: what it is doing, and what has become of it.
+//! One rank of a communicator: its current operation and its state.
 use super::place::Place;
 use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
 use std::net::Shutdown;
@@ -7,9 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-/// A nonblocking operation is in progress for so many looks at it...
+/// A nonblocking operation stays in progress until it was polled this many times...
 const LOOKS: u32 = 3;
-/// ...unless nobody looks for so long.
+/// ...or was not polled for this long.
 const UNSEEN: Duration = Duration::from_millis(50);
 
 pub(super) struct Communicator {
@@ -17,9 +17,9 @@ pub(super) struct Communicator {
     pub(super) size: usize,
     pub(super) place: Place,
     pub(super) blocking: bool,
-    /// The name of its hub.
+    /// The name of the hub.
     pub(super) hub: String,
-    /// Who is using it, and how often: NCCL allows one thread at a time.
+    /// The thread that uses the communicator, and its nesting depth: NCCL allows one thread at a time.
     user: Mutex<Option<(ThreadId, usize)>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -27,45 +27,45 @@ pub(super) struct Communicator {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// How often the operation in progress was looked at.
+    /// How often the operation in progress was polled.
     in_progress: Option<u32>,
-    /// The first error; there is nothing after it but an abort.
+    /// The first error. After it, only an abort is possible.
     error: Option<Failure>,
-    /// `ncclCommFinalize` was called.
+    /// Whether `ncclCommFinalize` was called.
     pub(super) finalizing: bool,
-    /// The hub said so.
+    /// Whether the hub has reported the end of the finalization.
     pub(super) finalized: bool,
-    /// The hub may go without that being an error.
+    /// Whether the end of the hub is no error.
     pub(super) orphaned: bool,
-    /// It has gone so.
+    /// Whether the hub has ended in that state.
     pub(super) alone: bool,
-    /// Aborted or destroyed.
+    /// Whether the communicator was aborted or destroyed.
     ended: bool,
-    /// The hub's answer to a split.
+    /// The hub's reply to a split.
     pub(super) child: Option<Option<(usize, usize, String)>>,
     pub(super) control: Option<Arc<UnixStream>>,
     pub(super) data: Option<Arc<UnixStream>>,
-    /// Jobs put on streams, and those that are over: they run in this order, whatever their streams.
+    /// The numbers of launched and of finished jobs: jobs run in this order, whatever their streams.
     launched: u64,
     passed: u64,
 }
 
 impl Communicator {
-    /// With its construction in progress.
+    /// Creates a communicator whose construction is in progress.
     pub(super) fn new(hub: String, rank: usize, size: usize, place: Place, blocking: bool) -> Arc<Self> {
         let state = State { in_progress: Some(0), ..State::default() };
         let (user, changed) = (Mutex::new(None), Condvar::new());
         Arc::new(Self { rank, size, place, blocking, hub, user, state: Mutex::new(state), changed })
     }
 
-    /// Changes the state, and tells whoever waits for that.
+    /// Changes the state and wakes all waiting threads.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let result = change(&mut lock(&self.state));
         self.changed.notify_all();
         result
     }
 
-    /// Waits until `found` finds something, or until `deadline`. `None` also when the communicator fails or ends.
+    /// Waits until `found` returns a value or until `deadline`. Also returns `None` if the communicator fails or ends.
     fn wait_until<T>(&self, deadline: Option<Instant>, found: impl Fn(&State) -> Option<T>) -> Option<T> {
         let mut state = lock(&self.state);
         loop {
@@ -83,7 +83,7 @@ impl Communicator {
         }
     }
 
-    /// The same without a deadline; the failure if that comes first.
+    /// Like `wait_until` without a deadline; returns the failure if that comes first.
     pub(super) fn wait_for<T>(&self, found: impl Fn(&State) -> Option<T>) -> Outcome<T> {
         self.wait_until(None, found).ok_or_else(|| self.why_not())
     }
@@ -93,7 +93,7 @@ impl Communicator {
         lock(&self.state).error.clone().unwrap_or_else(ended)
     }
 
-    /// Its first error, unless it has ended. Operations and calls in progress never complete.
+    /// Records the first error, unless the communicator has ended. Operations and calls in progress never complete.
     pub(super) fn fail(&self, failure: Failure) {
         self.change(|state| {
             if state.error.is_none() && !state.ended {
@@ -103,7 +103,7 @@ impl Communicator {
         });
     }
 
-    /// Whether the next operation can begin.
+    /// Checks that the next operation can begin.
     pub(super) fn check(&self, call: &str) -> Outcome<()> {
         if lock(&self.state).finalizing {
             die(&format!("{call} on a communicator that was finalized"));
@@ -111,7 +111,7 @@ impl Communicator {
         self.check_ready(call)
     }
 
-    /// Whether nothing is in progress, and nothing has broken.
+    /// Checks that no operation is in progress and that there was no error.
     pub(super) fn check_ready(&self, call: &str) -> Outcome<()> {
         let state = lock(&self.state);
         if let Some(error) = &state.error {
@@ -124,12 +124,12 @@ impl Communicator {
         Ok(())
     }
 
-    /// An operation begins, which a thread carries out and settles.
+    /// Begins an operation, which a thread executes and settles.
     pub(super) fn begin(&self) {
         lock(&self.state).in_progress = Some(0);
     }
 
-    /// The operation in progress is over.
+    /// Ends the operation in progress.
     pub(super) fn settle(&self) {
         self.change(|state| state.in_progress = None);
     }
@@ -147,7 +147,7 @@ impl Communicator {
         lock(&self.state).finalizing
     }
 
-    /// What `ncclCommGetAsyncError` says.
+    /// Returns the result of `ncclCommGetAsyncError`.
     pub(super) fn look(&self) -> Code {
         self.change(|state| {
             if let Some(error) = &state.error {
@@ -163,7 +163,7 @@ impl Communicator {
         })
     }
 
-    /// For the thread of an operation: waits until a caller who does not block has seen it in progress.
+    /// Called by the thread of an operation: waits until a nonblocking caller has seen the operation in progress.
     pub(super) fn be_seen(&self) {
         if !self.blocking {
             self.wait_until(Some(Instant::now() + UNSEEN), |state| {
@@ -172,7 +172,7 @@ impl Communicator {
         }
     }
 
-    /// The number of a job that is put on a stream.
+    /// Returns the number of a job that is put on a stream.
     pub(super) fn launch(&self) -> u64 {
         self.change(|state| {
             state.launched += 1;
@@ -180,7 +180,7 @@ impl Communicator {
         })
     }
 
-    /// For a job: waits until it is its turn; the connection for it.
+    /// Called by a job: waits for its turn and returns the connection.
     pub(super) fn await_turn(&self, job: u64) -> Outcome<Arc<UnixStream>> {
         self.wait_for(|state| state.data.clone().filter(|_| state.passed + 1 == job))
     }
@@ -198,7 +198,7 @@ impl Communicator {
         self.wait_for(|state| (state.passed == state.launched).then_some(()))
     }
 
-    /// What a kernel does when its peers do not answer: it hangs until the communicator is aborted.
+    /// Emulates a kernel whose peers do not respond: hangs until the communicator is aborted.
     pub(super) fn hang(&self) {
         let mut state = lock(&self.state);
         while !state.ended {
@@ -206,26 +206,26 @@ impl Communicator {
         }
     }
 
-    /// Sleeps, unless the communicator ends meanwhile.
+    /// Sleeps, unless the communicator ends in the meantime.
     pub(super) fn linger(&self, duration: Duration) {
         if !duration.is_zero() {
             self.wait_until::<()>(Some(Instant::now() + duration), |_| None);
         }
     }
 
-    /// Ends it, well or not: jobs that are not over end now.
+    /// Ends the communicator, successfully or not. Unfinished jobs end now.
     pub(super) fn end(&self) {
         let connections = self.change(|state| {
             state.ended = true;
             [state.control.take(), state.data.take()]
         });
         for connection in connections.into_iter().flatten() {
-            // Also wakes whoever reads from it. It may be closed from the other side.
+            // This also wakes the thread that reads from the connection. The other side may have closed it.
             let _ = connection.shutdown(Shutdown::Both);
         }
     }
 
-    /// Does `last`, unless it has ended: an end waits for it.
+    /// Calls `last`, unless the communicator has ended; an end waits for this call.
     pub(super) fn unless_ended(&self, last: impl FnOnce(&mut State)) -> Outcome<()> {
         self.change(|state| {
             if state.ended {
@@ -237,7 +237,7 @@ impl Communicator {
     }
 }
 
-/// The use of a communicator by a thread, in which no other thread may use it.
+/// A thread's exclusive use of a communicator.
 pub(super) struct Visit(pub(super) Arc<Communicator>);
 
 impl Visit {

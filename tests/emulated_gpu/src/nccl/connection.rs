@@ -1,4 +1,4 @@
-//! The threads of a communicator: the one that connects it and listens to its hub, and those of single operations.
+//! The threads of a communicator: one that connects it and reads from its hub, and one per operation.
 use super::communicator::Communicator;
 use super::handles::{self, Handle};
 use super::wire::{Greeting, Message};
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-/// Starts to connect a new communicator.
+/// Starts connecting a new communicator.
 pub(super) fn start(communicator: Arc<Communicator>) {
     std::thread::spawn(move || {
         communicator.be_seen();
@@ -35,12 +35,12 @@ fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
         may_share: place.may_share,
         host: place.host.clone(),
     };
-    // When the hub does not hear it, the rest of the connection says why.
+    // If the hub does not receive it, later steps of the connection report the reason.
     let _ = join.send(&control);
     Ok(control)
 }
 
-/// Until the connection ends.
+/// Reads messages until the connection ends.
 fn listen(communicator: &Communicator, control: &UnixStream) {
     for line in BufReader::new(control).lines() {
         let Ok(line) = line else { break };
@@ -50,7 +50,9 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
             Some(Message::Child(child)) => communicator.change(|state| state.child = Some(child)),
             Some(Message::Finalized) => communicator.change(|state| state.finalized = true),
             Some(Message::Orphaned) => communicator.change(|state| state.orphaned = true),
-            other => communicator.fail(failure(Code::InternalError, format!("the hub said {other:?}"))),
+            other => {
+                communicator.fail(failure(Code::InternalError, format!("unexpected message from the hub: {other:?}")))
+            }
         }
     }
     let expected = communicator.change(|state| {
@@ -65,12 +67,12 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
 fn tell(communicator: &Communicator, message: &Message) {
     let control = communicator.change(|state| state.control.clone());
     if let Some(control) = control {
-        // When it is closed, the thread that listens will find out.
+        // If the connection is closed, the reading thread will notice.
         let _ = message.send(&control);
     }
 }
 
-/// Carries out an operation in a thread of its own; its failure is the communicator's.
+/// Executes an operation in a separate thread. Its failure becomes the communicator's.
 fn operate(
     communicator: &Arc<Communicator>,
     operation: impl FnOnce(&Arc<Communicator>) -> Outcome<()> + Send + 'static,
@@ -86,25 +88,25 @@ fn operate(
     });
 }
 
-/// A place for a handle that NCCL's caller keeps until the operation is over.
+/// Memory for a handle, which NCCL's caller keeps until the operation has ended.
 pub(super) struct Slot(pub(super) *mut Handle);
 
-// SAFETY: whoever passes a place to NCCL leaves it alone until the operation is over.
+// SAFETY: NCCL's caller does not use the memory until the operation has ended.
 unsafe impl Send for Slot {}
 
 impl Slot {
     /// # Safety
-    /// The place must be valid for a write, and nobody else may look at it now.
+    /// The memory must be valid for a write, and no other code may access it now.
     pub(super) unsafe fn fill(&self, handle: Handle) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.write(handle) };
     }
 }
 
-/// Starts a split; `slot` gets the new communicator, or null, before the operation is over.
+/// Starts a split. `slot` receives the new communicator, or null, before the operation ends.
 pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, blocking: bool, slot: Slot) -> Outcome<()> {
     if !communicator.is_idle() {
-        let text = "ncclCommSplit: calls on the communicator are not over, which may end in a deadlock";
+        let text = "ncclCommSplit: calls on the communicator are still running, which may cause a deadlock";
         return Err(failure(Code::InvalidUsage, text));
     }
     operate(communicator, move |parent| {
@@ -121,13 +123,13 @@ pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, bloc
             }
             None => std::ptr::null_mut(),
         };
-        // SAFETY: the operation is not over, and the caller keeps the place until then or an abort.
+        // SAFETY: the operation has not ended, and the caller keeps the memory until then or until an abort.
         parent.unless_ended(|_| unsafe { slot.fill(handle) })
     });
     Ok(())
 }
 
-/// Starts to finalize: what is under way is carried out, then the ranks of this host wait for each other.
+/// Starts finalizing: completes pending work, and then the ranks of this host wait for each other.
 pub(super) fn finalize(communicator: &Arc<Communicator>) {
     communicator.change(|state| state.finalizing = true);
     operate(communicator, |communicator| {
@@ -137,12 +139,12 @@ pub(super) fn finalize(communicator: &Arc<Communicator>) {
     });
 }
 
-/// The name of a new hub in this process, for an id.
+/// Returns the name of a new hub in this process, for an id.
 pub(super) fn new_hub() -> Outcome<String> {
     super::hub::open().map_err(|error| system_error("opening a socket for the other ranks", &error))
 }
 
-/// What a failed construction leaves to do.
+/// Cleans up after a failed construction.
 pub(super) fn give_up(communicator: &Communicator, handle: Handle, error: Failure) -> Failure {
     communicator.end();
     handles::remove(handle);

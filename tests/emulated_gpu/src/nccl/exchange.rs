@@ -1,4 +1,4 @@
-//! What the hub does with calls: it finds those that belong together, and calculates what each rank gets.
+//! Matching of calls in the hub, and computing the result of each rank.
 use super::reduce::reduce;
 use super::wire::{ANSWER_HEADER, CALL_HEADER, Call, Kind, answer_header, parse_call};
 use std::collections::{HashMap, VecDeque};
@@ -7,15 +7,15 @@ use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-/// A rank's call, with what it gives to it.
+/// A rank's call with its input data.
 pub(super) struct Part {
-    /// Its number in the rank's job.
+    /// The index in the rank's job.
     index: usize,
     call: Call,
     body: Vec<u8>,
 }
 
-/// The next call on a connection; `None` at its end. `given` says how long a body is.
+/// Reads the next call from a connection; `None` at its end. `given` returns the length of a body.
 pub(super) fn read(mut stream: &UnixStream, given: impl Fn(&Call) -> usize) -> Option<Part> {
     let mut header = [0; CALL_HEADER];
     stream.read_exact(&mut header).ok()?;
@@ -25,7 +25,7 @@ pub(super) fn read(mut stream: &UnixStream, given: impl Fn(&Call) -> usize) -> O
     Some(Part { index, call, body })
 }
 
-/// What a rank gets for a call: pieces that belong together.
+/// A rank's result of a call: consecutive pieces.
 pub(super) struct Reply {
     index: usize,
     pieces: Vec<(Arc<Vec<u8>>, Range<usize>)>,
@@ -40,10 +40,10 @@ impl Reply {
     }
 }
 
-/// The calls that wait for others.
+/// The calls that wait for matching calls.
 pub(super) struct Exchange {
     collectives: Vec<VecDeque<Part>>,
-    /// By sender and receiver.
+    /// Keyed by sender and receiver.
     sends: HashMap<(usize, usize), VecDeque<Part>>,
     recvs: HashMap<(usize, usize), VecDeque<Part>>,
 }
@@ -54,8 +54,8 @@ impl Exchange {
         Self { collectives, sends: HashMap::new(), recvs: HashMap::new() }
     }
 
-    /// Adds a call; what can be carried out now. Calls that should match and do not stay where they are, and so does
-    /// everything behind them: they hang.
+    /// Adds a call and returns the calls that can be executed now. Mismatched calls stay queued, with everything behind
+    /// them, so they hang.
     pub(super) fn add(&mut self, rank: usize, part: Part) -> Option<Turn> {
         let between = match part.call.kind {
             Kind::Send => (rank, part.call.peer),
@@ -90,9 +90,9 @@ impl Exchange {
     }
 }
 
-/// Calls that belong together.
+/// Calls that match.
 pub(super) enum Turn {
-    /// By rank.
+    /// In the order of ranks.
     Collective(Vec<Part>),
     Message {
         between: (usize, usize),
@@ -102,7 +102,7 @@ pub(super) enum Turn {
 }
 
 impl Turn {
-    /// How many replies it gives.
+    /// Returns the number of replies.
     pub(super) fn replies(&self) -> usize {
         match self {
             Self::Collective(parts) => parts.len(),
@@ -110,7 +110,7 @@ impl Turn {
         }
     }
 
-    /// What each rank gets.
+    /// Computes the result of each rank.
     pub(super) fn carry_out(self) -> Vec<(usize, Reply)> {
         match self {
             Self::Message { between: (from, to), send, recv } => {

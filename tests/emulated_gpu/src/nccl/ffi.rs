@@ -1,4 +1,4 @@
-//! NCCL's functions for communicators. `# Safety` of all: as NCCL's own functions of these names.
+//! NCCL's functions for communicators. Their safety requirements are those of NCCL's functions.
 #![allow(clippy::missing_safety_doc)]
 use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
@@ -8,14 +8,14 @@ use super::{Code, Outcome, failure, group, set_last_error};
 use std::ffi::{c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// `ncclUniqueId`: the name of a hub, filled up with zeros.
+/// `ncclUniqueId`: the name of a hub, padded with zeros.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId {
     internal: [u8; 128],
 }
 
-/// The beginning of `ncclConfig_t`: what is used of it.
+/// The beginning of `ncclConfig_t`, as far as it is used.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Config {
@@ -29,7 +29,7 @@ const MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;
 const NO_COLOR: c_int = -1;
 
-/// Runs the body of a function: its code, with the text of an error kept for `ncclGetLastError`.
+/// Runs the body of a function, returns its code and keeps the text of an error for `ncclGetLastError`.
 pub(super) fn answer(body: impl FnOnce() -> Outcome<Code>) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(body));
     let outcome = outcome.unwrap_or_else(|_| Err(failure(Code::InternalError, "a function panicked")));
@@ -39,7 +39,7 @@ pub(super) fn answer(body: impl FnOnce() -> Outcome<Code>) -> c_int {
     }) as c_int
 }
 
-/// The communicator of a handle, as the calling thread's.
+/// Returns the communicator of a handle, for use by the calling thread.
 pub(super) fn visit(handle: Handle, call: &str) -> Outcome<Visit> {
     Ok(Visit::new(handles::find(handle, call)?, call))
 }
@@ -48,20 +48,20 @@ pub(super) fn invalid(text: impl Into<String>) -> super::Failure {
     failure(Code::InvalidArgument, text)
 }
 
-/// Whether a configuration asks for blocking calls; `otherwise` where it leaves that open.
+/// Returns whether a configuration requests blocking calls; `otherwise` if it does not say.
 ///
 /// # Safety
-/// It must be null or point to a configuration.
+/// `config` must be null or point to a configuration.
 unsafe fn blocking(config: *const Config, otherwise: bool) -> Outcome<bool> {
     if config.is_null() {
         return Ok(otherwise);
     }
-    // SAFETY: the caller's promise. Nothing is read of a struct that is shorter.
+    // SAFETY: guaranteed by the caller. Only the fields that every version of the struct has are read.
     let (size, magic) = unsafe { ((*config).size, (*config).magic) };
     if magic != MAGIC || size < size_of::<Config>() {
         return Err(invalid("the ncclConfig_t was not initialized"));
     }
-    // SAFETY: as above.
+    // SAFETY: guaranteed by the caller; the checks above show that the struct is initialized and long enough.
     match unsafe { (*config).blocking } {
         UNDEFINED => Ok(otherwise),
         0 => Ok(false),
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
         if version.is_null() {
             return Err(invalid("ncclGetVersion: null"));
         }
-        // SAFETY: the caller has given a place for a number.
+        // SAFETY: the caller provides memory for a number.
         unsafe { version.write(pretences().version) };
         Ok(Code::Success)
     })
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
         let name = connection::new_hub()?;
         let mut internal = [0; 128];
         internal[..name.len()].copy_from_slice(name.as_bytes());
-        // SAFETY: the caller has given a place for an id.
+        // SAFETY: the caller provides memory for an id.
         unsafe { id.write(UniqueId { internal }) };
         Ok(Code::Success)
     })
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, nranks: c_int, id: UniqueId, rank: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { ncclCommInitRankConfig(comm, nranks, id, rank, std::ptr::null_mut()) }
 }
 
@@ -117,18 +117,18 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     config: *mut Config,
 ) -> c_int {
     answer(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let blocking = unsafe { blocking(config, true) }?;
         let (size, rank) = match (usize::try_from(nranks), usize::try_from(rank)) {
             (Ok(size), Ok(rank)) if rank < size && !comm.is_null() => (size, rank),
-            _ => return Err(invalid(format!("ncclCommInitRankConfig: there is no rank {rank} of {nranks}"))),
+            _ => return Err(invalid(format!("ncclCommInitRankConfig: rank {rank} of {nranks} does not exist"))),
         };
         let end = id.internal.iter().position(|byte| *byte == 0).unwrap_or(id.internal.len());
         let name = std::str::from_utf8(&id.internal[..end]).ok().filter(|name| !name.is_empty());
-        let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is no id"))?.to_string();
+        let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is not an id"))?.to_string();
         let communicator = Communicator::new(hub, rank, size, Place::here(), blocking);
         let handle = handles::add(communicator.clone());
-        // SAFETY: the caller has given a place for a communicator.
+        // SAFETY: the caller provides memory for a communicator.
         unsafe { comm.write(handle) };
         let visit = Visit::new(communicator.clone(), "ncclCommInitRankConfig");
         group::join(visit, |communicator| {
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
             Ok(None)
         })
         .map_err(|error| {
-            // SAFETY: as above.
+            // SAFETY: the caller provides memory for a communicator.
             unsafe { comm.write(std::ptr::null_mut()) };
             connection::give_up(&communicator, handle, error)
         })
@@ -155,11 +155,11 @@ pub unsafe extern "C" fn ncclCommSplit(
         let visit = visit(comm, "ncclCommSplit")?;
         visit.0.check("ncclCommSplit")?;
         if newcomm.is_null() || (color < 0 && color != NO_COLOR) {
-            return Err(invalid(format!("ncclCommSplit: color {color}, or null")));
+            return Err(invalid(format!("ncclCommSplit: the color {color} is invalid, or newcomm is null")));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let blocking = unsafe { blocking(config, visit.0.blocking) }?;
-        // SAFETY: the caller has given a place for a communicator.
+        // SAFETY: the caller provides memory for a communicator.
         unsafe { newcomm.write(std::ptr::null_mut()) };
         group::join(visit, |communicator| {
             connection::split(communicator, color, key, blocking, Slot(newcomm)).map(|()| None)
@@ -174,7 +174,7 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, error: *mut c_int) 
         if error.is_null() {
             return Err(invalid("ncclCommGetAsyncError: null"));
         }
-        // SAFETY: the caller has given a place for a code.
+        // SAFETY: the caller provides memory for a code.
         unsafe { error.write(visit.0.look() as c_int) };
         Ok(Code::Success)
     })
@@ -222,10 +222,10 @@ pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
     })
 }
 
-/// Tells a fact about a communicator.
+/// Writes a property of a communicator to `place`.
 ///
 /// # Safety
-/// `place` must be null or a place for a number.
+/// `place` must be null or point to memory for a number.
 unsafe fn tell(comm: Handle, place: *mut c_int, call: &str, fact: impl FnOnce(&Communicator) -> usize) -> c_int {
     answer(|| {
         let visit = visit(comm, call)?;
@@ -233,7 +233,7 @@ unsafe fn tell(comm: Handle, place: *mut c_int, call: &str, fact: impl FnOnce(&C
         if place.is_null() {
             return Err(invalid(format!("{call}: null")));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { place.write(fact(&visit.0) as c_int) };
         Ok(Code::Success)
     })
@@ -241,18 +241,18 @@ unsafe fn tell(comm: Handle, place: *mut c_int, call: &str, fact: impl FnOnce(&C
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(comm, count, "ncclCommCount", |communicator| communicator.size) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(comm, rank, "ncclCommUserRank", |communicator| communicator.rank) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(comm, device, "ncclCommCuDevice", |communicator| communicator.place.device as usize) }
 }

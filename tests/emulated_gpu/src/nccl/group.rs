@@ -1,4 +1,4 @@
-//! Groups of calls: what is called between `ncclGroupStart` and `ncclGroupEnd` starts together. A call outside is a group
+//! Groups of calls: calls between `ncclGroupStart` and `ncclGroupEnd` start together. A call outside a group is a group
 //! of its own.
 use super::communicator::{Communicator, Visit};
 use super::job::{self, Queued};
@@ -7,13 +7,13 @@ use crate::stream::Stream;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// A call, and the stream that it belongs on.
+/// A call with its stream.
 type OnStream = (Arc<Stream>, Queued);
 
 #[derive(Default)]
 struct Group {
     depth: usize,
-    /// The communicators in use; they are the thread's until the end of the group.
+    /// The communicators in use. They belong to the thread until the end of the group.
     visits: Vec<Visit>,
     calls: Vec<(Arc<Communicator>, Arc<Stream>, Queued)>,
     failed: Option<Failure>,
@@ -27,8 +27,8 @@ pub(super) fn start() {
     GROUP.with_borrow_mut(|group| group.depth += 1);
 }
 
-/// Carries out `operation` on a communicator as a part of the thread's group: a call to be launched with it, or `None` for
-/// one that has begun.
+/// Executes `operation` on a communicator as part of the thread's group. It returns a call to launch with the group, or
+/// `None` if it has already begun.
 pub(super) fn join(
     visit: Visit,
     operation: impl FnOnce(&Arc<Communicator>) -> Outcome<Option<OnStream>>,
@@ -53,10 +53,10 @@ pub(super) fn join(
     result.and(ended)
 }
 
-/// Starts what was called in the group, if this is its end.
+/// Starts the calls of the group if this is its end.
 pub(super) fn end() -> Outcome<Code> {
     let ended = GROUP.with_borrow_mut(|group| match group.depth {
-        0 => Err(failure(Code::InvalidUsage, "ncclGroupEnd: there is no group")),
+        0 => Err(failure(Code::InvalidUsage, "ncclGroupEnd: no group was started")),
         1 => Ok(Some(std::mem::take(group))),
         _ => {
             group.depth -= 1;

@@ -1,5 +1,5 @@
-//! What an `ncclComm_t` stands for. A handle is a number that is never given twice, so that its use after the end of the
-//! communicator is noticed.
+//! The meaning of an `ncclComm_t`. A handle is a number that is never reused, so that use of a communicator after its
+//! end is detected.
 use super::communicator::Communicator;
 use super::{Code, Outcome, die, failure, lock};
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ pub(super) fn add(communicator: Arc<Communicator>) -> Handle {
     std::ptr::without_provenance_mut(number)
 }
 
-/// `call` is the function that was given the handle.
+/// `call` is the name of the function that received the handle.
 pub(super) fn find(handle: Handle, call: &str) -> Outcome<Arc<Communicator>> {
     let handles = lock(&HANDLES);
     let number = handle.addr();
@@ -36,7 +36,7 @@ pub(super) fn find(handle: Handle, call: &str) -> Outcome<Arc<Communicator>> {
     if (FIRST..handles.next).contains(&number) {
         die(&format!("{call} on a communicator that was destroyed or aborted"));
     }
-    Err(failure(Code::InvalidArgument, format!("{call}: this is no communicator")))
+    Err(failure(Code::InvalidArgument, format!("{call}: this is not a communicator")))
 }
 
 pub(super) fn remove(handle: Handle) {

@@ -1,5 +1,5 @@
-//! The hub of a communicator: threads in the process that made its id. All ranks are connected to it; it carries out what
-//! they do together.
+//! The hub of a communicator: threads in the process that created its id. All ranks connect to it, and it executes
+//! their collective operations.
 use super::exchange::{Exchange, Reply, Turn};
 use super::wire::{Greeting, Message};
 use super::{Code, Failure, failure, lock, system_error};
@@ -9,19 +9,20 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-/// Starts the hub of a new communicator; its name.
+/// Starts the hub of a new communicator and returns its name.
 pub(super) fn open() -> Result<String> {
     let (name, listener) = super::wire::listen()?;
     std::thread::Builder::new().name("nccl-hub".to_string()).spawn(move || accept(&listener))?;
     Ok(name)
 }
 
-/// Until all ranks are connected. An id that is never used keeps the thread for the rest of the process, as in NCCL.
+/// Accepts connections until all ranks are connected. As in NCCL, an id that is never used keeps the thread for the
+/// lifetime of the process.
 fn accept(listener: &UnixListener) {
     let mut hub: Option<Arc<Hub>> = None;
     for stream in listener.incoming() {
         let Ok(mut stream) = stream else { continue };
-        // A rank that dies here has its other connection to be noticed by, or never comes.
+        // A rank that dies here is noticed through its other connection, or never joins.
         let Ok(greeting) = Greeting::read(&mut stream) else { continue };
         let hub = hub.get_or_insert_with(|| Arc::new(Hub::new(greeting.size)));
         hub.admit(greeting, stream);
@@ -37,11 +38,11 @@ struct State {
     seats: Vec<Seat>,
     failed: Option<Failure>,
     exchange: Exchange,
-    /// Replies that are still to be sent.
+    /// The number of replies that are still to be sent.
     unsent: usize,
 }
 
-/// What the hub knows of a rank.
+/// The hub's state of a rank.
 #[derive(Default)]
 struct Seat {
     has_control: bool,
@@ -51,7 +52,7 @@ struct Seat {
     joined: Option<Joined>,
     split: Option<(i32, i32)>,
     finalized: bool,
-    /// It was told that it is finalized, and may close its connections.
+    /// Whether the rank was told that it is finalized and may close its connections.
     dismissed: bool,
 }
 
@@ -65,7 +66,7 @@ struct Joined {
 impl Seat {
     fn tell(&self, message: &Message) {
         if let Some(control) = &self.control {
-            // A rank that is gone has closed it, which is noticed by the thread that reads from it.
+            // The connection of a rank that has left is closed, which the thread that reads from it notices.
             let _ = message.send(control);
         }
     }
@@ -81,14 +82,14 @@ impl Hub {
         lock(&self.0).seats.iter().all(|seat| seat.has_control && seat.has_data)
     }
 
-    /// Takes a new connection.
+    /// Accepts a new connection.
     fn admit(self: &Arc<Self>, greeting: Greeting, stream: UnixStream) {
         let Greeting { for_data, rank, size } = greeting;
         let mut state = lock(&self.0);
         let fits = size == state.seats.len() && rank < size;
         let taken = |seat: &Seat| if for_data { seat.has_data } else { seat.has_control };
         if !fits || taken(&state.seats[rank]) {
-            let text = format!("a rank {rank} of {size} has come where it does not fit, or for the second time");
+            let text = format!("rank {rank} of {size} is invalid or joined twice");
             let error = failure(Code::InvalidUsage, text);
             if !for_data {
                 let _ = Message::Failed(error.clone()).send(&stream);
@@ -114,7 +115,7 @@ impl Hub {
         state.start_if_complete();
     }
 
-    /// Reads what a rank asks for, until it leaves.
+    /// Reads a rank's requests until it leaves.
     fn listen(&self, rank: usize, stream: &UnixStream) {
         for line in BufReader::new(stream).lines() {
             let Ok(line) = line else { break };
@@ -136,7 +137,9 @@ impl Hub {
                     seat.finalized = true;
                     state.dismiss();
                 }
-                other => state.fail(failure(Code::InternalError, format!("rank {rank} said {other:?}"))),
+                other => {
+                    state.fail(failure(Code::InternalError, format!("unexpected message from rank {rank}: {other:?}")))
+                }
             }
         }
         let mut state = lock(&self.0);
@@ -147,7 +150,7 @@ impl Hub {
         }
     }
 
-    /// Reads the calls of a rank, and carries out those that all their ranks have made.
+    /// Reads a rank's calls, and executes those that all participating ranks have made.
     fn collect(&self, rank: usize, stream: &UnixStream) {
         while let Some(call) = super::exchange::read(stream, |call| {
             let size = lock(&self.0).seats.len();
@@ -159,7 +162,7 @@ impl Hub {
                 state.unsent += turn.as_ref().map_or(0, Turn::replies);
                 turn
             };
-            // Without the lock, since this may take long.
+            // Runs without the lock, because it may take long.
             let Some(turn) = turn else { continue };
             for (rank, reply) in turn.carry_out() {
                 let mut state = lock(&self.0);
@@ -174,7 +177,7 @@ impl Hub {
     /// Sends a rank its replies.
     fn answer(&self, queue: &Receiver<Reply>, stream: &UnixStream) {
         for reply in queue {
-            // Nobody misses what does not reach a rank that is gone.
+            // A rank that has left does not miss its replies.
             let _ = reply.send(stream);
             let mut state = lock(&self.0);
             state.unsent -= 1;
@@ -184,7 +187,7 @@ impl Hub {
 }
 
 impl State {
-    /// Tells all ranks but those that have left in good order.
+    /// Reports a failure to all ranks except those that have left properly.
     fn fail(&mut self, failure: Failure) {
         if self.failed.is_none() {
             self.failed = Some(failure.clone());
@@ -233,8 +236,8 @@ impl State {
         }
     }
 
-    /// Lets ranks go whose host has finalized as a whole. Not before all replies are sent: the process of the hub may end
-    /// with that.
+    /// Releases ranks whose host has finalized completely. Waits until all replies are sent, because the process of the
+    /// hub may exit then.
     fn dismiss(&mut self) {
         if self.unsent > 0 || self.failed.is_some() {
             return;

@@ -1,4 +1,4 @@
-//! The calls of a communicator that run together on a stream, as one kernel does.
+//! The calls of a communicator that run together on a stream, like a single kernel.
 use super::communicator::Communicator;
 use super::place::pretences;
 use super::wire::{Call, Kind, call_header, read_answer_header};
@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 
-/// A call with the addresses of its buffers. The caller of NCCL has promised that they are good until the stream has passed
-/// the call, and that nothing else touches them meanwhile.
+/// A call with the addresses of its buffers. NCCL's caller guarantees that they are valid until the stream has executed
+/// the call, and that nothing else accesses them in the meantime.
 #[derive(Clone, Copy)]
 pub(super) struct Queued {
     pub(super) call: Call,
@@ -19,7 +19,7 @@ pub(super) struct Queued {
     pub(super) receive: usize,
 }
 
-/// The messages of a rank to itself, which need their other half in the same group.
+/// Checks that a rank's messages to itself have both halves in the same group.
 pub(super) fn check(communicator: &Communicator, calls: &[(Arc<Stream>, Queued)]) -> Outcome<()> {
     let own = |kind| {
         let calls = calls.iter().map(|(_, queued)| queued.call);
@@ -32,7 +32,7 @@ pub(super) fn check(communicator: &Communicator, calls: &[(Arc<Stream>, Queued)]
     Err(failure(Code::InvalidUsage, "a rank sends to itself without a matching recv in the same group, or the reverse"))
 }
 
-/// Puts the calls on their streams as one job: all of their streams wait for its start, and for its end.
+/// Puts the calls on their streams as one job: all of these streams wait for its start and its end.
 pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, Queued)>) {
     let mut streams: Vec<Arc<Stream>> = Vec::new();
     for (stream, _) in &calls {
@@ -62,7 +62,7 @@ pub(super) fn launch(communicator: &Arc<Communicator>, calls: Vec<(Arc<Stream>, 
     });
 }
 
-/// Returns when the job is over, or hangs until an abort.
+/// Returns when the job has ended, or hangs until an abort.
 fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
     let done = communicator.await_turn(number).map_err(|_| ()).and_then(|connection| {
         communicator.linger(pretences().delay);
@@ -79,31 +79,31 @@ fn run(communicator: &Communicator, number: u64, calls: &[Queued]) {
     }
 }
 
-/// Counts the calls of this process: whether this is the one that shall fail.
+/// Counts the calls of this process and returns whether this one must fail.
 fn fails() -> bool {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     COUNT.fetch_add(1, Ordering::Relaxed) + 1 == pretences().fail_after
 }
 
-/// Gives the hub everything before it takes anything: no call of the job waits for another one.
+/// Sends everything to the hub before receiving anything, so that no call of the job waits for another one.
 fn exchange(communicator: &Communicator, mut connection: &UnixStream, calls: &[Queued]) -> Result<()> {
     let Communicator { rank, size, .. } = *communicator;
     for (index, queued) in calls.iter().enumerate() {
         connection.write_all(&call_header(index, &queued.call))?;
         let bytes = queued.call.given(rank, size);
         if bytes > 0 {
-            // SAFETY: the caller of NCCL has given a buffer of this size, which nothing writes to before the stream has
-            // passed this job.
+            // SAFETY: NCCL's caller provides a buffer of this size, to which nothing writes until the stream has
+            // executed this job.
             connection.write_all(unsafe { std::slice::from_raw_parts(queued.send as *const u8, bytes) })?;
         }
     }
     for _ in calls {
         let (index, bytes) = read_answer_header(connection)?;
-        let strange = || Error::new(ErrorKind::InvalidData, "an answer that does not fit");
+        let strange = || Error::new(ErrorKind::InvalidData, "an unexpected reply");
         let queued = calls.get(index).filter(|queued| queued.call.taken(rank, size) == bytes).ok_or_else(strange)?;
         if bytes > 0 {
-            // SAFETY: the caller of NCCL has given a buffer of this size, which nothing else uses before the stream has
-            // passed this job. No slice of a send buffer, which may be the same memory, is left.
+            // SAFETY: NCCL's caller provides a buffer of this size, which nothing else uses until the stream has
+            // executed this job. No slice of a send buffer, which may be the same memory, exists any more.
             connection.read_exact(unsafe { std::slice::from_raw_parts_mut(queued.receive as *mut u8, bytes) })?;
         }
     }

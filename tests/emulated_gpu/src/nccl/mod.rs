@@ -1,5 +1,5 @@
-//! NCCL: ranks that exchange the contents of their buffers through a hub. How, and what differs from NCCL, is told in the
-//! README.md beside this file.
+//! NCCL: ranks exchange the contents of their buffers through a hub. README.md in this folder describes how, and the
+//! differences from NCCL.
 mod calls;
 mod communicator;
 mod connection;
@@ -35,14 +35,14 @@ enum Code {
 }
 
 impl Code {
-    /// The errors that are told from process to process.
+    /// Decodes the errors that processes exchange.
     fn from_number(number: c_int) -> Self {
         let errors = [Self::SystemError, Self::InvalidArgument, Self::InvalidUsage, Self::RemoteError];
         errors.into_iter().find(|code| *code as c_int == number).unwrap_or(Self::InternalError)
     }
 }
 
-/// An error, and the text that goes with it.
+/// An error with its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Failure {
     code: Code,
@@ -59,7 +59,7 @@ fn system_error(doing: &str, error: &std::io::Error) -> Failure {
     failure(Code::SystemError, format!("{doing}: {error}"))
 }
 
-/// What `ncclGetLastError` returns: null, or a text that is never freed, since nobody says when it has been read.
+/// The result of `ncclGetLastError`: null, or a text that is never freed, because its reader's lifetime is unknown.
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 fn set_last_error(text: &str) {
@@ -72,13 +72,13 @@ fn last_error() -> *const c_char {
     if text.is_null() { c"".as_ptr() } else { text }
 }
 
-/// Ends the process for a use of NCCL whose outcome it leaves undefined.
+/// Ends the process because of a use of NCCL whose outcome is undefined.
 fn die(text: &str) -> ! {
     let _ = writeln!(std::io::stderr().lock(), "emulated NCCL: {text}");
     std::process::abort()
 }
 
-/// Nothing here leaves a value half-changed, so a lock is good after a panic too.
+/// No code leaves a value half-changed, so the content of a poisoned lock is valid.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

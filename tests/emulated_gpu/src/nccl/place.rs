@@ -1,8 +1,8 @@
-//! Where a rank is, and what the environment says.
+//! The location of a rank, and the settings in the environment.
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Ranks that are equal in it are on one GPU.
+/// Ranks with equal places are on the same GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) host: String,
@@ -12,7 +12,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// That of the calling thread.
+    /// Returns the place of the calling thread.
     pub(super) fn here() -> Self {
         #[cfg(test)]
         if let Some(place) = PRETENDED.with(|place| place.borrow().clone()) {
@@ -24,23 +24,23 @@ impl Place {
     }
 }
 
-/// Tells this machine from others as long as it runs.
+/// Returns an id of this machine, which stays the same until the machine restarts.
 fn machine() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_or("machine".to_string(), |id| id.trim().to_string())
 }
 
 #[cfg(test)]
 thread_local! {
-    /// Where the ranks of tests are, which are threads of one process.
+    /// The places of ranks in tests, which are threads of one process.
     pub(super) static PRETENDED: std::cell::RefCell<Option<Place>> = const { std::cell::RefCell::new(None) };
 }
 
-/// What the environment asks for, see the README.
+/// The settings in the environment; see the README.
 pub(super) struct Pretences {
     pub(super) delay: Duration,
     /// The number of the call that fails, from 1; 0 for none.
     pub(super) fail_after: u64,
-    /// As NCCL numbers its versions.
+    /// Encoded like NCCL's versions.
     pub(super) version: i32,
 }
 

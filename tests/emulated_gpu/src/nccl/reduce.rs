@@ -1,9 +1,9 @@
-//! Reductions of bodies of bytes, in ascending order of the ranks, each step rounded as the type: `Avg` of floats
-//! multiplies before it sums, and that of integers divides the sum, as NCCL does.
+//! Reductions of buffers in ascending order of the ranks, rounded to the type after each step. As in NCCL, `Avg` of
+//! floats multiplies before summing, and `Avg` of integers divides the sum.
 use super::wire::{Dtype, Op};
 use half::{bf16, f16};
 
-/// A number in `N` bytes.
+/// A number of `N` bytes.
 trait Element<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;
     fn write(self) -> [u8; N];
@@ -11,9 +11,9 @@ trait Element<const N: usize>: Copy {
     fn multiply(self, other: Self) -> Self;
     fn smaller(self, other: Self) -> Self;
     fn larger(self, other: Self) -> Self;
-    /// The factor before a mean, if the type has one.
+    /// Returns the factor applied before a mean, if the type has one.
     fn share(ranks: usize) -> Option<Self>;
-    /// What is left to do for a mean of types without a factor.
+    /// Completes a mean for types without a factor.
     fn divide(self, ranks: usize) -> Self;
 }
 
@@ -88,11 +88,11 @@ macro_rules! float {
 
 float!(f32, 4, |share: f64| share as f32);
 float!(f64, 8, |share: f64| share);
-// By way of f32, as NCCL calculates the factor.
+// Converted through f32, because NCCL computes the factor in f32.
 float!(f16, 2, |share: f64| f16::from_f32(share as f32));
 float!(bf16, 2, |share: f64| bf16::from_f32(share as f32));
 
-/// The reduction of what all ranks gave, which is equally long.
+/// Reduces the buffers of all ranks, which have the same length.
 pub(super) fn reduce(bodies: Vec<Vec<u8>>, dtype: Dtype, op: Op) -> Vec<u8> {
     match dtype {
         Dtype::I8 => reduce_as::<1, i8>(bodies, op),
@@ -131,7 +131,7 @@ fn reduce_as<const N: usize, T: Element<N>>(mut bodies: Vec<Vec<u8>>, op: Op) ->
     result
 }
 
-/// A loop that compilers turn into vector code.
+/// A loop that compilers vectorise.
 fn fold<const N: usize, T: Element<N>>(result: &mut [u8], body: &[u8], step: impl Fn(T, T) -> T) {
     for (a, b) in result.as_chunks_mut::<N>().0.iter_mut().zip(body.as_chunks::<N>().0) {
         *a = step(T::read(*a), T::read(*b)).write();

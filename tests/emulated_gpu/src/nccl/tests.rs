@@ -1,4 +1,4 @@
-//! Ranks as threads, and where one dies, as processes; through the functions that programs call.
+//! Ranks as threads, or as processes if one of them dies; called through the functions that programs use.
 mod collectives;
 mod failures;
 mod lifetimes;

@@ -1,16 +1,16 @@
-//! What ranks and their hub tell each other. Each rank has two connections to it: one for data, in frames with a header and
-//! a body, and one for everything else, in lines of text.
+//! The protocol between ranks and their hub. Each rank has two connections to the hub: one for data, in frames with a
+//! header and a body, and one for everything else, in lines of text.
 use super::{Code, Failure, failure};
 use std::io::{Read, Result, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 
-/// The address of a hub: a name that exists in memory alone.
+/// Returns the address of a hub: a name that exists only in memory.
 fn address(name: &str) -> Result<SocketAddr> {
     SocketAddr::from_abstract_name(name)
 }
 
-/// A new hub's name, and where it is called by it.
+/// Returns a new hub's name and its listener.
 pub(super) fn listen() -> Result<(String, UnixListener)> {
     let mut number = [0; 16];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut number)?;
@@ -19,7 +19,7 @@ pub(super) fn listen() -> Result<(String, UnixListener)> {
     Ok((name, listener))
 }
 
-/// How every connection begins.
+/// The beginning of every connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) for_data: bool,
@@ -46,7 +46,7 @@ impl Greeting {
 /// A line of text between a rank and the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// A rank, and where it is.
+    /// A rank joins, with its place.
     Join {
         process: u32,
         device: i32,
@@ -58,13 +58,13 @@ pub(super) enum Message {
         key: i32,
     },
     Finalize,
-    /// All ranks are there.
+    /// All ranks have joined.
     Ready,
     Failed(Failure),
-    /// The rank's place after a split: rank, size, and the name of the new hub.
+    /// The rank's position after a split: rank, size, and the name of the new hub.
     Child(Option<(usize, usize, String)>),
     Finalized,
-    /// The ranks in the hub's process have finalized, and it may end.
+    /// The ranks in the hub's process have finalized, so the hub may end.
     Orphaned,
 }
 
@@ -114,7 +114,7 @@ impl Message {
     }
 }
 
-/// What a call does.
+/// The kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     AllReduce,
@@ -158,7 +158,7 @@ const DTYPES: [Dtype; 10] = [
 ];
 
 impl Dtype {
-    /// By NCCL's number.
+    /// Converts NCCL's number.
     pub(super) fn from_number(number: usize) -> Option<Self> {
         DTYPES.get(number).copied()
     }
@@ -186,22 +186,22 @@ pub(super) enum Op {
 const OPS: [Op; 5] = [Op::Sum, Op::Prod, Op::Max, Op::Min, Op::Avg];
 
 impl Op {
-    /// By NCCL's number.
+    /// Converts NCCL's number.
     pub(super) fn from_number(number: usize) -> Option<Self> {
         OPS.get(number).copied()
     }
 }
 
-/// A call as all its ranks have to make it.
+/// The part of a call that all ranks must agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) kind: Kind,
     pub(super) dtype: Dtype,
-    /// `Sum` where nothing is reduced.
+    /// `Sum` if nothing is reduced.
     pub(super) op: Op,
-    /// The root, or the other rank of a message; 0 where there is none.
+    /// The root, or the other rank of a message; 0 if there is none.
     pub(super) peer: usize,
-    /// Elements, as NCCL counts them for this call.
+    /// The number of elements, as NCCL counts them for this call.
     pub(super) count: usize,
 }
 
@@ -210,7 +210,7 @@ impl Call {
         self.count * self.dtype.bytes()
     }
 
-    /// How many bytes rank `rank` gives.
+    /// Returns how many bytes rank `rank` contributes.
     pub(super) fn given(&self, rank: usize, size: usize) -> usize {
         match self.kind {
             Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::Send => self.bytes(),
@@ -220,7 +220,7 @@ impl Call {
         }
     }
 
-    /// How many bytes rank `rank` gets.
+    /// Returns how many bytes rank `rank` receives.
     pub(super) fn taken(&self, rank: usize, size: usize) -> usize {
         match self.kind {
             Kind::AllReduce | Kind::Broadcast | Kind::ReduceScatter | Kind::Recv => self.bytes(),
@@ -231,7 +231,7 @@ impl Call {
     }
 }
 
-/// The header of a call, with its number in its job; the body follows.
+/// The size of a call's header, which includes the index in its job; the body follows.
 pub(super) const CALL_HEADER: usize = 24;
 
 pub(super) fn call_header(index: usize, call: &Call) -> [u8; CALL_HEADER] {
@@ -242,7 +242,7 @@ pub(super) fn call_header(index: usize, call: &Call) -> [u8; CALL_HEADER] {
     header
 }
 
-/// `None` if it is no call.
+/// Returns `None` if the header is invalid.
 pub(super) fn parse_call(header: &[u8; CALL_HEADER]) -> Option<(usize, Call)> {
     let ([first, count, rest], _) = header.as_chunks::<8>() else { return None };
     let (first, count) = (u64::from_le_bytes(*first), u64::from_le_bytes(*count));
@@ -256,7 +256,7 @@ pub(super) fn parse_call(header: &[u8; CALL_HEADER]) -> Option<(usize, Call)> {
     Some((first as u32 as usize, call))
 }
 
-/// The header of an answer: the call's number in its job, and how many bytes follow.
+/// The size of a reply's header: the call's index in its job, and the number of bytes that follow.
 pub(super) const ANSWER_HEADER: usize = 16;
 
 pub(super) fn answer_header(index: usize, bytes: usize) -> [u8; ANSWER_HEADER] {

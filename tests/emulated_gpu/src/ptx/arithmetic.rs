@@ -21,7 +21,7 @@ pub(super) fn translate<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Res
     body.assign(i.operand(0)?, &result)
 }
 
-/// The sign bits of all lanes are cleared or turned.
+/// Clears or inverts the sign bits of all lanes.
 fn sign<'m>(i: &Instruction<'m>, ty: Type, suffixes: &mut Suffixes, body: &mut Body<'_, 'm>) -> Result<String, String> {
     suffixes.take("ftz");
     let bits = body.bits(i.operand(1)?, ty)?;
@@ -39,7 +39,7 @@ fn floats<'m>(
         suffixes.take_one(|suffix| ["rn", "rz", "rm", "rp"].contains(&suffix).then_some(suffix)).unwrap_or("rn");
     let flush = suffixes.take("ftz") && ty.bits == 32;
     let (saturate, relu, nan) = (suffixes.take("sat"), suffixes.take("relu"), suffixes.take("NaN"));
-    // What is approximate on a GPU is not here.
+    // Approximate operations are exact here.
     suffixes.drop_all(|suffix| ["approx", "full"].contains(&suffix));
     let wide = if ty.bits == 64 { "f64" } else { "f32" };
     let mut operands = Vec::new();
@@ -65,7 +65,7 @@ fn floats<'m>(
     Ok(Body::join(ty, &lanes))
 }
 
-/// The value of one lane. f16 and bf16 are f32 here, rounded when they are written.
+/// Returns the value of one lane. f16 and bf16 are computed as f32 and rounded when they are written.
 fn float(name: &str, ty: Type, rounding: &str, nan: bool, arguments: &[String]) -> Option<String> {
     let wide = if ty.bits == 64 { "f64" } else { "f32" };
     let f = if ty.bits == 64 { "" } else { "f" };
@@ -172,7 +172,7 @@ fn integers<'m>(
     body.assign(i.operand(0)?, &product_type.bits_of(&value))
 }
 
-/// Additions and subtractions of numbers of several words.
+/// Additions and subtractions of multi-word numbers.
 fn with_carry<'m>(
     i: &Instruction<'m>,
     ty: Type,

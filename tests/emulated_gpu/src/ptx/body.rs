@@ -1,4 +1,4 @@
-//! One function: its declarations, its statements, and what operands are in C.
+//! Translating one function: its declarations, statements and operands.
 use super::module::{Function, Space, Variable};
 use super::parse::{Instruction, Operand, Statement, statements};
 use super::translate::{Program, literal};
@@ -17,7 +17,7 @@ pub(super) struct Body<'p, 'm> {
 }
 
 impl<'p, 'm> Body<'p, 'm> {
-    /// What is between the braces, and the closing one.
+    /// Returns the code between the braces, and the closing one.
     pub(super) fn translate(program: &'p mut Program<'m>, function: &'m Function<'m>) -> Result<String, String> {
         let variables = function.results.iter().chain(&function.parameters);
         let variables = variables.map(|variable| (variable.name, variable.clone())).collect();
@@ -65,7 +65,7 @@ impl<'p, 'm> Body<'p, 'm> {
         Ok(())
     }
 
-    /// ` .b32 %r<10>, %x`
+    /// Declares registers, as in ` .b32 %r<10>, %x`.
     fn registers(&mut self, text: &str) -> Result<(), String> {
         let refuse = || format!("directive not supported: `.reg{text}`");
         let (ty, names) = text.trim().split_once(char::is_whitespace).ok_or_else(refuse)?;
@@ -105,7 +105,7 @@ impl<'p, 'm> Body<'p, 'm> {
         Ok(())
     }
 
-    /// The space and the address, in C, of a variable.
+    /// Returns the space and the C address of a variable.
     pub(super) fn variable(&mut self, name: &str) -> Result<Option<(Space, String)>, String> {
         let variable = match self.variables.get(name) {
             Some(variable) => variable.clone(),
@@ -121,7 +121,7 @@ impl<'p, 'm> Body<'p, 'm> {
         Ok(Some((variable.space, address)))
     }
 
-    /// The bits of an operand, all lanes; of registers, as they are: they may be wider.
+    /// Returns the bits of an operand, of all lanes. Registers are used as they are and may be wider.
     pub(super) fn bits(&mut self, operand: &Operand<'m>, ty: Type) -> Result<String, String> {
         match operand {
             Operand::Name(name) => {
@@ -135,19 +135,19 @@ impl<'p, 'm> Body<'p, 'm> {
             }
             Operand::Sum(name, offset) => match self.variable(name)? {
                 Some((_, address)) => Ok(format!("({address} + {offset})")),
-                None => Err(format!("operand not supported: `{name}` is no variable")),
+                None => Err(format!("operand not supported: `{name}` is not a variable")),
             },
             Operand::Not(name) => Ok(format!("!{}", register(name))),
             number => literal(number, ty.bytes() * 8).ok_or_else(|| format!("operand not supported: {number:?}")),
         }
     }
 
-    /// The value of an operand with one lane.
+    /// Returns the value of an operand with one lane.
     pub(super) fn value(&mut self, operand: &Operand<'m>, ty: Type) -> Result<String, String> {
         Ok(ty.value(&self.bits(operand, ty)?))
     }
 
-    /// The values of the lanes of an operand.
+    /// Returns the values of the lanes of an operand.
     pub(super) fn lanes(&mut self, operand: &Operand<'m>, ty: Type) -> Result<Vec<String>, String> {
         let bits = self.bits(operand, ty)?;
         Ok(match ty.lanes {
@@ -156,7 +156,7 @@ impl<'p, 'm> Body<'p, 'm> {
         })
     }
 
-    /// The bits of all lanes together.
+    /// Combines the bits of all lanes.
     pub(super) fn join(ty: Type, lanes: &[String]) -> String {
         let shifted = lanes.iter().enumerate().map(|(lane, value)| match lane {
             0 => ty.bits_of(value),
@@ -165,7 +165,7 @@ impl<'p, 'm> Body<'p, 'm> {
         shifted.collect::<Vec<_>>().join(" | ")
     }
 
-    /// `bits` has the sign that it is to be extended by, if any.
+    /// Assigns `bits`, whose C type is signed if sign extension is needed.
     pub(super) fn assign(&mut self, operand: &Operand<'m>, bits: &str) -> Result<String, String> {
         match operand {
             Operand::Name(name) => Ok(format!("{} = {bits};", register(name))),
@@ -175,7 +175,7 @@ impl<'p, 'm> Body<'p, 'm> {
     }
 }
 
-/// The labels that belong to the block that begins here.
+/// Returns the labels of the block that begins here.
 fn labels_of_block<'a>(statements: &[Statement<'a>]) -> Vec<&'a str> {
     let (mut labels, mut depth) = (Vec::new(), 0);
     for statement in statements {
@@ -190,7 +190,7 @@ fn labels_of_block<'a>(statements: &[Statement<'a>]) -> Vec<&'a str> {
     labels
 }
 
-/// `%r1` and `r1` may both be there.
+/// `%r1` and `r1` may both exist.
 pub(super) fn register(name: &str) -> String {
     match name.strip_prefix('%') {
         Some(name) => format!("R_{name}"),

@@ -23,7 +23,7 @@ pub(super) fn translate<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Res
     if !suffixes.is_empty() {
         return Err(i.unsupported());
     }
-    // hs, hi, ls, lo compare without signs whatever the type.
+    // hs, hi, ls and lo compare without signs, whatever the type.
     let ty = if ty.is_integer() && comparison.unsigned { Type { kind: Kind::Unsigned, ..ty } } else { ty };
     let (mut a, mut b) = (body.value(i.operand(1)?, ty)?, body.value(i.operand(2)?, ty)?);
     if flush {
@@ -75,7 +75,7 @@ fn operator(suffix: &str, ty: Type) -> Option<Comparison> {
         "ls" if !float => ("A <= B", true),
         "hi" if !float => ("A > B", true),
         "hs" if !float => ("A >= B", true),
-        // These hold if one of the two is not a number.
+        // These are true if one of the operands is NaN.
         "equ" if float => ("!(A < B || A > B)", false),
         "neu" if float => ("A != B", false),
         "ltu" if float => ("!(A >= B)", false),

@@ -1,5 +1,5 @@
-//! From C to a library that is loaded, by the system's C compiler. Libraries are kept in a folder: many processes run
-//! the same kernels.
+//! Compiling C to a loaded library with the system's C compiler. Libraries are cached in a folder, because many
+//! processes run the same kernels.
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// As `struct launch` in `thread.h`.
+/// The same as `struct launch` in `thread.h`.
 #[repr(C)]
 pub(super) struct Launch {
     pub(super) grid: [u32; 3],
@@ -24,11 +24,11 @@ pub(super) struct Launch {
 
 pub(super) type Run = unsafe extern "C" fn(*const Launch);
 
-/// Multiplications and additions stay apart unless the kernel fuses them.
+/// Multiplications and additions are not fused unless the kernel fuses them.
 const OPTIONS: [&str; 8] =
     ["-O2", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fwrapv"];
 
-/// Fused multiply-adds, f16 and rounding by single instructions.
+/// Options that allow single instructions for fused multiply-adds, f16 and rounding.
 fn processor_options() -> &'static [&'static str] {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx2") {
@@ -37,7 +37,7 @@ fn processor_options() -> &'static [&'static str] {
     &[]
 }
 
-/// The function that runs the kernel's grid.
+/// Compiles and loads the function that runs the kernel's grid.
 pub(super) fn load(source: &str) -> Result<Run, String> {
     static LOADED: Mutex<Option<HashMap<u64, Run>>> = Mutex::new(None);
     let mut hasher = DefaultHasher::new();
@@ -62,9 +62,9 @@ pub(super) fn load(source: &str) -> Result<Run, String> {
     let explain = |error| format!("loading {}: {error}", file.display());
     // SAFETY: the library was made from this crate's code and has no initializers.
     let library = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_LOCAL) }.map_err(explain)?;
-    // SAFETY: the function is declared so in `grid.h`.
+    // SAFETY: `grid.h` declares the function with this type.
     let run = *unsafe { library.get::<Run>(b"emulated_gpu_run\0") }.map_err(explain)?;
-    // Functions of it are kept.
+    // The library is never unloaded, because its functions are kept.
     std::mem::forget(library);
     known(Some(run));
     Ok(run)
@@ -82,7 +82,7 @@ fn folder() -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-/// Written under another name first: other processes must not find half of it.
+/// Compiles to another name first, so that other processes never find an incomplete file.
 fn compile(source: &str, folder: &Path, file: &Path) -> Result<(), String> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let own = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -91,9 +91,9 @@ fn compile(source: &str, folder: &Path, file: &Path) -> Result<(), String> {
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_string());
     let mut command = Command::new(&compiler);
     command.args(OPTIONS).args(processor_options()).arg("-o").arg(&library).arg(&text).arg("-lm");
-    // The compiler needs no GPU.
+    // The compiler must not load the emulated GPU.
     let output = command.env_remove("LD_PRELOAD").output();
-    let output = output.map_err(|error| format!("kernels need a C compiler; `{compiler}` does not start: {error}"))?;
+    let output = output.map_err(|error| format!("kernels need a C compiler; cannot start `{compiler}`: {error}"))?;
     if !output.status.success() {
         let messages = String::from_utf8_lossy(&output.stderr);
         let messages: Vec<_> = messages.lines().take(20).collect();

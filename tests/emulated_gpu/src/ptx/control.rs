@@ -1,4 +1,4 @@
-//! Branches, calls, barriers, and what the threads of a warp do together.
+//! Branches, calls, barriers, and operations on warps.
 use super::body::Body;
 use super::parse::{Instruction, Operand, Suffixes};
 use super::types::{Kind, Type};
@@ -33,7 +33,7 @@ pub(super) fn translate<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Res
         }
         "shfl" => shuffle(i, suffixes, body)?,
         "vote" => vote(i, suffixes, body)?,
-        // Threads may diverge at any time, so the calling one may be alone.
+        // Threads may diverge at any time, so the calling thread may be alone.
         "activemask" => {
             suffixes.take("b32");
             body.assign(i.operand(0)?, "(uint32_t)1 << lane_of(t)")?

@@ -41,11 +41,11 @@ struct Options<'a> {
     flush: bool,
 }
 
-/// The value of one lane, as [`Type::bits_of`] takes it.
+/// Converts the value of one lane; [`Type::bits_of`] accepts the result.
 fn convert(value: &str, from: Type, to: Type, options: &Options) -> Option<String> {
     let &Options { rounding, saturate, relu, finite, flush } = options;
     let eight = from.kind == Kind::Eight || to.kind == Kind::Eight;
-    // Only f32 to e4m3 and e4m3 to f16 are there on GPUs; of other types, `satfinite` is not known here.
+    // GPUs only convert f32 to e4m3 and e4m3 to f16; `satfinite` is not supported for other types.
     if from.kind == Kind::Predicate || to.kind == Kind::Predicate || finite != (to.kind == Kind::Eight) {
         return None;
     }
@@ -59,7 +59,7 @@ fn convert(value: &str, from: Type, to: Type, options: &Options) -> Option<Strin
         (true, false) => {
             let value = if flush { format!("flush({value})") } else { value.to_string() };
             let rounded = to_integer(&value, from, rounding)?;
-            // What becomes of what is not a number.
+            // The result for NaN.
             let nan = match from.bits == 64 || to.bits == 64 {
                 true => format!("({})1 << {}", to.c_memory(), to.bits - 1),
                 false => "0".to_string(),
@@ -71,7 +71,7 @@ fn convert(value: &str, from: Type, to: Type, options: &Options) -> Option<Strin
             if rounding.ends_with('i') {
                 value = to_integer(&value, from, rounding)?;
             }
-            // Saturation does not change how it is rounded: 0 and 1 are in every type.
+            // Saturation does not affect rounding, because every type represents 0 and 1.
             if relu {
                 value = format!("max_{}_nan({value}, 0)", if from.bits == 64 { "f64" } else { "f32" });
             }
@@ -112,7 +112,7 @@ fn float_to_float(value: &str, from: Type, to: Type, rounding: &str) -> Option<S
 
 fn integer_to_float(value: &str, from: Type, to: Type, rounding: &str) -> Option<String> {
     let signed = from.kind == Kind::Signed;
-    // Exact up to 32 bits.
+    // Exact for up to 32 bits.
     let double = match (from.bits, signed) {
         (64, true) => format!("odd_s64({value})"),
         (64, false) => format!("odd_u64({value})"),
@@ -128,7 +128,7 @@ fn integer_to_float(value: &str, from: Type, to: Type, rounding: &str) -> Option
     })
 }
 
-/// From integer to integer with saturation.
+/// Converts between integers with saturation.
 fn clamp(value: &str, from: Type, to: Type) -> String {
     let limits = |ty: Type| match ty.kind {
         Kind::Signed => (-(1_i128 << (ty.bits - 1)), (1_i128 << (ty.bits - 1)) - 1),
@@ -136,7 +136,7 @@ fn clamp(value: &str, from: Type, to: Type) -> String {
     };
     let ((from_least, from_most), (least, most)) = (limits(from), limits(to));
     let literal = |number: i128| if number < 0 { format!("({}ll - 1)", number + 1) } else { format!("{number}ull") };
-    // Compared only with limits that values can pass, which are then numbers of the value's own type.
+    // Compare only with limits that values can exceed; these fit into the value's own type.
     let own = |number| format!("({}){}", from.c_memory(), literal(number));
     let mut result = value.to_string();
     if from_most > most {

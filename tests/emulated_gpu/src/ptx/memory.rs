@@ -15,7 +15,7 @@ pub(super) fn translate<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Res
     }
 }
 
-/// The state space, with whose it is (`shared::cta`) left out.
+/// Returns the state space, ignoring its scope (as in `shared::cta`).
 fn space(suffixes: &mut Suffixes) -> Space {
     let found = suffixes.take_one(|suffix| match suffix {
         "shared::cluster" => None,
@@ -24,7 +24,7 @@ fn space(suffixes: &mut Suffixes) -> Space {
     found.unwrap_or(Space::Generic)
 }
 
-/// Caches, and orders of memory: everything is in order here.
+/// Returns whether the suffix only concerns caches or memory order, which need no emulation: all accesses are ordered.
 fn unimportant(suffix: &str) -> bool {
     let known = [
         "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "weak", "relaxed", "acquire", "release", "acq_rel", "sc",
@@ -33,7 +33,7 @@ fn unimportant(suffix: &str) -> bool {
     known.contains(&suffix) || (suffix.contains("::") && suffix.starts_with('L'))
 }
 
-/// The address of an access of so many bytes, in C.
+/// Returns the C address of an access of this many bytes.
 fn address<'m>(
     i: &Instruction<'m>,
     operand: &Operand<'m>,
@@ -56,7 +56,7 @@ fn load_or_store<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<Str
     let mut suffixes = i.suffixes();
     let ty = suffixes.take_type().filter(|ty| ty.kind != Kind::Predicate).ok_or_else(|| i.unsupported())?;
     let space = space(&mut suffixes);
-    // Other threads may be waiting for it to change.
+    // Other threads may be waiting for the value to change.
     let strong = i.suffixes.iter().any(|suffix| ["volatile", "relaxed", "acquire", "release", "mmio"].contains(suffix));
     suffixes.drop_all(|suffix| unimportant(suffix) || suffix == "volatile" || suffix == "mmio");
     let count = suffixes.take_one(|suffix| match suffix {
@@ -139,7 +139,7 @@ fn atomic<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<String, St
     body.assign(i.operand(0)?, &extended)
 }
 
-/// Between a register, a constant or an address and a register; or between a register and the parts of it.
+/// Moves between a register, a constant or an address and a register; or between a register and its parts.
 fn mov<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<String, String> {
     let mut suffixes = i.suffixes();
     let ty = suffixes.take_type().filter(|_| suffixes.is_empty()).ok_or_else(|| i.unsupported())?;

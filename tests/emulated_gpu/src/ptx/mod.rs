@@ -1,4 +1,4 @@
-//! Kernels, given as PTX: translated to C, compiled for the CPU, and run there.
+//! Kernels given as PTX, which are translated to C, compiled for the CPU and run there.
 mod arithmetic;
 mod body;
 mod compare;
@@ -38,20 +38,20 @@ impl Kernel {
         Ok(Self { run, sizes, offsets, stack: translation.stack })
     }
 
-    /// Sizes of the parameters in bytes, in order.
+    /// Returns the sizes of the parameters in bytes, in order.
     pub(crate) fn parameter_sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// Runs the whole grid on the calling thread. `shared` is the size of the dynamic shared memory in bytes. What
-    /// must not happen on a GPU (an access out of shared memory, threads that wait for ever) ends the process with a
-    /// message.
+    /// Runs the whole grid on the calling thread. `shared` is the size of the dynamic shared memory in bytes. Errors
+    /// that must not happen on a GPU (an access outside shared memory, threads that wait forever) end the process with
+    /// a message.
     ///
     /// # Safety
-    /// The parameters are what the kernel expects: what it reads and writes through addresses in them is there.
+    /// The parameters must be those that the kernel expects, and memory that it accesses through them must exist.
     pub(crate) unsafe fn run(&self, grid: [u32; 3], block: [u32; 3], shared: u32, parameters: &[Vec<u8>]) {
         static TURN: AtomicU32 = AtomicU32::new(0);
-        assert_eq!(parameters.len(), self.sizes.len(), "a value for each parameter");
+        assert_eq!(parameters.len(), self.sizes.len(), "there must be a value for each parameter");
         let size = self.offsets.last().zip(self.sizes.last()).map_or(0, |(offset, size)| offset + size);
         let mut bytes = vec![0; size];
         for ((parameter, size), offset) in parameters.iter().zip(&self.sizes).zip(&self.offsets) {
@@ -61,23 +61,24 @@ impl Kernel {
         let stacks = self.stack.map_or(std::ptr::null_mut(), |stack| stacks(threads * stack));
         let turn = TURN.fetch_add(1, Ordering::Relaxed);
         let launch = Launch { grid, block, dynamic_shared: shared, parameters: bytes.as_ptr(), stacks, turn };
-        // SAFETY: the parameters and stacks are as large as the kernel needs; the rest is promised by the caller.
+        // SAFETY: the parameters and stacks are as large as the kernel needs; the caller guarantees the rest.
         unsafe { (self.run)(&launch) }
     }
 }
 
-/// Names of the kernels in a module.
+/// Returns the names of the kernels in a module.
 pub(crate) fn entries(ptx: &str) -> Vec<&str> {
     let lines = ptx.lines().filter_map(|line| line.split("//").next()?.split_once(".entry"));
     lines.filter_map(|(_, rest)| rest.split(['(', ' ', '\t']).find(|name| !name.is_empty())).collect()
 }
 
-/// Memory for the stacks of a block's threads, kept for the next kernel on this thread of the operating system.
+/// Returns memory for the stacks of a block's threads, which is kept for the next kernel on this operating system
+/// thread.
 fn stacks(size: usize) -> *mut c_void {
     struct Stacks(*mut u8, Layout);
     impl Drop for Stacks {
         fn drop(&mut self) {
-            // SAFETY: allocated below with this layout.
+            // SAFETY: the memory was allocated below with this layout.
             unsafe { dealloc(self.0, self.1) }
         }
     }

@@ -1,4 +1,4 @@
-//! The text of a module: its functions and variables, without looking into the functions.
+//! Parsing the text of a module into functions and variables, without parsing the functions' bodies.
 use super::types::Type;
 
 /// A function or kernel. A function that is only declared has no body.
@@ -39,16 +39,16 @@ pub(super) struct Variable<'a> {
     pub(super) space: Space,
     pub(super) ty: Type,
     pub(super) align: usize,
-    /// None for an array of unknown length: dynamic shared memory.
+    /// `None` for an array of unknown length: dynamic shared memory.
     pub(super) elements: Option<usize>,
     pub(super) external: bool,
     pub(super) initial: Option<&'a str>,
 }
 
 impl<'a> Variable<'a> {
-    /// `.shared .align 4 .b8 name[16] = {1, 2}`, and the like.
+    /// Parses `.shared .align 4 .b8 name[16] = {1, 2}` and similar declarations.
     pub(super) fn parse(text: &'a str) -> Result<Self, String> {
-        let refuse = || format!("not understood: `{}`", text.trim());
+        let refuse = || format!("cannot parse `{}`", text.trim());
         let (declaration, initial) = match text.split_once('=') {
             Some((declaration, initial)) => (declaration, Some(initial.trim())),
             None => (text, None),
@@ -63,7 +63,7 @@ impl<'a> Variable<'a> {
             match word.strip_prefix('.') {
                 Some("extern") => external = true,
                 Some("align") => align = words.next().and_then(|number| number.parse().ok()),
-                // What a pointer points to: `.ptr .global .align 4`.
+                // The space and alignment of a pointer's target: `.ptr .global .align 4`.
                 Some("ptr") => name = words.by_ref().last(),
                 Some("visible" | "weak" | "common" | "attribute") => {}
                 Some(word) => {
@@ -99,7 +99,7 @@ pub(super) struct Module<'a> {
 }
 
 impl<'a> Module<'a> {
-    /// `text` is [without comments](without_comments).
+    /// `text` must be [without comments](without_comments).
     pub(super) fn parse(text: &'a str) -> Result<Self, String> {
         let mut module = Self::default();
         for item in items(text) {
@@ -107,7 +107,7 @@ impl<'a> Module<'a> {
             if word_in(head, ".entry") || word_in(head, ".func") {
                 module.functions.push(function(item)?);
             } else if [".global", ".const", ".shared"].iter().any(|space| word_in(head, space)) {
-                // Kernels that do not need a variable that is not understood can be run.
+                // Variables that cannot be parsed are skipped, so that kernels that do not need them can run.
                 module.variables.extend(Variable::parse(item.trim_end_matches(';')));
             }
         }
@@ -125,7 +125,7 @@ fn word_in(text: &str, word: &str) -> bool {
     text.split_whitespace().any(|other| other == word)
 }
 
-/// Line comments and block comments become spaces.
+/// Replaces line comments and block comments by spaces.
 pub(super) fn without_comments(text: &str) -> String {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;
@@ -148,7 +148,7 @@ pub(super) fn without_comments(text: &str) -> String {
     result
 }
 
-/// What the module is made of. Directives that fill a line (`.version`, `.target`, ...) are left out.
+/// Returns the top-level items of a module, without directives that end with the line (`.version`, `.target`, ...).
 fn items(text: &str) -> Vec<&str> {
     let mut items = Vec::new();
     let (mut start, mut depth, mut quoted, mut initial) = (0, 0, false, false);
@@ -175,7 +175,7 @@ fn items(text: &str) -> Vec<&str> {
     items
 }
 
-/// The lists in parentheses before and behind a function's name, and the name.
+/// Returns the list of results, the function's name and the list of parameters.
 fn name_and_lists(head: &str) -> Option<(&str, &str, &str)> {
     let at = head.find(".entry").map(|at| at + ".entry".len()).or_else(|| head.find(".func").map(|at| at + 5))?;
     let rest = head[at..].trim_start();
@@ -196,7 +196,7 @@ fn function(item: &str) -> Result<Function<'_>, String> {
         Some((head, body)) => (head, Some(body.trim_end().trim_end_matches('}'))),
         None => (item, None),
     };
-    let (results, name, parameters) = name_and_lists(head).ok_or_else(|| format!("not understood: `{head}`"))?;
+    let (results, name, parameters) = name_and_lists(head).ok_or_else(|| format!("cannot parse `{head}`"))?;
     let list = |text| split_list(text).into_iter().map(Variable::parse).collect::<Result<Vec<_>, _>>();
     Ok(Function { name, entry: word_in(head, ".entry"), results: list(results)?, parameters: list(parameters)?, body })
 }

@@ -1,4 +1,4 @@
-//! From the body of a function to statements: labels, declarations, instructions and their operands.
+//! Parsing the body of a function into statements: labels, declarations, instructions and their operands.
 use super::types::Type;
 
 #[derive(Debug)]
@@ -15,12 +15,12 @@ pub(super) enum Statement<'a> {
 
 #[derive(Debug)]
 pub(super) struct Instruction<'a> {
-    /// The predicate it is under, and whether it is negated.
+    /// The predicate that guards it, and whether it is negated.
     pub(super) guard: Option<(&'a str, bool)>,
     pub(super) name: &'a str,
     pub(super) suffixes: Vec<&'a str>,
     pub(super) operands: Vec<Operand<'a>>,
-    /// As it is written.
+    /// The source text.
     pub(super) text: &'a str,
 }
 
@@ -28,7 +28,7 @@ pub(super) struct Instruction<'a> {
 pub(super) enum Operand<'a> {
     /// A register, a variable, a label or a function.
     Name(&'a str),
-    /// A variable's address, and more.
+    /// A variable's address plus an offset.
     Sum(&'a str, i64),
     Integer(u64),
     /// The bits of `0f3F800000`.
@@ -43,7 +43,7 @@ pub(super) enum Operand<'a> {
     Nothing,
 }
 
-/// What an instruction's name carries, taken off one by one: what is left was not understood.
+/// The suffixes of an instruction's name, removed one by one; any that remain are unsupported.
 pub(super) struct Suffixes<'a>(Vec<&'a str>);
 
 impl<'a> Suffixes<'a> {
@@ -58,7 +58,7 @@ impl<'a> Suffixes<'a> {
         Some(chosen)
     }
 
-    /// The type at the end.
+    /// Takes the type at the end.
     pub(super) fn take_type(&mut self) -> Option<Type> {
         let ty = Type::parse(self.0.last()?)?;
         self.0.pop();
@@ -89,7 +89,7 @@ impl<'a> Instruction<'a> {
     }
 
     fn parse(text: &'a str) -> Result<Self, String> {
-        let refuse = || format!("not understood: `{text}`");
+        let refuse = || format!("cannot parse `{text}`");
         let (guard, rest) = match text.strip_prefix('@') {
             None => (None, text),
             Some(rest) => {
@@ -124,7 +124,7 @@ pub(super) fn statements(body: &str) -> Result<Vec<Statement<'_>>, String> {
             let (name, behind) = (&rest[..end], rest[end..].trim_start()[1..].trim_start());
             rest = behind;
             if let Some(list) = behind.strip_prefix(".branchtargets") {
-                let (list, behind) = list.split_once(';').ok_or("`.branchtargets` without an end")?;
+                let (list, behind) = list.split_once(';').ok_or("missing `;` after `.branchtargets`")?;
                 statements.push(Statement::Targets(name, list.split(',').map(str::trim).collect()));
                 rest = behind.trim_start();
             } else {
@@ -132,7 +132,7 @@ pub(super) fn statements(body: &str) -> Result<Vec<Statement<'_>>, String> {
             }
             continue;
         }
-        let (text, behind) = rest.split_once(';').ok_or_else(|| format!("no end of `{rest}`"))?;
+        let (text, behind) = rest.split_once(';').ok_or_else(|| format!("missing `;` after `{rest}`"))?;
         rest = behind.trim_start();
         let text = text.trim_end();
         if text.starts_with('.') && !text.starts_with(".pragma") {
@@ -148,14 +148,14 @@ fn in_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_$%".contains(c)
 }
 
-/// Where the name of the label ends, if one is here.
+/// Returns the end of the label's name, if there is a label here.
 fn label(text: &str) -> Option<usize> {
     let end = text.find(|c| !in_name(c))?;
     let behind = text[end..].trim_start();
     (end > 0 && behind.starts_with(':') && !behind.starts_with("::")).then_some(end)
 }
 
-/// The parts between commas that are not in brackets.
+/// Splits at commas that are not in brackets.
 fn split_top(text: &str) -> Vec<&str> {
     let (mut parts, mut depth, mut start) = (Vec::new(), 0, 0);
     for (at, byte) in text.bytes().enumerate() {

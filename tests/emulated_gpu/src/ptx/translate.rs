@@ -1,4 +1,4 @@
-//! From a kernel to a program in C: what it needs of its module, and the order of it all.
+//! Translating a kernel to a C program: the parts of the module that it needs, in the right order.
 use super::body::Body;
 use super::module::{Function, Module, Space, Variable};
 use super::parse::{self, Operand};
@@ -12,24 +12,24 @@ const GRID: &str = include_str!("c/grid.h");
 
 pub(super) struct Translation {
     pub(super) source: String,
-    /// Size and offset of each parameter.
+    /// The size and offset of each parameter.
     pub(super) parameters: Vec<(usize, usize)>,
-    /// Bytes of stack for each thread, if threads wait for one another.
+    /// The stack size of each thread in bytes, if threads wait for each other.
     pub(super) stack: Option<usize>,
 }
 
-/// What has been found to be needed so far.
+/// The parts that are needed, as far as they are known.
 pub(super) struct Program<'m> {
     pub(super) module: &'m Module<'m>,
     functions: Vec<&'m str>,
     globals: Vec<&'m Variable<'m>>,
-    /// Offsets of the shared variables; None for the dynamic memory behind them.
+    /// Offsets of the shared variables; `None` for the dynamic memory after them.
     shared: HashMap<&'m str, Option<usize>>,
     shared_size: usize,
     dynamic_align: usize,
-    /// Bytes of local arrays and registers, all of which may be on the stack.
+    /// The bytes of local arrays and registers, all of which may be on the stack.
     frame: usize,
-    /// Threads wait for one another.
+    /// Whether threads wait for each other.
     pub(super) fibres: bool,
     sites: usize,
 }
@@ -44,14 +44,14 @@ impl<'m> Program<'m> {
         Ok(function)
     }
 
-    /// A variable of the module: where it is.
+    /// Returns a variable of the module if it can be used.
     pub(super) fn need_global(&mut self, name: &str) -> Result<Option<&'m Variable<'m>>, String> {
         let Some(variable) = self.module.variables.iter().find(|variable| variable.name == name) else {
             return Ok(None);
         };
         let constant = variable.space == Space::Constant || variable.initial.is_some();
         if variable.space != Space::Shared {
-            // Each kernel has a copy, which no other kernel would see change.
+            // Each kernel has its own copy, so other kernels would not see changes.
             if variable.external || !constant || variable.elements.is_none() {
                 return Err(format!("variable not supported: `{name}` is shared with others"));
             }
@@ -62,7 +62,7 @@ impl<'m> Program<'m> {
         Ok(Some(variable))
     }
 
-    /// The offset of a shared variable, in C.
+    /// Returns the C expression for the offset of a shared variable.
     pub(super) fn need_shared(&mut self, variable: &Variable<'m>) -> String {
         let next = self.shared_size.next_multiple_of(variable.align);
         let offset = *self.shared.entry(variable.name).or_insert_with(|| {
@@ -80,14 +80,14 @@ impl<'m> Program<'m> {
         self.frame += bytes;
     }
 
-    /// A number for this place in the program.
+    /// Returns a number that identifies this place in the program.
     pub(super) fn site(&mut self) -> usize {
         self.sites += 1;
         self.sites
     }
 }
 
-/// The kernel `name`.
+/// Translates the kernel `name`.
 pub(super) fn translate(module: &Module, name: &str) -> Result<Translation, String> {
     let missing = || format!("the module has no kernel `{name}`");
     let kernel = module.function(name).filter(|function| function.entry).ok_or_else(missing)?;
@@ -145,9 +145,9 @@ fn head(function: &Function) -> String {
     head + ")"
 }
 
-/// The definition of a variable of the module.
+/// Returns the definition of a variable of the module.
 fn global(variable: &Variable) -> Result<String, String> {
-    let refuse = || format!("not understood: the value of `{}`", variable.name);
+    let refuse = || format!("cannot parse the value of `{}`", variable.name);
     let list = variable.initial.unwrap_or("").replace(['{', '}'], "");
     let mut values = String::new();
     for value in list.split(',').map(str::trim).filter(|value| !value.is_empty()) {
@@ -163,7 +163,7 @@ fn global(variable: &Variable) -> Result<String, String> {
     ))
 }
 
-/// The bits of a number, as it is written for a type of so many bits.
+/// Returns the bits of a literal number for a type with this number of bits.
 pub(super) fn literal(number: &Operand, bits: usize) -> Option<String> {
     let value = match *number {
         Operand::Integer(value) => value,

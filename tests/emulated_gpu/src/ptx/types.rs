@@ -1,4 +1,4 @@
-//! The types that instructions name, and how values of them are read from registers' bits and written to them in C.
+//! The types of instructions, and the C code that converts between their values and the bits of registers.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -16,7 +16,7 @@ pub(super) enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Type {
     pub(super) kind: Kind,
-    /// Of each lane.
+    /// The bits of each lane.
     pub(super) bits: usize,
     pub(super) lanes: usize,
 }
@@ -61,7 +61,7 @@ impl Type {
         matches!(self.kind, Kind::Unsigned | Kind::Signed | Kind::Bits)
     }
 
-    /// `f32`, `u16`, ... of one lane.
+    /// Returns `f32`, `u16` and so on, for one lane.
     pub(super) fn name(self) -> String {
         let letter = match self.kind {
             Kind::Signed => "s",
@@ -74,17 +74,17 @@ impl Type {
         format!("{letter}{}", self.bits)
     }
 
-    /// The C type of its bits, all lanes.
+    /// Returns the C type of the bits of all lanes.
     pub(super) fn c_bits(self) -> String {
         if self.kind == Kind::Predicate { "int".to_string() } else { format!("uint{}_t", self.bytes() * 8) }
     }
 
-    /// The C type that it is in memory: signed if it is, so that it is extended by its sign.
+    /// Returns the C type in memory, which is signed for signed types, so that values are sign-extended.
     pub(super) fn c_memory(self) -> String {
         if self.kind == Kind::Signed { format!("int{}_t", self.bits) } else { self.c_bits() }
     }
 
-    /// The value of one lane that has these bits.
+    /// Returns the value of one lane with these bits.
     pub(super) fn value(self, bits: &str) -> String {
         match self.kind {
             Kind::Signed => format!("(int{}_t)({bits})", self.bits),
@@ -94,7 +94,7 @@ impl Type {
         }
     }
 
-    /// The bits of one lane that has this value.
+    /// Returns the bits of one lane with this value.
     pub(super) fn bits_of(self, value: &str) -> String {
         match self.kind {
             Kind::Signed => format!("(int{}_t)({value})", self.bits),

@@ -4,7 +4,7 @@ use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// `data` becomes the reduction of all ranks' data.
 pub(super) fn all_reduce(

@@ -3,7 +3,7 @@ use crate::backend::cpu::algorithm::{Tuning, chunk, segment, segment_before, who
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 /// How a large message is passed on: the root gives every other rank a chunk, which that rank passes on to the others,

@@ -11,7 +11,7 @@ use crate::backend::call::Element;
 use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::TcpSession;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 /// One call over TCP.
 pub(crate) struct Flat<'s, 'a> {

@@ -6,7 +6,7 @@ use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::shm::pieces;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::Recvs;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 impl Bridge<'_> {

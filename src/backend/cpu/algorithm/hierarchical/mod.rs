@@ -21,7 +21,7 @@ use crate::backend::cpu::shm_session::ShmSession;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::backend::cpu::transport_error::TransportError;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 /// One call of a group in which some ranks share memory and others do not.

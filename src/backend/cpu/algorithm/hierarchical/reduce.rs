@@ -7,7 +7,7 @@ use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, pieces, reduce};
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::Recvs;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 
 impl Bridge<'_> {
     /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others

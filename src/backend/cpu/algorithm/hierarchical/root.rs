@@ -7,7 +7,7 @@ use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::shm::pieces;
 use crate::backend::cpu::storage::Region;
-use crate::backend::failure::Failure;
+use crate::error::Failure;
 use std::ops::Range;
 
 impl Bridge<'_> {

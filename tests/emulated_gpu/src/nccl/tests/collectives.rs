@@ -1,15 +1,15 @@
-//! Every collective, against closed forms.
+//! Every collective, compared with closed forms.
 use super::support::*;
 use std::ffi::c_int;
 
 const COUNT: usize = 1001;
 
-/// Element `index` of rank `rank`: 1 to 7, so that even products of three ranks and int8 hold it.
+/// Returns element `index` of rank `rank`: 1 to 7, so that even products over three ranks fit into int8.
 fn value(rank: usize, index: usize) -> f64 {
     (1 + (rank + index) % 5) as f64
 }
 
-/// The reductions by NCCL's numbers: sum, product, maximum, minimum, mean.
+/// Returns the results of the reductions, in the order of NCCL's numbers: sum, product, maximum, minimum, mean.
 fn reduced(op: c_int, size: usize, index: usize, is_float: bool) -> f64 {
     let values = (0..size).map(|rank| value(rank, index));
     match op {
@@ -22,7 +22,7 @@ fn reduced(op: c_int, size: usize, index: usize, is_float: bool) -> f64 {
     }
 }
 
-/// A buffer with what is in no rank's.
+/// Returns a buffer with values that no rank has.
 fn nothing(dtype: c_int, count: usize) -> Vec<u8> {
     encode(dtype, (0..count).map(|_| 99.0))
 }
@@ -31,7 +31,7 @@ fn own(dtype: c_int, rank: usize, count: usize) -> Vec<u8> {
     encode(dtype, (0..count).map(|index| value(rank, index)))
 }
 
-/// All types with all reductions. Means of 16-bit floats are rounded twice: theirs are tested below.
+/// Returns all types with all reductions. Means of 16-bit floats are rounded twice and have a test of their own.
 fn reductions() -> impl Iterator<Item = (c_int, c_int)> {
     let all = DTYPES.flat_map(|dtype| (0..5).map(move |op| (dtype, op)));
     all.filter(|(dtype, op)| !(*op == 4 && is_float(*dtype)))
@@ -42,7 +42,7 @@ fn all_reduce() {
     in_all_worlds(|rank| {
         for (dtype, op) in reductions() {
             let (send, mut receive) = (own(dtype, rank.rank, COUNT), nothing(dtype, COUNT));
-            // SAFETY: the buffers live until the stream has passed.
+            // SAFETY: the buffers live until the stream has executed the call.
             rank.done(unsafe {
                 let (send, receive) = (send.as_ptr().cast(), receive.as_mut_ptr().cast());
                 ncclAllReduce(send, receive, COUNT, dtype, op, rank.comm.get(), rank.stream)
@@ -60,7 +60,7 @@ fn means_of_floats_multiply_before_they_sum() {
         for dtype in DTYPES.filter(|dtype| is_float(*dtype)) {
             let mut buffer = own(dtype, rank.rank, COUNT);
             let address = buffer.as_mut_ptr();
-            // SAFETY: the buffer lives until the stream has passed. In place.
+            // SAFETY: the buffer lives until the stream has executed the call, which is in place.
             rank.done(unsafe {
                 ncclAllReduce(address.cast(), address.cast(), COUNT, dtype, 4, rank.comm.get(), rank.stream)
             });
@@ -94,7 +94,7 @@ fn integers_wrap_around() {
     ranks(2, true, |rank| {
         let mut buffer = vec![200u8; 3];
         let address = buffer.as_mut_ptr();
-        // SAFETY: the buffer lives until the stream has passed.
+        // SAFETY: the buffer lives until the stream has executed the call.
         rank.done(unsafe { ncclAllReduce(address.cast(), address.cast(), 3, 1, SUM, rank.comm.get(), rank.stream) });
         assert!(rank.synchronize(PATIENCE));
         assert_eq!(buffer, [144; 3]);
@@ -108,7 +108,8 @@ fn broadcast_and_reduce() {
             let (send, mut received, mut reduction) =
                 (own(dtype, rank.rank, COUNT), nothing(dtype, COUNT), nothing(dtype, COUNT));
             let is_root = rank.rank == root;
-            // SAFETY: the buffers live until the stream has passed. Null where a rank has no part.
+            // SAFETY: the buffers live until the stream has executed the calls. They are null on ranks that do not use
+            // them.
             unsafe {
                 let given = if is_root { send.as_ptr().cast() } else { std::ptr::null() };
                 let (to, root, comm) = (received.as_mut_ptr().cast(), root as c_int, rank.comm.get());
@@ -131,7 +132,7 @@ fn all_gather_and_reduce_scatter() {
             let whole = COUNT * rank.size;
             let (part, mut all) = (own(dtype, rank.rank, COUNT), nothing(dtype, whole));
             let (parts, mut scattered) = (own(dtype, rank.rank, whole), nothing(dtype, COUNT));
-            // SAFETY: the buffers live until the stream has passed.
+            // SAFETY: the buffers live until the stream has executed the calls.
             unsafe {
                 let (comm, stream) = (rank.comm.get(), rank.stream);
                 let to = all.as_mut_ptr().cast();
@@ -158,7 +159,7 @@ fn many_elements() {
 }
 
 #[test]
-fn nothing_to_do_is_no_call() {
+fn empty_collectives_do_nothing() {
     ranks(1, false, |rank| {
         assert_eq!(rank.all_reduce(&[], &mut []), 0);
         assert_eq!(rank.settle(), 0);

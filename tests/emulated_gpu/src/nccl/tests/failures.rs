@@ -1,4 +1,4 @@
-//! What the others see when a rank goes, and calls that do not fit together.
+//! The effect of a rank's end on the others, and mismatched calls.
 use super::super::Code;
 use super::support::*;
 use std::ffi::{c_int, c_void};
@@ -8,7 +8,7 @@ const REMOTE: c_int = Code::RemoteError as c_int;
 
 #[test]
 fn an_abort_is_an_error_for_the_others() {
-    // Of the rank in whose process the hub is, and of another one.
+    // The culprit is the rank in whose process the hub is, or another one.
     for (blocking, culprit) in [(true, 0), (false, 0), (true, 2), (false, 2)] {
         ranks(3, blocking, |rank| {
             if rank.rank == culprit {
@@ -18,7 +18,7 @@ fn an_abort_is_an_error_for_the_others() {
             let (code, text) = rank.await_error();
             assert_eq!(code, REMOTE);
             assert!(text.contains(&format!("rank {culprit} has closed")), "{text}");
-            // Nothing can be done any more.
+            // No further operation is possible.
             assert_eq!(rank.all_reduce(&[1.0], &mut [0.0]), REMOTE);
             rank.abort();
         });
@@ -36,7 +36,7 @@ fn a_call_hangs_after_an_error_until_it_is_aborted() {
         let mut sums = [7.0];
         rank.done(rank.all_reduce(&[1.0], &mut sums));
         assert_eq!(rank.await_error().0, REMOTE);
-        assert!(!rank.synchronize(WHILE), "a call in vain looks as if it were over");
+        assert!(!rank.synchronize(WHILE), "a call that cannot complete looks complete");
         rank.abort();
         assert!(rank.synchronize(PATIENCE));
         assert_eq!(sums, [7.0]);
@@ -44,7 +44,7 @@ fn a_call_hangs_after_an_error_until_it_is_aborted() {
 }
 
 #[test]
-fn a_rank_that_goes_before_all_are_there_is_an_error() {
+fn a_rank_that_leaves_before_all_have_joined_is_an_error() {
     let (id, gone) = (id(), Barrier::new(3));
     threads(3, |rank| {
         if rank == 2 {
@@ -63,7 +63,7 @@ fn a_rank_that_goes_before_all_are_there_is_an_error() {
                 rank.abort();
             }
             _ => {
-                // It comes when all is over.
+                // The error arrives after everything has ended.
                 assert_eq!(rank.await_error().0, REMOTE);
                 rank.abort();
             }
@@ -82,16 +82,16 @@ fn a_construction_is_aborted_while_others_are_missing() {
 
 type Buffers = (*const c_void, *mut c_void);
 
-/// Rank 1 does something else than rank 0, which all-reduces three floats.
+/// Rank 1 makes a different call than rank 0, which all-reduces three floats.
 fn assert_hangs(call: impl Fn(&Rank, Buffers) -> c_int + Sync) {
     ranks(2, false, |rank| {
-        // Room for all that is called.
+        // The buffers are large enough for all calls.
         let (send, mut receive) = ([1.0f32; 8], [5.0f32; 8]);
         let buffers = (send.as_ptr().cast(), receive.as_mut_ptr().cast());
         rank.done(if rank.rank == 0 { sum_of_three(rank, buffers) } else { call(rank, buffers) });
-        assert!(!rank.synchronize(WHILE), "calls that do not match have ended");
+        assert!(!rank.synchronize(WHILE), "mismatched calls have completed");
         assert_eq!(rank.settle(), 0);
-        // Neither does what comes behind them, and matches.
+        // The next, matching calls do not complete either.
         rank.done(sum_of_three(rank, buffers));
         assert!(!rank.synchronize(WHILE));
         rank.abort();
@@ -101,26 +101,26 @@ fn assert_hangs(call: impl Fn(&Rank, Buffers) -> c_int + Sync) {
 }
 
 fn sum_of_three(rank: &Rank, (send, receive): Buffers) -> c_int {
-    // SAFETY: the buffers live until the stream has passed.
+    // SAFETY: the buffers live until the stream has executed the call.
     unsafe { ncclAllReduce(send, receive, 3, F32, SUM, rank.comm.get(), rank.stream) }
 }
 
 #[test]
-fn calls_that_do_not_match_hang_until_they_are_aborted() {
+fn mismatched_calls_hang_until_they_are_aborted() {
     const I32: c_int = 2;
     const MAX: c_int = 2;
     for (count, dtype, op) in [(4, F32, SUM), (3, I32, SUM), (3, F32, MAX)] {
         assert_hangs(|rank, (send, receive)| {
-            // SAFETY: the buffers live until the stream has passed.
+            // SAFETY: the buffers live until the stream has executed the call.
             unsafe { ncclAllReduce(send, receive, count, dtype, op, rank.comm.get(), rank.stream) }
         });
     }
     assert_hangs(|rank, (send, receive)| {
-        // SAFETY: as above.
+        // SAFETY: the buffers live until the stream has executed the call.
         unsafe { ncclBroadcast(send, receive, 3, F32, 0, rank.comm.get(), rank.stream) }
     });
     assert_hangs(|rank, (send, _)| {
-        // SAFETY: as above.
+        // SAFETY: the buffers live until the stream has executed the call.
         unsafe { ncclSend(send, 3, F32, 0, rank.comm.get(), rank.stream) }
     });
 }
@@ -130,7 +130,7 @@ fn different_roots_do_not_match() {
     ranks(2, true, |rank| {
         let mut buffer = [5.0f32; 3];
         let address = buffer.as_mut_ptr();
-        // SAFETY: the buffer lives until the stream has passed.
+        // SAFETY: the buffer lives until the stream has executed the call.
         rank.done(unsafe {
             let root = rank.rank as c_int;
             ncclBroadcast(address.cast(), address.cast(), 3, F32, root, rank.comm.get(), rank.stream)
@@ -142,7 +142,7 @@ fn different_roots_do_not_match() {
 }
 
 #[test]
-fn what_has_not_begun_ends_with_an_abort() {
+fn pending_calls_end_with_an_abort() {
     let called = Barrier::new(2);
     ranks(2, true, |rank| {
         let mut sums = [5.0; 3];

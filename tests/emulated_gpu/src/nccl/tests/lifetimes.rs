@@ -1,4 +1,4 @@
-//! Communicators: how they begin, split and end.
+//! Communicators: creation, splits and destruction.
 use super::super::Code;
 use super::support::*;
 use std::ffi::c_int;
@@ -12,7 +12,7 @@ fn ids_differ() {
 }
 
 #[test]
-fn a_communicator_is_in_progress_until_all_ranks_are_there() {
+fn a_communicator_is_in_progress_until_all_ranks_have_joined() {
     let id = id();
     threads(2, |rank| {
         if rank == 1 {
@@ -22,7 +22,7 @@ fn a_communicator_is_in_progress_until_all_ranks_are_there() {
         let (code, rank) = begin(id, rank, 2, false);
         assert_eq!(code, Code::InProgress as c_int);
         assert!(start.elapsed() < Duration::from_millis(50));
-        // Nothing can be done with it meanwhile.
+        // No operation is possible in the meantime.
         let mut count = 0;
         // SAFETY: the communicator is alive.
         assert_eq!(unsafe { ncclCommCount(rank.comm.get(), &raw mut count) }, Code::InvalidArgument as c_int);
@@ -32,7 +32,7 @@ fn a_communicator_is_in_progress_until_all_ranks_are_there() {
         if rank.rank == 0 {
             assert!(start.elapsed() > Duration::from_millis(80));
         }
-        // SAFETY: as above.
+        // SAFETY: the communicator is alive.
         assert_eq!(unsafe { ncclCommCount(rank.comm.get(), &raw mut count) }, 0);
         assert_eq!(count, 2);
     });
@@ -59,7 +59,7 @@ fn a_call_is_seen_in_progress_before_it_is_launched() {
         assert_eq!(rank.all_reduce(&[1.0], &mut sums), Code::InProgress as c_int);
         for _ in 0..3 {
             assert!(rank.synchronize(PATIENCE));
-            assert_eq!(sums, [0.0], "the call is on the stream already");
+            assert_eq!(sums, [0.0], "the call is already on the stream");
             // SAFETY: the communicator is alive.
             assert_eq!(unsafe { async_error(rank.comm.get()) }, Code::InProgress as c_int);
         }
@@ -70,7 +70,7 @@ fn a_call_is_seen_in_progress_before_it_is_launched() {
 }
 
 #[test]
-fn a_call_is_launched_when_nobody_looks() {
+fn a_call_is_launched_without_polling() {
     ranks(2, false, |rank| {
         let mut sums = [0.0];
         assert_eq!(rank.all_reduce(&[1.0], &mut sums), Code::InProgress as c_int);
@@ -84,23 +84,23 @@ fn a_call_is_launched_when_nobody_looks() {
 fn one_thread_makes_all_ranks_in_a_group() {
     settle_down("host", 0, true);
     let id = id();
-    // SAFETY: nothing is needed.
+    // SAFETY: the function has no requirements.
     assert_eq!(unsafe { ncclGroupStart() }, 0);
     let made: Vec<_> = (0..2).map(|rank| begin(id, rank, 2, true)).collect();
-    // SAFETY: as above.
+    // SAFETY: the function has no requirements.
     assert_eq!(unsafe { ncclGroupEnd() }, 0);
     let mut sums = [[0.0]; 2];
-    // SAFETY: as above.
+    // SAFETY: the function has no requirements.
     assert_eq!(unsafe { ncclGroupStart() }, 0);
     for ((code, rank), sums) in made.iter().zip(&mut sums) {
         assert_eq!(*code, 0);
         assert_eq!(rank.all_reduce(&[1.0], sums), 0);
     }
-    // SAFETY: as above.
+    // SAFETY: the function has no requirements.
     assert_eq!(unsafe { ncclGroupEnd() }, 0);
     made.iter().for_each(|(_, rank)| assert!(rank.synchronize(PATIENCE)));
     assert_eq!(sums, [[2.0]; 2]);
-    // One that finalizes waits for the other.
+    // Aborted, because a rank that finalizes waits for the other.
     made.iter().for_each(|(_, rank)| rank.abort());
 }
 
@@ -108,10 +108,10 @@ fn one_thread_makes_all_ranks_in_a_group() {
 fn splits_are_by_color_and_ordered_by_key() {
     for blocking in [true, false] {
         ranks(4, blocking, |rank| {
-            // 3 and 1 in this order, 0 alone, 2 in none.
+            // Ranks 3 and 1 in this order, 0 alone, 2 in none.
             let (color, key) = [(5, 0), (0, 9), (-1, 0), (0, 2)][rank.rank];
             let mut comm = std::ptr::dangling_mut();
-            // SAFETY: the place lives until the operation is over; null means the parent's configuration.
+            // SAFETY: the handle lives until the operation has ended; null means the parent's configuration.
             rank.done(unsafe { ncclCommSplit(rank.comm.get(), color, key, &raw mut comm, std::ptr::null_mut()) });
             assert_eq!(comm.is_null(), rank.rank == 2);
             if rank.rank != 2 {
@@ -129,19 +129,19 @@ fn splits_are_by_color_and_ordered_by_key() {
 fn equal_keys_keep_the_old_order() {
     ranks(3, true, |rank| {
         let mut comm = std::ptr::null_mut();
-        // SAFETY: the place lives until the operation is over.
+        // SAFETY: the handle lives until the operation has ended.
         rank.done(unsafe { ncclCommSplit(rank.comm.get(), 1, 7, &raw mut comm, std::ptr::null_mut()) });
         assert_eq!(rank.child(comm).rank, rank.rank);
     });
 }
 
 #[test]
-fn a_communicator_with_work_under_way_is_not_split() {
+fn a_communicator_with_running_calls_is_not_split() {
     ranks(1, true, |rank| {
         rank.stream().push(|| std::thread::sleep(Duration::from_millis(50)));
         let (mut comm, mut sums) = (std::ptr::null_mut(), [0.0]);
         rank.done(rank.all_reduce(&[1.0], &mut sums));
-        // SAFETY: the place lives.
+        // SAFETY: the handle lives until the end of the function.
         let code = unsafe { ncclCommSplit(rank.comm.get(), 0, 0, &raw mut comm, std::ptr::null_mut()) };
         assert_eq!(code, Code::InvalidUsage as c_int);
         assert!(rank.synchronize(PATIENCE));
@@ -185,7 +185,7 @@ fn the_same_rank_twice_is_refused() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_arguments_are_refused() {
     settle_down("host", 0, false);
     let invalid = Code::InvalidArgument as c_int;
     assert_eq!([begin(id(), 2, 2, true).0, begin(id(), 0, 0, true).0], [invalid; 2]);
@@ -197,7 +197,7 @@ fn what_cannot_be_is_refused() {
     let rank = Rank::connect(id(), 0, 1, true);
     let (send, mut receive) = ([1.0f32], [0.0f32]);
     let call = |dtype, op, stream| {
-        // SAFETY: the buffers live until the stream has passed.
+        // SAFETY: the buffers live until the stream has executed the calls.
         unsafe {
             let to = receive.as_mut_ptr().cast();
             ncclAllReduce(send.as_ptr().cast(), to, 1, dtype, op, rank.comm.get(), stream)
@@ -239,7 +239,7 @@ fn finalizing_flushes_and_waits_for_the_ranks_of_the_host() {
             } else {
                 first_is_done.wait();
                 std::thread::sleep(WHILE);
-                // That the other has gone is no error.
+                // The end of the other rank is no error.
                 assert_eq!(rank.settle(), 0);
             }
         });

@@ -6,28 +6,28 @@ use std::time::{Duration, Instant};
 
 impl Rank {
     fn send(&self, values: &[f32], peer: usize) -> c_int {
-        // SAFETY: the tests keep the buffers until the stream has passed.
+        // SAFETY: the tests keep the buffers until the stream has executed the call.
         unsafe { ncclSend(values.as_ptr().cast(), values.len(), F32, peer as c_int, self.comm.get(), self.stream) }
     }
 
     fn receive(&self, values: &mut [f32], peer: usize) -> c_int {
         let address = values.as_mut_ptr().cast();
-        // SAFETY: as above.
+        // SAFETY: the tests keep the buffers until the stream has executed the call.
         unsafe { ncclRecv(address, values.len(), F32, peer as c_int, self.comm.get(), self.stream) }
     }
 
     fn together(&self, calls: impl FnOnce()) {
-        // SAFETY: nothing is needed.
+        // SAFETY: the function has no requirements.
         assert_eq!(unsafe { ncclGroupStart() }, 0);
         calls();
-        // SAFETY: as above.
+        // SAFETY: the function has no requirements.
         self.done(unsafe { ncclGroupEnd() });
     }
 }
 
 #[test]
 fn messages_in_a_group_cross() {
-    // More than connections hold by themselves, to all ranks, and this one too.
+    // More than connections buffer, to all ranks including this one.
     const COUNT: usize = 300_000;
     in_all_worlds(|rank| {
         let gifts: Vec<Vec<f32>> = (0..rank.size).map(|peer| vec![(10 * rank.rank + peer) as f32; COUNT]).collect();
@@ -49,7 +49,7 @@ fn sends_outside_of_a_group_wait_for_their_receivers() {
         let (one, mut other) = ([1.0; 10], [0.0; 10]);
         rank.done(rank.send(&one, 1 - rank.rank));
         rank.done(rank.receive(&mut other, 1 - rank.rank));
-        // Both send first.
+        // Both ranks send first.
         assert!(!rank.synchronize(WHILE));
         rank.abort();
         assert!(rank.synchronize(PATIENCE));
@@ -64,7 +64,7 @@ fn messages_keep_their_order() {
         for in_a_group in [false, true] {
             let mut places = [[9.0; 3]; 4];
             if rank.rank == 1 {
-                // So that all that can be under way is.
+                // A delay, so that as many messages as possible are in flight.
                 rank.stream().push(|| std::thread::sleep(Duration::from_millis(100)));
             }
             let mut calls = || {
@@ -85,7 +85,7 @@ fn messages_keep_their_order() {
 }
 
 #[test]
-fn a_message_to_oneself_needs_both_halves_in_a_group() {
+fn a_message_to_the_own_rank_needs_both_halves_in_a_group() {
     ranks(1, true, |rank| {
         assert_eq!(rank.send(&[1.0], 0), Code::InvalidUsage as c_int);
         assert!(text().contains("sends to itself"), "{}", text());
@@ -108,19 +108,19 @@ fn nothing_starts_before_the_end_of_the_group() {
 
 impl Rank {
     fn together_again(&self, calls: impl FnOnce()) {
-        // SAFETY: nothing is needed.
+        // SAFETY: the function has no requirements.
         assert_eq!(unsafe { ncclGroupStart() }, 0);
         calls();
-        // SAFETY: as above. Nothing is launched.
+        // SAFETY: the function has no requirements. Nothing is launched.
         assert_eq!(unsafe { ncclGroupEnd() }, 0);
     }
 }
 
 #[test]
-fn an_error_in_a_group_is_told_at_its_end_and_nothing_starts() {
+fn an_error_in_a_group_is_returned_at_its_end_and_nothing_starts() {
     ranks(1, true, |rank| {
         let mut sums = [0.0; 3];
-        // SAFETY: the buffers live until the stream has passed.
+        // SAFETY: the buffers live until the stream has executed the calls.
         unsafe {
             assert_eq!(ncclGroupStart(), 0);
             assert_eq!(rank.all_reduce(&[1.0; 3], &mut sums), 0);
@@ -134,25 +134,25 @@ fn an_error_in_a_group_is_told_at_its_end_and_nothing_starts() {
 }
 
 #[test]
-fn buffers_are_read_and_written_when_the_stream_comes_there() {
+fn buffers_are_read_and_written_when_the_stream_reaches_the_call() {
     ranks(2, false, |rank| {
         let mut buffer = vec![0.0f32; 1000];
         let address = buffer.as_mut_ptr() as usize;
         let stream = rank.stream();
         stream.push(move || {
             std::thread::sleep(Duration::from_millis(100));
-            // SAFETY: the buffer lives, and is used by the stream alone.
+            // SAFETY: the buffer lives, and only the stream uses it.
             unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 1000) }.fill(1.0);
         });
         let start = Instant::now();
         let pointer = buffer.as_mut_ptr();
-        // SAFETY: the buffer lives until the stream has passed.
+        // SAFETY: the buffer lives until the stream has executed the call.
         rank.done(unsafe {
             ncclAllReduce(pointer.cast(), pointer.cast(), 1000, F32, SUM, rank.comm.get(), rank.stream)
         });
-        assert!(start.elapsed() < Duration::from_millis(80), "the call has waited for the stream");
+        assert!(start.elapsed() < Duration::from_millis(80), "the call waited for the stream");
         stream.push(move || {
-            // SAFETY: as above.
+            // SAFETY: the buffer lives, and only the stream uses it.
             unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 1000) }.iter_mut().for_each(|x| *x *= 10.0);
         });
         assert!(rank.synchronize(PATIENCE));
@@ -171,9 +171,9 @@ fn calls_on_several_streams_keep_their_order() {
         let other = Rank { comm: std::cell::Cell::new(rank.comm.get()), stream: new_stream(), ..*rank };
         rank.done(other.all_reduce(&[2.0; 4], &mut second));
         assert!(other.synchronize(PATIENCE));
-        assert!(start.elapsed() >= slow, "the second call came before the first");
+        assert!(start.elapsed() >= slow, "the second call ran before the first");
         assert_eq!((first, second), ([2.0; 4], [4.0; 4]));
-        // In a group, all of its streams wait for all of it, whichever is used first.
+        // All streams of a group wait for the whole group, whichever is used first.
         for slow_is_first in [false, true] {
             rank.stream().push(move || std::thread::sleep(slow));
             let start = Instant::now();

@@ -1,4 +1,4 @@
-//! What needs a process of its own: deaths, aborts of the process, and faults that the environment asks for.
+//! Tests that need separate processes: deaths, aborts of the process, and injected faults.
 use super::super::Code;
 use super::support::*;
 use std::ffi::c_int;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 const JOB: &str = "EMULATED_NCCL_TEST_JOB";
 const ID: &str = "EMULATED_NCCL_TEST_ID";
 
-/// The entrance of the other processes; it does nothing in the test's own.
+/// The entry point of the other processes; does nothing in the test's own.
 #[test]
 fn process_of_another_test() {
     let Ok(job) = std::env::var(JOB) else { return };
@@ -34,7 +34,7 @@ fn process(job: &str) -> Command {
 }
 
 fn name(id: &UniqueId) -> String {
-    // SAFETY: an id is bytes.
+    // SAFETY: an id consists of bytes.
     let bytes: [u8; 128] = unsafe { std::mem::transmute_copy(id) };
     String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_string()
 }
@@ -42,18 +42,18 @@ fn name(id: &UniqueId) -> String {
 fn id_of(name: &str) -> UniqueId {
     let mut bytes = [0; 128];
     bytes[..name.len()].copy_from_slice(name.as_bytes());
-    // SAFETY: as above.
+    // SAFETY: an id consists of bytes.
     unsafe { std::mem::transmute(bytes) }
 }
 
-/// What the process says after `word`.
-fn hear(child: &mut Child, word: &str) -> String {
+/// Waits for a line of the process that contains `word` and returns the rest of the line.
+fn wait_for_line(child: &mut Child, word: &str) -> String {
     let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
-    // The line may begin with what the test harness says.
+    // The test harness may have written the beginning of the line.
     lines.find_map(|line| Some(line.unwrap().split_once(word)?.1.trim().to_string())).unwrap()
 }
 
-/// Rank 1 of 2; stays until it is killed.
+/// Rank 1 of 2; runs until it is killed.
 fn member() {
     settle_down("host", 1, false);
     let rank = Rank::connect(id_of(&std::env::var(ID).unwrap()), 1, 2, false);
@@ -62,7 +62,7 @@ fn member() {
     std::thread::sleep(PATIENCE * 2);
 }
 
-/// Rank 0 of 2, and the maker of the id; stays until it is killed.
+/// Rank 0 of 2, which creates the id; runs until it is killed.
 fn maker() {
     settle_down("host", 0, false);
     let id = id();
@@ -79,7 +79,7 @@ fn the_death_of_a_rank_is_an_error_for_the_other() {
     let mut child = process("member").env(ID, name(&id)).spawn().unwrap();
     let rank = Rank::connect(id, 0, 2, false);
     assert_eq!(rank.sum(&[1.0]), [2.0]);
-    hear(&mut child, "connected:");
+    wait_for_line(&mut child, "connected:");
     let mut sums = [0.0];
     rank.done(rank.all_reduce(&[1.0], &mut sums));
     child.kill().unwrap();
@@ -93,7 +93,7 @@ fn the_death_of_a_rank_is_an_error_for_the_other() {
 fn the_death_of_the_process_with_the_hub_is_an_error_for_the_other() {
     settle_down("host", 1, false);
     let mut child = process("maker").spawn().unwrap();
-    let id = id_of(&hear(&mut child, "id:"));
+    let id = id_of(&wait_for_line(&mut child, "id:"));
     let rank = Rank::connect(id, 1, 2, false);
     assert_eq!(rank.sum(&[1.0]), [2.0]);
     child.kill().unwrap();
@@ -102,13 +102,13 @@ fn the_death_of_the_process_with_the_hub_is_an_error_for_the_other() {
     assert!(text.contains("the process that made the id"), "{text}");
     child.wait().unwrap();
     rank.abort();
-    // Nobody is there any more.
+    // The other rank no longer exists.
     let (_, late) = begin(id, 1, 2, false);
     assert_eq!(late.await_error().0, Code::RemoteError as c_int);
     late.abort();
 }
 
-/// Rank 0 of 2, and the maker of the id; leaves after two calls, the second a large one.
+/// Rank 0 of 2, which creates the id; leaves after two calls, the second of which is large.
 fn leaver() {
     settle_down("a", 0, false);
     let id = id();
@@ -125,10 +125,10 @@ fn the_process_with_the_hub_leaves_before_another_host_does() {
     for round in 0..3 {
         settle_down("b", 0, false);
         let mut child = process("leaver").spawn().unwrap();
-        let id = id_of(&hear(&mut child, "id:"));
+        let id = id_of(&wait_for_line(&mut child, "id:"));
         let rank = Rank::connect(id, 1, 2, round == 1);
         assert_eq!(rank.sum(&[1.0]), [2.0]);
-        // What is on its way is not lost.
+        // Data in flight is not lost.
         assert!(rank.sum(&[1.0; MANY]).iter().all(|sum| *sum == 2.0));
         assert!(child.wait().unwrap().success());
         std::thread::sleep(WHILE);
@@ -147,7 +147,7 @@ fn assert_aborts(job: &str, expected: &str) {
 }
 
 #[test]
-fn the_use_by_two_threads_at_a_time_ends_the_process() {
+fn simultaneous_use_by_two_threads_ends_the_process() {
     assert_aborts("two threads", "emulated NCCL: ncclAllReduce on a communicator that another thread is using");
 }
 
@@ -155,7 +155,7 @@ fn two_threads() {
     settle_down("host", 0, false);
     let rank = Rank::connect(id(), 0, 1, true);
     let (comm, stream) = (rank.comm.get() as usize, rank.stream as usize);
-    // SAFETY: the buffers live.
+    // SAFETY: the buffers live until the process ends.
     unsafe {
         assert_eq!(ncclGroupStart(), 0);
         assert_eq!(rank.all_reduce(&[1.0], &mut [0.0]), 0);
@@ -180,7 +180,7 @@ fn after_an_abort() {
     let rank = Rank::connect(id(), 0, 1, true);
     let comm = rank.comm.get();
     rank.abort();
-    // SAFETY: it is what is tested.
+    // SAFETY: the test checks that this invalid call ends the process.
     unsafe { ncclCommFinalize(comm) };
 }
 
@@ -222,7 +222,7 @@ fn delay() {
     let start = Instant::now();
     let mut sums = [0.0];
     rank.done(rank.all_reduce(&[1.0], &mut sums));
-    assert!(start.elapsed() < Duration::from_millis(150), "the caller has waited");
+    assert!(start.elapsed() < Duration::from_millis(150), "the caller waited");
     assert!(rank.synchronize(PATIENCE));
     assert!(start.elapsed() >= Duration::from_millis(200));
     assert_eq!(sums, [1.0]);

@@ -13,13 +13,13 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
-/// Long enough to see that nothing happens.
+/// Long enough to conclude that an operation does not complete.
 pub(super) const WHILE: Duration = Duration::from_millis(300);
 
 pub(super) const F32: c_int = 7;
 pub(super) const SUM: c_int = 0;
 
-/// A rank, with a stream. Dropping it finalizes and destroys the communicator, unless it was taken before.
+/// A rank with a stream. Dropping it finalizes and destroys the communicator, unless that was taken before.
 pub(super) struct Rank {
     pub(super) rank: usize,
     pub(super) size: usize,
@@ -30,7 +30,7 @@ pub(super) struct Rank {
 
 pub(super) fn id() -> UniqueId {
     let mut id = std::mem::MaybeUninit::uninit();
-    // SAFETY: the id is written.
+    // SAFETY: the id is written by the call.
     unsafe {
         assert_eq!(ncclGetUniqueId(id.as_mut_ptr()), 0);
         id.assume_init()
@@ -41,10 +41,10 @@ fn config(blocking: bool) -> Config {
     Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21_800, blocking: c_int::from(blocking) }
 }
 
-/// Gives the calling thread a device and a place.
+/// Sets the calling thread's device and place.
 pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
     let mut context = std::ptr::null_mut();
-    // SAFETY: the context is written.
+    // SAFETY: the context is written by the call.
     unsafe {
         crate::driver::cuDevicePrimaryCtxRetain(&raw mut context, 0);
         crate::driver::cuCtxSetCurrent(context);
@@ -54,15 +54,15 @@ pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
 
 pub(super) fn new_stream() -> *mut c_void {
     let mut stream = std::ptr::null_mut();
-    // SAFETY: the stream is written.
+    // SAFETY: the stream is written by the call.
     assert_eq!(unsafe { crate::stream::cuStreamCreate(&raw mut stream, 0) }, 0);
     stream
 }
 
-/// Begins to make a communicator; what the function returned.
+/// Begins to create a communicator, and returns the function's code.
 pub(super) fn begin(id: UniqueId, rank: usize, size: usize, blocking: bool) -> (c_int, Rank) {
     let (mut comm, mut config) = (std::ptr::null_mut(), config(blocking));
-    // SAFETY: the communicator is written, the configuration lives.
+    // SAFETY: the communicator is written by the call, and the configuration lives.
     let code = unsafe { ncclCommInitRankConfig(&raw mut comm, size as c_int, id, rank as c_int, &raw mut config) };
     (code, Rank { rank, size, blocking, comm: Cell::new(comm), stream: new_stream() })
 }
@@ -74,15 +74,15 @@ impl Rank {
         rank
     }
 
-    /// A rank of a communicator that came from a split.
+    /// Returns a rank of a communicator that was created by a split.
     pub(super) fn child(&self, comm: Handle) -> Self {
         let fact = |call: unsafe extern "C" fn(Handle, *mut c_int) -> c_int| {
             let mut fact = -1;
-            // SAFETY: the fact is written.
+            // SAFETY: the property is written by the call.
             assert_eq!(unsafe { call(comm, &raw mut fact) }, 0);
             fact as usize
         };
-        // SAFETY: as above.
+        // SAFETY: the communicator is alive.
         while !self.blocking && unsafe { async_error(comm) } == Code::InProgress as c_int {}
         Self {
             rank: fact(ncclCommUserRank),
@@ -93,7 +93,7 @@ impl Rank {
         }
     }
 
-    /// What the communicator has come to, once nothing is in progress.
+    /// Waits until no operation is in progress and returns the communicator's state.
     pub(super) fn settle(&self) -> c_int {
         let start = Instant::now();
         loop {
@@ -102,12 +102,12 @@ impl Rank {
             if code != Code::InProgress as c_int {
                 return code;
             }
-            assert!(start.elapsed() < PATIENCE, "an operation is in progress for ever");
+            assert!(start.elapsed() < PATIENCE, "an operation never completes");
             std::thread::yield_now();
         }
     }
 
-    /// A call went well.
+    /// Checks that a call succeeded, and waits until it has settled.
     pub(super) fn done(&self, code: c_int) {
         if self.blocking {
             assert_eq!(code, 0, "{}", text());
@@ -118,7 +118,7 @@ impl Rank {
     }
 
     pub(super) fn all_reduce(&self, send: &[f32], receive: &mut [f32]) -> c_int {
-        // SAFETY: the tests keep the buffers until the stream has passed.
+        // SAFETY: the tests keep the buffers until the stream has executed the call.
         unsafe {
             ncclAllReduce(
                 send.as_ptr().cast(),
@@ -132,7 +132,7 @@ impl Rank {
         }
     }
 
-    /// In place; the result.
+    /// All-reduces in place and returns the result.
     pub(super) fn sum(&self, values: &[f32]) -> Vec<f32> {
         let mut buffer = values.to_vec();
         let send = buffer.clone();
@@ -147,12 +147,12 @@ impl Rank {
     }
 
     pub(super) fn abort(&self) {
-        // SAFETY: the communicator is alive, and not used any more.
+        // SAFETY: the communicator is alive, and no longer used.
         assert_eq!(unsafe { ncclCommAbort(self.comm.replace(std::ptr::null_mut())) }, 0);
     }
 
     pub(super) fn destroy(&self) {
-        // SAFETY: as above.
+        // SAFETY: the communicator is alive, and no longer used.
         assert_eq!(unsafe { ncclCommDestroy(self.comm.replace(std::ptr::null_mut())) }, 0, "{}", text());
     }
 
@@ -160,7 +160,7 @@ impl Rank {
         find(self.stream).unwrap()
     }
 
-    /// Whether the stream comes to its end in time.
+    /// Waits for the stream and returns whether it completed in time.
     pub(super) fn synchronize(&self, patience: Duration) -> bool {
         let (reached, end) = channel();
         self.stream().push(move || {
@@ -169,12 +169,12 @@ impl Rank {
         end.recv_timeout(patience).is_ok()
     }
 
-    /// The error that comes by itself.
+    /// Waits for an asynchronous error and returns it.
     pub(super) fn await_error(&self) -> (c_int, String) {
         let start = Instant::now();
         loop {
             match self.settle() {
-                0 => assert!(start.elapsed() < PATIENCE, "no error came"),
+                0 => assert!(start.elapsed() < PATIENCE, "no error occurred"),
                 code => return (code, text()),
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -188,7 +188,7 @@ impl Drop for Rank {
             return;
         }
         if std::thread::panicking() {
-            // Or the others would wait for ever.
+            // Otherwise, the other ranks would wait forever.
             return self.abort();
         }
         self.done(self.finalize());
@@ -200,7 +200,7 @@ impl Drop for Rank {
 /// The communicator must be alive.
 pub(super) unsafe fn async_error(comm: Handle) -> c_int {
     let mut code = -1;
-    // SAFETY: the caller's promise, and the code is written.
+    // SAFETY: guaranteed by the caller, and the code is written by the call.
     unsafe {
         assert_eq!(ncclCommGetAsyncError(comm, &raw mut code), 0);
     }
@@ -208,11 +208,11 @@ pub(super) unsafe fn async_error(comm: Handle) -> c_int {
 }
 
 pub(super) fn text() -> String {
-    // SAFETY: it is text that is never freed.
+    // SAFETY: the text is never freed.
     unsafe { CStr::from_ptr(last_error()) }.to_string_lossy().into_owned()
 }
 
-/// Runs `body` on threads that are ranks, before they have communicators.
+/// Runs `body` on threads that are ranks, without communicators.
 pub(super) fn threads<T: Send>(size: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let body = &body;
@@ -238,7 +238,7 @@ pub(super) fn ranks<T: Send>(size: usize, blocking: bool, body: impl Fn(&Rank) -
     })
 }
 
-/// In worlds of one to three, blocking or not.
+/// Runs `body` in worlds of one to three ranks, blocking or not.
 pub(super) fn in_all_worlds(body: impl Fn(&Rank) + Sync) {
     for size in 1..=3 {
         for blocking in [true, false] {
@@ -247,7 +247,7 @@ pub(super) fn in_all_worlds(body: impl Fn(&Rank) + Sync) {
     }
 }
 
-/// All types, by NCCL's numbers.
+/// All types, as NCCL's numbers.
 pub(super) const DTYPES: std::ops::Range<c_int> = 0..10;
 
 fn dtype(number: c_int) -> Dtype {
@@ -258,7 +258,7 @@ pub(super) fn is_float(number: c_int) -> bool {
     (6..10).contains(&number)
 }
 
-/// Numbers as buffers have them.
+/// Encodes numbers as in a buffer.
 pub(super) fn encode(number: c_int, values: impl Iterator<Item = f64>) -> Vec<u8> {
     values
         .flat_map(|value| match dtype(number) {

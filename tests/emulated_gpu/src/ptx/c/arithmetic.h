@@ -1,4 +1,4 @@
-// What translated kernels compute with. Registers hold bits; values of a type are made of them and back.
+// Arithmetic for translated kernels. Registers hold bits, which are converted to values of a type and back.
 #include <fenv.h>
 #include <math.h>
 #include <stdint.h>
@@ -41,7 +41,7 @@ static inline uint64_t f64_bits(double value) {
     return bits;
 }
 
-// f16 and bf16 are computed with as f32, and rounded to the nearest when they are written.
+// f16 and bf16 are computed as f32 and rounded to the nearest value when they are written.
 
 #if defined(__FLT16_MANT_DIG__) && (defined(__F16C__) || defined(__aarch64__))
 static inline float f16(uint16_t bits) {
@@ -61,7 +61,7 @@ static inline uint16_t f16_bits(float value) {
 static inline float f16(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
     if (magnitude >= 0x7c00) return f32(sign | 0x7f800000 | magnitude << 13);
-    // The exponents' biases differ by 112. The product is exact, also of subnormal numbers.
+    // The exponents' biases differ by 112. The product is exact, even for subnormal numbers.
     return f32(sign | f32_bits(f32(magnitude << 13) * 0x1p112f));
 }
 
@@ -69,7 +69,7 @@ static inline uint16_t f16_bits(float value) {
     if (value != value) return 0x7fff;
     uint32_t bits = f32_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude >= 0x477ff000) return sign | 0x7c00;
-    // Below 2^-14, the sum is rounded to a multiple of 2^-24, as subnormal numbers are.
+    // Below 2^-14, the sum is rounded to a multiple of 2^-24, as for subnormal numbers.
     if (magnitude < 0x38800000) return sign | (f32_bits(f32(magnitude) + 0.5f) - f32_bits(0.5f));
     return sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
 }
@@ -85,8 +85,8 @@ static inline uint16_t bf16_bits(float value) {
 
 static inline uint16_t bf16_bits_rz(float value) { return value != value ? 0x7fff : f32_bits(value) >> 16; }
 
-// Rounding. What lies between two numbers becomes, "to odd", the one of them whose last bit is set: rounded again to at
-// least two bits less, it is as if rounded once.
+// Rounding to odd: a value between two numbers becomes the one whose last bit is set. Rounding the result again to at
+// least two bits less is equivalent to rounding once.
 
 static inline float odd_f32(double value) {
     float near = (float)value;
@@ -119,7 +119,7 @@ static inline float narrow_rp(double value) {
 
 static inline float narrow_rm(double value) { return -narrow_rp(-value); }
 
-// Directed rounding of f64: rare, so the processor's mode may be changed each time.
+// Directed rounding of f64. It is rare, so the processor's mode may be changed each time.
 #define DIRECTED(name, type, expression)                                                                               \
     static __attribute__((noinline)) type name(type a_, type b_, type c_, int mode) {                                  \
         volatile type a = a_, b = b_, c = c_;                                                                          \
@@ -141,7 +141,7 @@ static inline float fma_16(double a, double b, double c) { return odd_f32(odd_su
 
 static inline float flush(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0, value) : value; }
 
-// Smallest and largest; of zeros, the negative one is the smaller.
+// Minimum and maximum; the negative zero is the smaller one.
 #define CHOICE(name, type, before, sign)                                                                               \
     static inline type name(type a, type b) {                                                                          \
         if (a != a) return b;                                                                                          \
@@ -157,7 +157,7 @@ CHOICE(max_f64, double, >, !)
 static inline float saturate_f32(float value) { return value > 0 ? value < 1 ? value : 1 : 0; }
 static inline double saturate_f64(double value) { return value > 0 ? value < 1 ? value : 1 : 0; }
 
-// From a number that is rounded to an integer already.
+// Converts a number that has already been rounded to an integer.
 #define TO_INTEGER(name, type, smallest, largest, end)                                                                 \
     static inline type name(double value, type nan) {                                                                  \
         return value != value ? nan : value <= smallest ? (type)smallest : value >= end ? (type)largest : (type)value; \

@@ -1,6 +1,6 @@
-// Blocks whose threads wait for one another: each thread is a fibre with a stack of its own, and they take turns on the
-// thread of the operating system that runs the kernel. A fibre goes on until it has to wait; then comes the next one of
-// its warp, then the next warp. When a barrier opens, the direction of the turns changes.
+// Blocks whose threads wait for each other: each thread is a fibre with its own stack, and fibres take turns on the
+// operating system thread that runs the kernel. A fibre runs until it has to wait; then the next fibre of its warp
+// runs, then the next warp. When a barrier opens, the direction of the turns changes.
 #include <stddef.h>
 #if defined(__x86_64__) && !defined(EMULATED_GPU_UCONTEXT)
 #define ASSEMBLY_SWITCH 1
@@ -21,18 +21,19 @@ struct fibre {
 };
 
 struct warp {
-    // One bit for each lane: may run, has not ended, waits for others of the warp.
+    // One bit per lane: can run, has not ended, waits for other lanes of the warp.
     uint32_t ready, alive, waiting;
     int falling;
-    // What the waiting lanes wait with, and what they get.
+    // The operands and results of waiting lanes.
     int operation[32];
     uint32_t mask[32], value[32], b[32], c[32], inside;
 };
 
 struct barrier {
-    // Threads that have come, threads that must come (0: all), and the place in the kernel.
+    // Threads that have arrived, threads that must arrive (0: all), and the place in the kernel.
     uint32_t arrived, expected, site;
-    // Of those that have come, whose predicate is true; and, when the barrier opened, all and true.
+    // Of the threads that have arrived, those whose predicate is true; and, at the opening of the barrier, all threads
+    // and those.
     uint32_t trues, all_then, trues_then;
     uint32_t lanes[32];
 };
@@ -56,8 +57,8 @@ static void run_fibre(struct fibre *self);
 #if ASSEMBLY_SWITCH
 void emulated_gpu_switch(void **save, void *to);
 void emulated_gpu_start(void);
-// The registers that a call keeps are put on the stack of who leaves, and taken from that of who comes. A new fibre
-// finds itself in r12.
+// Callee-saved registers are pushed to the stack of the fibre that stops and popped from that of the fibre that
+// resumes. A new fibre finds its pointer in r12.
 __asm__(".text\n"
         ".hidden emulated_gpu_switch\n.globl emulated_gpu_switch\n.type emulated_gpu_switch, @function\n"
         "emulated_gpu_switch:\n"
@@ -70,7 +71,7 @@ __asm__(".text\n"
         "    movq %r12, %rdi\n    call *%rbx\n    ud2\n");
 
 static void prepare(struct fibre *fibre, unsigned char *stack) {
-    // Tops of stacks at different offsets in a page, so that they do not compete for the same lines of the cache.
+    // Start the stacks at different offsets in a page, so that they do not compete for the same cache lines.
     uintptr_t top = (uintptr_t)stack + STACK - index_in_block(&fibre->thread) % 64 * 64;
     void **frame = (void **)top - 9;
     memset(frame, 0, 9 * sizeof *frame);
@@ -107,14 +108,14 @@ static __attribute__((noreturn, noinline, cold)) void stuck(struct crew *crew) {
         at_shuffles += __builtin_popcount(crew->warps[warp].waiting);
     for (int barrier = 0; barrier < 16; barrier++) at_barriers += crew->barriers[barrier].arrived;
     snprintf(text, sizeof text,
-             "its threads wait for one another without end: of the %u threads of block (%u, %u, %u), %u have ended, %u "
+             "its threads wait for each other forever: of the %u threads of block (%u, %u, %u), %u have ended, %u "
              "wait at a barrier of the block, %u for others of their warp",
              crew->size, crew->fibres->thread.ctaid[0], crew->fibres->thread.ctaid[1], crew->fibres->thread.ctaid[2],
              crew->size - crew->alive, at_barriers, at_shuffles);
     fail(text);
 }
 
-// Whose turn it is. `self` is left for it, until it is `self`'s turn again.
+// Switches to the next fibre, and returns when it is the turn of `self` again.
 static void pass_turn(struct fibre *self) {
     struct crew *crew = self->crew;
     struct warp *warp = &crew->warps[crew->current];
@@ -197,7 +198,7 @@ static void finish_shuffle(struct warp *warp, uint32_t members) {
         }
         if (!within) from = lane;
         inside |= (uint32_t)within << lane;
-        // Nothing is promised of lanes that take no part.
+        // The result is undefined for lanes that do not take part.
         results[lane] = members >> from & 1 ? warp->value[from] : 0xffffffff;
     }
     for (uint32_t left = members; left; left &= left - 1) {
@@ -237,7 +238,7 @@ static void finish_reduction(struct warp *warp, uint32_t members) {
     for (uint32_t left = members; left; left &= left - 1) warp->value[__builtin_ctz(left)] = sum;
 }
 
-// Lets the lanes of `mask` go on if all of them that have not ended wait for the same.
+// Releases the lanes of `mask` if all of them that have not ended wait for the same operation.
 static void join_if_complete(struct warp *warp, uint32_t mask, int operation) {
     uint32_t members = mask & warp->alive;
     if (members == 0 || (members & ~warp->waiting) != 0) return;
@@ -291,7 +292,7 @@ static uint32_t reduce_over_warp(const struct thread *t, int operation, uint32_t
     return join_warp(fibre_of(t), REDUCE, mask, value, operation, 0);
 }
 
-// Who has ended is not waited for.
+// Threads that have ended are not waited for.
 static void run_fibre(struct fibre *self) {
     struct crew *crew = self->crew;
     struct warp *warp = self->warp;
@@ -304,14 +305,14 @@ static void run_fibre(struct fibre *self) {
     }
     for (int barrier = 0; barrier < 16; barrier++) open_if_complete(crew, &crew->barriers[barrier]);
     pass_turn(self);
-    fail("a thread went on after its end");
+    fail("a thread continued after its end");
 }
 
 static void run_block(const struct launch *launch, struct crew *crew, struct thread thread) {
     memset(crew->barriers, 0, sizeof crew->barriers);
     memset(crew->warps, 0, crew->warp_count * sizeof *crew->warps);
     crew->alive = crew->size;
-    // A missing barrier hides from one of the two directions.
+    // One of the two directions reveals a missing barrier.
     crew->falling = (thread.ctaid[0] + thread.ctaid[1] + thread.ctaid[2] + launch->turn) % 2 == 0;
     turn_around(crew);
     for (uint32_t index = 0; index < crew->size; index++) {

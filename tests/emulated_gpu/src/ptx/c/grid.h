@@ -1,4 +1,4 @@
-// Runs the grid, block after block, on the calling thread.
+// Runs the grid on the calling thread, block by block.
 
 __attribute__((visibility("default"))) void emulated_gpu_run(const struct launch *launch) {
     _Alignas(16) unsigned char parameters[PARAMETER_BYTES + 1];
@@ -17,7 +17,7 @@ __attribute__((visibility("default"))) void emulated_gpu_run(const struct launch
     for (thread.ctaid[2] = 0; thread.ctaid[2] < thread.nctaid[2]; thread.ctaid[2]++)
         for (thread.ctaid[1] = 0; thread.ctaid[1] < thread.nctaid[1]; thread.ctaid[1]++)
             for (thread.ctaid[0] = 0; thread.ctaid[0] < thread.nctaid[0]; thread.ctaid[0]++) {
-                // Nobody may rely on zeros.
+                // Kernels must not rely on zeros.
                 if (thread.shared_size) memset(thread.shared, 0xff, thread.shared_size);
 #if FIBRES
                 run_block(launch, &crew, thread);

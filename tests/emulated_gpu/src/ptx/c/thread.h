@@ -1,12 +1,12 @@
-// What a thread of a kernel sees: who it is, its block's memory. The kernel's translation follows.
+// The environment of a kernel's thread: its indices and its block's memory. The kernel's translation follows.
 
 struct launch {
     uint32_t grid[3], block[3];
     uint32_t dynamic_shared;
     const unsigned char *parameters;
-    // For kernels with barriers: STACK bytes for each thread of a block.
+    // STACK bytes for each thread of a block, for kernels with barriers.
     unsigned char *stacks;
-    // Differs from launch to launch.
+    // Differs between launches.
     uint32_t turn;
 };
 
@@ -29,7 +29,7 @@ static inline uintptr_t aligned(uintptr_t address, uint32_t size) {
     return address;
 }
 
-// Shared addresses are offsets; 64-bit arithmetic on them may have left its mark above.
+// Shared addresses are offsets; 64-bit arithmetic on them may have set higher bits.
 static inline uintptr_t shared_at(const struct thread *t, uint32_t offset, uint32_t size) {
     if (__builtin_expect(offset > t->shared_size || t->shared_size - offset < size, 0))
         fail("an access is outside of the block's shared memory");
@@ -39,7 +39,7 @@ static inline uintptr_t shared_at(const struct thread *t, uint32_t offset, uint3
 #define LOAD(type, address) (*(const type *)(address))
 #define STORE(type, address, value) (*(type *)(address) = (value))
 
-// Replaces what is at `address`, its bits being `old`, by `value`; what was there before is the result.
+// Replaces the value at `address`, whose bits are `old`, by `value`, and returns the old value.
 #define ATOMIC(type, address, value)                                                                                   \
     ({                                                                                                                 \
         type *where_ = (type *)(address), old = __atomic_load_n(where_, __ATOMIC_SEQ_CST), new_;                       \

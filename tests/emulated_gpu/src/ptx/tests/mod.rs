@@ -1,4 +1,4 @@
-//! Kernels that use what kernels use: see `kernels.ptx`.
+//! Kernels that use the features of real kernels; see `kernels.ptx`.
 use super::{Kernel, entries};
 use half::{bf16, f16};
 use std::process::Command;
@@ -36,7 +36,7 @@ fn run(ptx: &str, name: &str, blocks: u32, threads: u32, shared: u32, arguments:
     unsafe { kernel.run([blocks, 1, 1], [threads, 1, 1], shared, &arguments) }
 }
 
-/// Numbers of all sizes, and special ones.
+/// Returns numbers of all magnitudes, and special ones.
 fn bits(count: usize) -> impl Iterator<Item = u32> {
     let mut state = 1_u64;
     (0..count).map(move |_| {
@@ -78,7 +78,7 @@ fn arithmetic_of_16_bits() {
     let mut out = vec![0_u16; 8 * count];
     run(KERNELS, "halves", 256, 256, 0, &[&&mut a[..], &&mut b[..], &&mut out[..]]);
     for i in 0..count {
-        // In f64, sums and products of these are rounded once: from f64 to 16 bits, or not at all before.
+        // In f64, sums and products of these are rounded at most once, when they are converted to 16 bits.
         let (x, y) = (f16::from_bits(a[i]).to_f64(), f16::from_bits(b[i]).to_f64());
         let results = [x + y, x - y, x * y];
         for (index, expected) in results.into_iter().enumerate() {
@@ -95,10 +95,10 @@ fn arithmetic_of_16_bits() {
 
 #[test]
 fn fused_operations_round_once() {
-    // a * b + a lies so near to the middle of two numbers that rounding to f32 first gives the other one.
+    // a * b + a is so close to the middle between two numbers that rounding to f32 first gives the wrong one.
     let f16s = [(0x2ed1, 0x7523), (0x2e81, 0x79cc), (0x2f7f, 0x783c), (0x2e5f, 0x74a6)];
     let rounded = [2242., 4828., 4062., 1895.];
-    // 1.5 * 131 = 196.5, times 2^30 and 2^60: at the latter, f64 does not have the sum either.
+    // 1.5 * 131 = 196.5, times 2^30 and 2^60: for the latter, f64 does not represent the sum either.
     let [large, larger] = [30, 60].map(|exponent| (131. * 2_f32.powi(exponent), 197. * 2_f32.powi(exponent)));
     let bf16s = [large, larger].map(|(b, _)| (bf16::from_f32(1.5).to_bits(), bf16::from_f32(b).to_bits()));
     let (mut a, mut b): (Vec<u16>, Vec<u16>) = f16s.into_iter().chain(bf16s).unzip();
@@ -152,12 +152,12 @@ fn blocks_add_in_shared_memory_and_a_missing_barrier_shows() {
 #[test]
 fn turns_go_up_and_down() {
     let mut first = Vec::new();
-    // Other tests launch kernels, too, which makes it random which direction a launch begins with.
+    // Other tests launch kernels too, so the direction with which a launch begins is random.
     for _ in 0..100 {
         let mut out = vec![0_u32; 2 * 100];
         run(KERNELS, "turns", 1, 100, 0, &[&&mut out[..]]);
         let (up, down): (Vec<u32>, Vec<u32>) = ((0..100).collect(), (0..100).rev().collect());
-        // Memory began with all bits set.
+        // Memory initially has all bits set.
         assert!(out == [&up[..], &down].concat() || out == [&down[..], &up].concat(), "{out:?}");
         first.push(out[0]);
     }
@@ -186,7 +186,7 @@ fn atomic_operations_of_several_streams() {
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(move || {
-                // SAFETY: it outlives the scope, and is only read and written by kernels until then.
+                // SAFETY: the array outlives the scope; until then only kernels access it.
                 let out = unsafe { std::slice::from_raw_parts_mut(address as *mut u64, 4) };
                 run(KERNELS, "atomics", 2000, 256, 0, &[&out]);
             });
@@ -195,7 +195,7 @@ fn atomic_operations_of_several_streams() {
     let (count, sum) = (out[0] as u32, (out[0] >> 32) as u32);
     let (sum_16, largest) = (out[1] as u16, (out[1] >> 32) as u32);
     assert_eq!((count, f32::from_bits(sum)), (2_048_000, 1_024_000.));
-    // There, 1 more is rounded away.
+    // At this value, adding 1 is rounded away.
     assert_eq!((f16::from_bits(sum_16), largest), (f16::from_f32(2048.), 255));
     assert_eq!((out[2], out[3]), (9, 1));
 }
@@ -215,7 +215,7 @@ fn calls_arrays_switches_and_bits() {
 }
 
 #[test]
-fn what_is_not_supported_is_named() {
+fn unsupported_features_are_named() {
     let refused = |from: &str, to: &str, name: &str| {
         let ptx = KERNELS.replace(from, to);
         assert_ne!(ptx, KERNELS);
@@ -230,13 +230,13 @@ fn what_is_not_supported_is_named() {
     let error = refused(".const .align 4 .u32 primes[4] = {2, 3, 5, 7}", ".global .u32 primes[4]", "various");
     assert!(error.contains("`primes` is shared"), "{error}");
     assert!(Kernel::load(KERNELS, "none").map(|_| ()).unwrap_err().contains("no kernel `none`"));
-    // A function is no kernel.
+    // A function is not a kernel.
     assert!(Kernel::load(KERNELS, "twice").map(|_| ()).unwrap_err().contains("no kernel `twice`"));
 }
 
 const CHILD: &str = "EMULATED_GPU_TEST_CHILD";
 
-/// Runs the test `name` in another process, as a child; what that says, and whether it ended well.
+/// Runs the test `name` in a child process; returns its output and whether it succeeded.
 fn child(name: &str, variables: &[(&str, &str)]) -> (String, bool) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([&format!("ptx::tests::{name}"), "--exact", "--nocapture"]).env(CHILD, "1");
@@ -244,7 +244,7 @@ fn child(name: &str, variables: &[(&str, &str)]) -> (String, bool) {
     (String::from_utf8_lossy(&output.stderr).into_owned(), output.status.success())
 }
 
-/// Runs a kernel in another process, which must end with a message that names the kernel and says `expected`.
+/// Runs a kernel in a child process, which must end with a message that contains the kernel's name and `expected`.
 fn ends_with(test: &str, kernel: &str, expected: &str, arguments: &[&dyn Argument]) {
     if std::env::var_os(CHILD).is_some() {
         return run(KERNELS, kernel, 1, 32, 0, arguments);
@@ -254,9 +254,9 @@ fn ends_with(test: &str, kernel: &str, expected: &str, arguments: &[&dyn Argumen
 }
 
 #[test]
-fn threads_that_wait_for_one_another_are_reported() {
+fn deadlocks_are_reported() {
     let expected = "0 have ended, 31 wait at a barrier of the block, 1 for others of their warp";
-    ends_with("threads_that_wait_for_one_another_are_reported", "apart", expected, &[]);
+    ends_with("deadlocks_are_reported", "apart", expected, &[]);
 }
 
 #[test]
@@ -286,5 +286,5 @@ fn a_missing_compiler_is_named() {
     let variables = [("CC", "/no/compiler"), ("EMULATED_GPU_CACHE", folder.to_str().unwrap())];
     let (said, well) = child("a_missing_compiler_is_named", &variables);
     std::fs::remove_dir_all(&folder).unwrap();
-    assert!(well && said.contains("child: kernels need a C compiler; `/no/compiler` does not start"), "{said}");
+    assert!(well && said.contains("child: kernels need a C compiler; cannot start `/no/compiler`"), "{said}");
 }

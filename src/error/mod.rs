@@ -1,15 +1,37 @@
-//! The one error type of the crate: what happened, where (rank, peer, parameter), why, and what to do.
-use candle_core::{DType, Shape};
-use std::fmt::{self, Write};
+//! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
+mod context;
+mod failure;
+mod shortage;
+mod text;
+
+pub use context::Context;
+pub use failure::Failure;
+pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
+pub(crate) use text::{describe, some};
+
+use candle_core::DType;
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
+use text::{Printable, list};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong, with the data a program needs to react.
 ///
-/// `Debug` writes the same sentence as `Display`, since that is what is shown of an error that `main` returns.
+/// `Display` gives the whole message, which includes the cause. So only candle's own errors have a
+/// [`source`](std::error::Error::source), and reports that follow sources, as those of `anyhow` do, repeat nothing.
+/// `Debug` puts the variant's name before the message, for logs. This is also what Rust shows of an error that `main`
+/// returns:
+///
+/// ```text
+/// Error: PeerGone: rank 1 is gone: its connection to rank 0 closed during all_reduce(f32[3]). Look for …
+/// ```
+///
+/// A group that has failed returns [`Error::Group`], whatever the reason was; make a new group to go on. After an
+/// [`Error::InvalidArgument`], [`Error::InvalidTensor`], [`Error::RankFailed`] or [`Error::Mismatch`] the group is as good
+/// as before.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,12 +40,12 @@ pub enum Error {
     Candle(candle_core::Error),
 
     /// The operating system refused something.
-    #[error("{context}: {source}")]
+    #[error("{context}: {error}")]
     Io {
         /// What was being done, to what.
         context: String,
         /// The system's reason.
-        source: std::io::Error,
+        error: std::io::Error,
     },
 
     /// An argument that cannot be honoured.
@@ -134,81 +156,9 @@ pub enum Error {
         supported: &'static str,
     },
 
-    /// Ranks called different collectives, or the same one with different arguments.
-    #[error(
-        "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order",
-        Printable(call_a),
-        Printable(call_b)
-    )]
-    Desync {
-        /// The group's sequence number of the call.
-        sequence: u64,
-        /// One of the ranks.
-        rank_a: usize,
-        /// What it called.
-        call_a: String,
-        /// The other rank.
-        rank_b: usize,
-        /// What that one called.
-        call_b: String,
-    },
-
-    /// A peer's connection closed without a goodbye, as its process ended, and more was needed of it.
-    #[error(
-        "rank {peer} is gone: its connection to rank {rank} closed during {}. \
-         Look for the first error in the output of rank {peer}",
-        Printable(call)
-    )]
-    PeerGone {
-        /// The rank that noticed.
-        rank: usize,
-        /// The rank whose process ended.
-        peer: usize,
-        /// What was going on.
-        call: String,
-    },
-
-    /// A peer left the group in good order before it took part in a collective, or in a message.
-    #[error(
-        "rank {peer} left the group after sequence {left_after}, and cannot take part in {}, sequence {sequence}: \
-         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group",
-        Printable(call)
-    )]
-    PeerLeft {
-        /// The rank that left.
-        peer: usize,
-        /// Its last collective, or message of this kind.
-        left_after: u64,
-        /// What the others are doing.
-        call: String,
-        /// The sequence number of it.
-        sequence: u64,
-    },
-
-    /// A peer reported a failure of its own, which ends the group.
-    #[error("rank {peer} ended the group: {}", Printable(reason))]
-    PeerFailed {
-        /// The rank that failed first.
-        peer: usize,
-        /// Its own error.
-        reason: String,
-    },
-
-    /// A collective was not over within the group's time-out.
-    #[error("rank {rank}: {call}, sequence {sequence}, timed out after {timeout:?}: {}", Printable(reason))]
-    CollectiveTimeout {
-        /// The rank that gave up.
-        rank: usize,
-        /// What it was doing.
-        call: String,
-        /// The group's sequence number of it.
-        sequence: u64,
-        /// The group's time-out.
-        timeout: Duration,
-        /// Whom it waited for, and what that rank was doing.
-        reason: String,
-    },
+    /// The group has failed, on all ranks: every later call returns the same. See [`Failure`].
+    #[error(transparent)]
+    Group(#[from] Failure),
 
     /// NCCL, or the CUDA driver under it, refused something while a group was being made.
     #[error(
@@ -224,46 +174,42 @@ pub enum Error {
         reason: String,
     },
 
-    /// A rank of `spawn` panicked or failed.
+    /// One rank failed in something that all ranks do together, such as building the model or saving a checkpoint, or
+    /// a rank of `spawn` panicked. All ranks return this, except that the one that failed may return its own error.
     #[error("rank {rank} failed: {}", Printable(reason))]
     RankFailed {
         /// The rank.
         rank: usize,
-        /// Its panic message.
+        /// Its error or panic message.
         reason: String,
     },
 
     // DistributedDataParallel
-    /// Ranks hold different models.
-    #[error("rank {rank} holds another model than rank 0: {}", Printable(difference))]
-    ModelMismatch {
-        /// The rank whose model differs.
+    /// Ranks differ in something that must be the same on all of them, such as the model. All ranks return the same.
+    #[error("the {what} of rank {rank} differs from that of rank 0: {}", Printable(difference))]
+    Mismatch {
+        /// What differs: `"model"`, `"communication hook"`, …
+        what: &'static str,
+        /// The first rank that differs from rank 0.
         rank: usize,
         /// The first difference.
         difference: String,
     },
 
-    /// Ranks registered different communication hooks.
-    #[error("rank {rank} registered another communication hook than rank 0: {}", Printable(difference))]
-    CommHookMismatch {
-        /// The rank whose hook differs.
-        rank: usize,
-        /// The first difference.
-        difference: String,
-    },
-
-    /// A backward pass that DDP did not start reached its gradient hooks.
+    /// A backward pass that DistributedDataParallel or DataParallel did not start reached the model.
     #[error(
-        "the gradient of parameter {parameter} came out of a backward pass that DistributedDataParallel did not start, \
-         so it would not be synchronised: call ddp.backward(&loss) and give its gradients to optimizer.step, \
-         instead of loss.backward() or optimizer.backward_step(&loss)"
+        "a backward pass that {wrapper} did not start reached {reached}: call its own method, as in \
+         ddp.backward(&loss), and give the gradients to optimizer.step, instead of loss.backward() or \
+         optimizer.backward_step(&loss)"
     )]
-    BackwardOutsideDdp {
-        /// The first parameter that was reached.
-        parameter: String,
+    BackwardOutside {
+        /// `"DistributedDataParallel"` or `"DataParallel"`.
+        wrapper: &'static str,
+        /// What was reached first, and what would be lost.
+        reached: String,
     },
 
-    /// A parameter that DDP cannot handle as asked.
+    /// A parameter that cannot be handled as asked.
     #[error("parameter {parameter}: {}", Printable(reason))]
     Parameter {
         /// The parameter's name.
@@ -273,32 +219,6 @@ pub enum Error {
     },
 
     // DataParallel
-    /// A variable of a model for DataParallel is not on the first of its devices.
-    #[error(
-        "module must have its parameters and buffers on device {expected} (devices[0]) but found one of them on device: \
-         {found}: {parameter}. Make the variables of the VarMap on {expected}, or give {found} as the first device"
-    )]
-    ParameterDevice {
-        /// The variable's name.
-        parameter: String,
-        /// The first device.
-        expected: String,
-        /// Where the variable is.
-        found: String,
-    },
-
-    /// A loss's target is not where DataParallel's outputs are.
-    #[error(
-        "the target is on device {found}, but DataParallel gathers its outputs on device {output_device}: move the target \
-         with target.to_device(dp.output_device())?, or construct DataParallel with {found} as its output_device"
-    )]
-    TargetDevice {
-        /// Where the target is.
-        found: String,
-        /// Where the outputs are.
-        output_device: String,
-    },
-
     /// A replica of DataParallel returned an error or panicked.
     #[error("replica {replica} on device {device} failed: {reason}")]
     Replica {
@@ -309,14 +229,6 @@ pub enum Error {
         /// Its error or panic message.
         reason: String,
     },
-
-    /// A backward pass that DataParallel did not start reached its outputs.
-    #[error(
-        "a backward pass that DataParallel did not start reached its output, so that the parameters of its replicas would \
-         get no gradients: call dp.backward(&loss) and give its gradients to optimizer.step, instead of loss.backward() \
-         or optimizer.backward_step(&loss)"
-    )]
-    BackwardOutsideDataParallel,
 
     // Checkpoints
     /// A file that cannot be read as a checkpoint.
@@ -361,27 +273,12 @@ pub enum Error {
         /// Why: the compiler's messages, or the driver's.
         reason: String,
     },
-
-    /// The launcher could not start the program.
-    #[error("cannot start {program}: {source}. {hint}")]
-    Program {
-        /// The program, as it was given.
-        program: String,
-        /// The system's reason.
-        source: std::io::Error,
-        /// What to do.
-        hint: String,
-    },
-
-    /// The launcher could not do its work.
-    #[error("{0}")]
-    Launch(String),
 }
 
 impl Error {
     /// An `Io` with its context.
-    pub(crate) fn io(context: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
-        Self::Io { context: context.into(), source: source.into() }
+    pub(crate) fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
+        Self::Io { context: context.into(), error: error.into() }
     }
 
     pub(crate) fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
@@ -391,36 +288,28 @@ impl Error {
     pub(crate) fn parameter(parameter: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Parameter { parameter: parameter.into(), reason: reason.into() }
     }
-}
 
-/// Text that may come from the store or from a peer: control characters, with which it could drive a terminal or fake
-/// lines of a log, are shown escaped. A line feed stays, as compilers' messages have several lines.
-struct Printable<'a>(&'a str);
-
-impl fmt::Display for Printable<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.chars().try_for_each(|c| match c {
-            '\n' | '\t' => f.write_char(c),
-            c if c.is_control() => write!(f, "{}", c.escape_default()),
-            c => f.write_char(c),
-        })
+    /// The variant's name; of a group's failure, that of its reason.
+    fn name(&self) -> &'static str {
+        macro_rules! names {
+            ($($variant:ident)+) => {
+                match self {
+                    Self::Group(failure) => failure.name(),
+                    $(Self::$variant { .. } => stringify!($variant),)+
+                }
+            };
+        }
+        names!(
+            Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout Store
+            Connect InvalidTensor UnsupportedDType Nccl RankFailed Mismatch BackwardOutside Parameter Replica
+            CheckpointFile CheckpointMismatch GradScaler Kernel
+        )
     }
 }
 
-/// Whether the system has refused for want of something that may be there again in a moment: file descriptors, memory.
-pub(crate) fn is_shortage(error: &std::io::Error) -> bool {
-    use rustix::io::Errno;
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM))
-}
-
-/// What to do about a shortage.
-pub(crate) const SHORTAGE_HINT: &str =
-    "a process may have as many files and connections open as `ulimit -n` says: raise it, or find out who connects";
-
-/// All sources are in the texts already.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
+        write!(f, "{}: {self}", self.name())
     }
 }
 
@@ -447,27 +336,6 @@ impl From<Error> for candle_core::Error {
     }
 }
 
-/// `f32[2, 3]`: how tensors are named in messages.
-pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
-    format!("{}{:?}", dtype.as_str(), shape.dims())
-}
-
-/// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
-fn list(lists: &[(&str, &[String])]) -> String {
-    let mut text = String::new();
-    for (what, names) in lists.iter().filter(|(_, names)| !names.is_empty()) {
-        text += &format!("; {what} ({}): {}", names.len(), some(names));
-    }
-    text
-}
-
-/// `a, b, c`, or the first of very many.
-pub(crate) fn some<S: std::borrow::Borrow<str>>(names: &[S]) -> String {
-    const SHOWN: usize = 20;
-    let text = names[..names.len().min(SHOWN)].join(", ");
-    if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -475,18 +343,39 @@ mod tests {
     #[test]
     fn what_peers_say_cannot_drive_a_terminal() {
         let reason = "line\nä\u{1b}]0;title\u{7} \u{9b}31m\r\tend".to_string();
-        let error = Error::PeerFailed { peer: 1, reason };
+        let error = Error::from(Failure::PeerFailed { peer: 1, reason });
         let text = "rank 1 ended the group: line\nä\\u{1b}]0;title\\u{7} \\u{9b}31m\\r\tend";
         assert_eq!(error.to_string(), text);
-        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:?}"), format!("PeerFailed: {text}"));
     }
 
     #[test]
-    fn what_main_shows_is_the_text() {
+    fn logs_and_main_show_the_variant_and_the_text() {
         let error = Error::MissingEnvironment { variable: "RANK", hint: "the launcher sets it".to_string() };
-        assert_eq!(format!("{error:?}"), "the environment variable RANK is not set: the launcher sets it");
+        let text = "MissingEnvironment: the environment variable RANK is not set: the launcher sets it";
+        assert_eq!(format!("{error:?}"), text);
         let error = Error::io("reading x", std::io::Error::other("no such disk"));
-        assert_eq!(format!("{error:?}"), "reading x: no such disk");
+        assert_eq!(format!("{error:?}"), "Io: reading x: no such disk");
+    }
+
+    /// As `anyhow` and `eyre` print an error: its text, then that of each source.
+    #[test]
+    fn a_chain_of_sources_says_nothing_twice() {
+        let refused = || std::io::Error::other("no such disk");
+        let failure = Failure::PeerGone { rank: 0, peer: 1, call: "barrier()".to_string() };
+        let ours = Error::io("reading x", refused());
+        let through_candle = Error::Candle(candle_core::Error::from(Error::io("reading x", refused())));
+        for error in [ours, through_candle, failure.into(), Error::from(candle_core::Error::Io(refused()))] {
+            let mut texts = vec![error.to_string()];
+            let mut next = std::error::Error::source(&error);
+            while let Some(source) = next {
+                texts.push(source.to_string());
+                next = source.source();
+            }
+            for (index, text) in texts.iter().enumerate() {
+                assert!(!texts[..index].iter().any(|before| before.contains(text)), "{texts:?}");
+            }
+        }
     }
 
     #[test]

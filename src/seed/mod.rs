@@ -1,4 +1,13 @@
-//! Random numbers that differ from rank to rank.
+//! Random numbers from seeds: a [`Generator`] whose state can be saved, initial values that can be repeated, and seeds that
+//! differ from rank to rank.
+mod generator;
+mod init;
+mod philox;
+
+pub use generator::{Draw, Generator};
+pub(crate) use init::get;
+pub use init::{init, var_builder};
+
 use crate::Result;
 use candle_core::Device;
 
@@ -11,10 +20,10 @@ use candle_core::Device;
 ///
 /// - **On a GPU** candle's generator is seeded. It would otherwise start with the same number on every rank, and all
 ///   ranks would drop the same units.
-/// - **On the CPU** candle draws from a generator that the operating system seeds, for each thread anew, and which cannot
-///   be seeded. Ranks differ without any doing, but a run's dropout masks, and weights that candle initialises, cannot be
-///   repeated: where that matters, seed a generator of the program with what this function returns, and make tensors from
-///   its numbers.
+/// - **On the CPU** candle draws from a generator that the operating system seeds, for each thread anew, and which a
+///   program cannot seed. Ranks differ by themselves, but candle's dropout masks and initial values cannot be repeated.
+///   [`DdpOptions::init_seed`](crate::DdpOptions::init_seed) and [`var_builder`] give initial values that can, and a
+///   [`Generator`] the program's own random numbers.
 /// - **Not seeded** is the [`DistributedSampler`](crate::DistributedSampler): its seed must be the same on all ranks.
 ///
 /// # Errors

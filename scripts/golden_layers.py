@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/layers.safetensors: outputs and gradients of torch.nn.functional.
+
+    pip install torch safetensors
+    python3 scripts/golden_layers.py
+
+tests/golden/README.md says what the file holds.
+"""
+
+import pathlib
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+OUTPUT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "layers.safetensors"
+
+tensors = {}
+
+
+def numbers(kind, shape, index):
+    """Input number `index` of a case, as the tests make it."""
+    count = torch.Size(shape).numel()
+    j = torch.arange(count, dtype=torch.float64)
+    if kind == "line":
+        values = (j - count // 2) / 10
+    else:
+        values = 2 * torch.sin(1.7 * j + index + 0.3)
+        if kind == "ties":
+            values = values.round()
+    return values.reshape(shape)
+
+
+def case(function, run, shapes, values="sine", dtype=torch.float64, **parameters):
+    """Adds one case; `run` gets its inputs."""
+    text = lambda value: ",".join(str(int(v)) for v in value) if isinstance(value, (tuple, list)) else str(value)
+    parameters = {"shapes": "/".join(map(text, shapes)), "values": values} | parameters
+    name = function + "|" + ";".join(f"{key}={text(value)}" for key, value in parameters.items())
+    inputs = [numbers(values, shape, index).to(dtype).requires_grad_() for index, shape in enumerate(shapes)]
+    y = run(*inputs)
+    j = torch.arange(y.numel(), dtype=torch.float64)
+    y.backward(torch.cos(0.9 * j + 0.1).reshape(y.shape).to(dtype))
+    results = {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)}
+    for key, value in results.items():
+        assert f"{name}|{key}" not in tensors, name
+        tensors[f"{name}|{key}"] = value.float().contiguous()
+
+
+# Shapes, kernels, strides, paddings, ceil_mode.
+POOLS = [
+    ((1, 1, 1, 1), (1, 1), (1, 1), (0, 0), False),
+    ((2, 3, 7, 9), (2, 2), (2, 2), (0, 0), False),
+    ((1, 2, 5, 6), (3, 3), (1, 1), (1, 1), False),
+    ((2, 2, 8, 7), (3, 2), (2, 3), (1, 1), False),
+    ((2, 1, 9, 10), (2, 2), (3, 3), (0, 0), False),
+    ((1, 2, 8, 9), (4, 4), (2, 2), (2, 2), True),
+    ((1, 2, 9, 11), (5, 3), (4, 4), (2, 1), True),
+    ((3, 6, 5), (3, 3), (2, 2), (0, 1), True),
+    ((2, 1, 5, 5), (5, 5), (5, 5), (0, 0), False),
+]
+for shape, kernel, stride, padding, ceil in POOLS:
+    same = {"kernel": kernel, "stride": stride, "padding": padding, "ceil": int(ceil)}
+    for values in ["sine", "ties"]:
+        run = lambda x: F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil)
+        case("max_pool2d", run, [shape], values, **same)
+    for count in [True, False]:
+        run = lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil, count)
+        case("avg_pool2d", run, [shape], **same, count=int(count))
+for shape, size in [((2, 3, 7, 9), (1, 1)), ((1, 2, 7, 9), (3, 4)), ((1, 1, 5, 3), (7, 7)), ((2, 6, 6), (3, 2))]:
+    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, size), [shape], size=size)
+
+for size in [(1, 1), (5, 7), (10, 14), (3, 4), (13, 11), (2, 21)]:
+    x = [(2, 2, 5, 7)] if size[0] < 10 else [(1, 1, 5, 7)]
+    # In float32, whose rounding decides which neighbour is the nearest.
+    case("nearest", lambda x: F.interpolate(x, size, mode="nearest"), x, dtype=torch.float32, size=size)
+    for align in [False, True]:
+        run = lambda x: F.interpolate(x, size, mode="bilinear", align_corners=align)
+        case("bilinear", run, x, size=size, align=int(align))
+
+for shape, dim in [((1, 1), 1), ((3, 37), 1), ((2, 5, 70), 1), ((4, 3, 2), 0), ((7,), 0)]:
+    case("softmax", lambda x: F.softmax(x, dim), [shape], dim=dim)
+    case("log_softmax", lambda x: F.log_softmax(x, dim), [shape], dim=dim)
+
+for shape in [(1, 1), (5, 17), (3, 4, 6), (2, 3, 5, 14)]:
+    for ignore, smoothing, weighted, mean in [
+        (-100, 0.0, 0, 1), (1, 0.0, 0, 1), (-100, 0.1, 0, 1), (-100, 0.0, 1, 1), (1, 0.3, 1, 1), (1, 0.3, 1, 0)
+    ]:
+        if shape == (1, 1) and ignore == 1:
+            continue
+        count = torch.Size(shape).numel() // shape[1]
+        targets = (torch.arange(count) ** 2 % shape[1]).reshape(shape[:1] + shape[2:])
+        weight = 0.5 + torch.arange(shape[1]).double() if weighted else None
+        run = lambda x: F.cross_entropy(
+            x, targets, weight, ignore_index=ignore, label_smoothing=smoothing, reduction="mean" if mean else "sum"
+        )
+        case("cross_entropy", run, [shape], ignore=ignore, smoothing=smoothing, weighted=weighted, mean=mean)
+
+case("relu", F.relu, [(201,)], "line")
+case("gelu", lambda x: F.gelu(x, approximate="tanh"), [(201,)], "line")
+case("gelu_erf", F.gelu, [(201,)], "line")
+case("silu", F.silu, [(201,)], "line")
+
+case("embedding", lambda x: F.embedding((torch.arange(12) ** 2 % 7).reshape(3, 4), x), [(7, 5)])
+
+
+def attention(q, k, v, mask, causal, scale):
+    queries, keys = q.shape[2], k.shape[2]
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    masks = {"none": None, "bool": ((i * 5 + j * 3) % 4 != 0) & (i != 2), "float": torch.sin(1.0 * i + 2.0 * j).double()}
+    return F.scaled_dot_product_attention(
+        q, k, v, masks[mask], is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+for q, k, v, mask, causal, scale in [
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), "none", 0, None),
+    ((2, 2, 5, 3), (2, 2, 5, 3), (2, 2, 5, 3), "none", 1, None),
+    ((1, 2, 4, 3), (1, 2, 7, 3), (1, 2, 7, 5), "none", 1, 0.3),
+    ((1, 2, 7, 3), (1, 2, 4, 3), (1, 2, 4, 3), "none", 1, None),
+    ((1, 4, 6, 3), (1, 2, 5, 3), (1, 2, 5, 3), "none", 0, None),
+    ((2, 2, 6, 3), (2, 2, 5, 3), (2, 2, 5, 3), "bool", 0, None),
+    ((2, 2, 6, 3), (2, 2, 5, 3), (2, 2, 5, 3), "float", 0, None),
+    ((1, 1, 70, 2), (1, 1, 260, 2), (1, 1, 260, 2), "none", 0, None),
+    ((1, 1, 70, 2), (1, 1, 70, 2), (1, 1, 70, 2), "none", 1, None),
+]:
+    run = lambda q, k, v: attention(q, k, v, mask, causal, scale)
+    case("attention", run, [q, k, v], mask=mask, causal=causal, scale=scale)
+
+case("linear", F.linear, [(1, 1), (1, 1), (1,)])
+case("linear", F.linear, [(3, 5, 7), (4, 7), (4,)])
+case("linear", F.linear, [(6, 9), (11, 9)])
+
+# Shapes of x, weight and bias, stride, padding, dilation, groups.
+CONVOLUTIONS = [
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1,), 1, 0, 1, 1),
+    ((2, 3, 7, 6), (4, 3, 3, 3), (4,), 1, 1, 1, 1),
+    ((2, 3, 7, 8), (4, 3, 1, 1), None, 2, 0, 1, 1),
+    ((2, 2, 9, 8), (3, 2, 3, 3), (3,), 2, 1, 1, 1),
+    ((1, 2, 8, 9), (2, 2, 4, 2), None, 1, 2, 1, 1),
+    ((2, 2, 11, 10), (2, 2, 2, 2), (2,), 3, 0, 1, 1),
+    ((1, 3, 9, 9), (2, 3, 3, 3), None, 1, 2, 2, 1),
+    ((2, 4, 6, 7), (6, 2, 3, 3), (6,), 1, 1, 1, 2),
+    ((2, 5, 7, 6), (5, 1, 3, 3), (5,), 1, 1, 1, 5),
+    ((1, 4, 9, 11), (4, 1, 3, 3), None, 2, 2, 2, 4),
+    ((1, 3, 8, 8), (6, 1, 3, 3), (6,), 2, 1, 1, 3),
+    ((1, 2, 40, 30), (2, 2, 3, 3), (2,), 1, 1, 1, 1),
+]
+for x, weight, bias, stride, padding, dilation, groups in CONVOLUTIONS:
+    same = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    run = lambda *inputs: F.conv2d(*inputs, **same)
+    case("conv2d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, dilation, groups in [
+    ((1, 1, 1), (1, 1, 1), (1,), 1, 0, 1, 1),
+    ((2, 3, 9), (4, 3, 3), (4,), 2, 1, 1, 1),
+    ((2, 4, 12), (4, 1, 4), None, 1, 3, 2, 4),
+]:
+    same = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    run = lambda *inputs: F.conv1d(*inputs, **same)
+    case("conv1d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, output_padding, dilation in [
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1,), 1, 0, 0, 1),
+    ((2, 3, 4, 5), (3, 2, 3, 3), (2,), 2, 1, 1, 1),
+    ((1, 2, 5, 4), (2, 3, 4, 4), None, 2, 1, 0, 1),
+    ((2, 2, 3, 3), (2, 2, 2, 2), (2,), 3, 0, 2, 1),
+    ((1, 2, 6, 5), (2, 2, 3, 3), None, 1, 2, 0, 2),
+]:
+    same = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    run = lambda *inputs: F.conv_transpose2d(*inputs, **same)
+    case("conv_transpose2d", run, [x, weight] + ([bias] if bias else []), **same)
+for x, weight, bias, stride, padding, output_padding, groups in [
+    ((2, 3, 5), (3, 2, 3), (2,), 2, 1, 1, 1),
+    ((2, 4, 6), (4, 1, 4), None, 3, 2, 0, 2),
+]:
+    same = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
+    run = lambda *inputs: F.conv_transpose1d(*inputs, **same)
+    case("conv_transpose1d", run, [x, weight] + ([bias] if bias else []), **same)
+
+for shape in [(5, 1), (6, 20), (2, 3, 4), (3, 4, 6, 7), (2, 2, 2, 2, 3)]:
+    for train in [1, 0]:
+        affine = [(shape[1],), (shape[1],)]
+        def normalise(x, weight, bias):
+            mean, variance = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+            return F.batch_norm(x, mean, variance, weight, bias, bool(train), 0.1, 1e-3)
+        case("batch_norm", normalise, [shape] + affine, train=train)
+        case("batch_norm_relu", lambda *inputs: normalise(*inputs).relu(), [shape] + affine, train=train)
+        run = lambda x, weight, bias, z: (normalise(x, weight, bias) + z).relu()
+        case("batch_norm_add_relu", run, [shape] + affine + [shape], train=train)
+
+save_file(tensors, OUTPUT)
+print(f"{OUTPUT}: {len(tensors)} tensors, {OUTPUT.stat().st_size} bytes")

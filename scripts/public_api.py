@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""The public API as text, from rustdoc's pages, so that no change of it goes unseen.
+
+    scripts/public_api.py            compares docs/public-api.txt with the source
+    scripts/public_api.py --update   writes it anew
+
+A line is an item, with its fields or variants, a method, a trait that a type implements, or a re-export. Features: the
+default ones and `conformance`; of those for CUDA it has what is there without them. Traits that the compiler derives (Send,
+Sync) are not in it. The pages are those of the rustdoc at hand, and another version may write something differently: then
+the listing changes with the compiler.
+"""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTING = ROOT / "docs" / "public-api.txt"
+VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
+# Lists of what rustdoc adds to a page by itself, or repeats from another page.
+SKIPPED = {"blanket-implementations-list", "synthetic-implementations-list", "implementors-list",
+           "synthetic-implementors-list", "foreign-impls"}
+
+
+class Page(HTMLParser):
+    """Collects the declaration of a page's item, the headings of its methods and `impl`s, re-exports and links."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.stack, self.found, self.links, self.text = [], [], [], None
+        self.feed(text)
+
+    def inside(self, *names):
+        return any(set(names) & marks for _, marks in self.stack)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = {name: value or "" for name, value in attributes}
+        if tag == "a":
+            self.links.append(attributes.get("href", ""))
+        if tag in VOID:
+            return
+        marks = set(attributes.get("class", "").split()) | {attributes.get("id", "")}
+        self.stack.append((tag, marks))
+        if self.text is None and not self.inside(*SKIPPED):
+            in_impl = self.inside("trait-implementations-list")
+            is_in = lambda start: any(mark.startswith(start) for _, marks in self.stack for mark in marks)
+            # The declaration has the variants, and the trait what its `impl`s have.
+            heading = "code-header" in marks and not is_in("variant.") and (tag == "h3" or not in_impl)
+            reexport = tag == "code" and is_in("reexport.")
+            if heading or reexport or "item-decl" in marks:
+                kind = "decl" if "item-decl" in marks else "use" if reexport else "heading"
+                self.text = (len(self.stack), kind, [])
+
+    def handle_endtag(self, tag):
+        if tag in VOID or not any(tag == name for name, _ in self.stack):
+            return
+        while self.stack:
+            if self.text and self.text[0] == len(self.stack):
+                _, kind, parts = self.text
+                self.found.append((kind, re.sub(r"\s+", " ", "".join(parts)).strip()))
+                self.text = None
+            if self.stack.pop()[0] == tag:
+                break
+
+    def handle_data(self, data):
+        # "Show 13 fields" belongs to the page.
+        if self.text and not any(name == "summary" for name, _ in self.stack[self.text[0] :]):
+            self.text[2].append(data)
+
+
+def tidy(line):
+    line = re.sub(r"([(\[<]) ", r"\1", line)
+    line = re.sub(r",? ([)\]>])(?!=)", r"\1", line) if "->" not in line else re.sub(r",? ([)\]])", r"\1", line)
+    return re.sub(r"(?<=\S)where ", " where ", line).replace(" ,", ",")
+
+
+def listing(pages):
+    index = Page((pages / "all.html").read_text())
+    items = sorted({link for link in index.links if re.match(r"(\w+/)*(struct|enum|trait|fn|type|constant|macro)\.\w+\.html$", link)})
+    folders = {pages}
+    for item in items:
+        folders |= {parent for parent in (pages / item).parents if pages in parent.parents}
+    lines = set()
+    for folder in folders:
+        module = "::".join(("candle_ddp",) + folder.relative_to(pages).parts)
+        lines |= {f"{module}: {text}" for kind, text in Page((folder / "index.html").read_text()).found if kind == "use"}
+    for item in items:
+        kind, name = re.match(r"(?:\w+/)*(\w+)\.(\w+)\.html$", item).groups()
+        path = "::".join(["candle_ddp", *item.split("/")[:-1], name])
+        for found, text in Page((pages / item).read_text()).found:
+            # A trait's declaration has its methods. Those of a type need no heading, and nobody relies on the marker that
+            # comes with a derived `PartialEq`.
+            needless = re.match(r"impl(?!.* for )|impl.* StructuralPartialEq ", text)
+            if found == "decl" or (kind in ("struct", "enum", "type") and found == "heading" and not needless):
+                lines.add(f"{path}: {tidy(text)}")
+    return sorted(lines)
+
+
+def main():
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    command = ["cargo", "doc", "--quiet", "--no-deps", "--locked", "--lib", "--features", "conformance"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    lines = listing(target / "doc" / "candle_ddp")
+    if len(lines) < 100:
+        sys.exit("rustdoc's pages look different from what this script knows: it found nearly nothing in them")
+    text = "\n".join(lines) + "\n"
+    if "--update" in sys.argv[1:]:
+        LISTING.write_text(text)
+        return
+    before = LISTING.read_text() if LISTING.exists() else ""
+    if text != before:
+        changes = difflib.unified_diff(before.splitlines(), lines, "docs/public-api.txt", "the source", n=0, lineterm="")
+        print("\n".join(changes))
+        sys.exit("The public API has changed. If it was meant to: scripts/public_api.py --update, and an entry in CHANGELOG.md")
+
+
+if __name__ == "__main__":
+    main()

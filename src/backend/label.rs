@@ -1,0 +1,144 @@
+//! What a collective is for, as messages say it: `all_gather(i64[1]) for save_distributed`.
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// What a call is for. It travels with the call as a number, which every rank turns into text by itself: of the fixed texts
+/// each knows all, and of others those that it has registered, as all ranks of a program do.
+///
+/// Ranks whose calls look alike and have different labels disagree about what they are doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Label(u32);
+
+thread_local! {
+    /// That of the calls which this thread makes.
+    static CURRENT: Cell<Label> = const { Cell::new(Label::NONE) };
+}
+
+/// The texts that were registered.
+static REGISTERED: Mutex<Option<HashMap<Label, String>>> = Mutex::new(None);
+
+macro_rules! labels {
+    ($($name:ident = $text:literal;)*) => {
+        impl Label {
+            $(pub(crate) const $name: Self = Self::of($text);)*
+        }
+
+        const FIXED: &[&str] = &[$($text),*];
+    };
+}
+
+labels! {
+    BROADCAST_OBJECT = "broadcast_object";
+    ALL_GATHER_OBJECT = "all_gather_object";
+    ALL_REDUCE_SCALARS = "all_reduce_scalars";
+    DDP_NEW = "DistributedDataParallel::new";
+    DDP_HOOK = "register_comm_hook";
+    DDP_BUFFERS = "rank 0's variables, which DistributedDataParallel broadcasts";
+    DDP_ORDER = "the order of DistributedDataParallel's buckets";
+    DDP_USED = "the used flags of DistributedDataParallel's parameters";
+    BATCH_NORM = "SyncBatchNorm's statistics";
+    BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
+    UNSCALE = "GradScaler::unscale";
+    AVERAGER = "PeriodicModelAverager::average_parameters";
+    ZERO_NEW = "ZeroRedundancyOptimizer::new";
+    ZERO_STEP = "ZeroRedundancyOptimizer::step";
+    ZERO_NORM = "ZeroRedundancyOptimizer::clip_grad_norm";
+    ZERO_STATE = "ZeroRedundancyOptimizer's state_dict";
+    ZERO_SAVE = "ZeroRedundancyOptimizer::save";
+    ZERO_LOAD = "ZeroRedundancyOptimizer::load";
+    OPTIMIZER_SAVE = "Optimizer::save_distributed";
+    OPTIMIZER_LOAD = "Optimizer::load_distributed";
+    SAVE = "save_distributed";
+    LOAD = "load_distributed";
+}
+
+impl Label {
+    pub(crate) const NONE: Self = Self(0);
+
+    /// FNV-1a, of 32 bits; never that of no label.
+    const fn of(text: &str) -> Self {
+        let (bytes, mut hash, mut index) = (text.as_bytes(), 0x811c_9dc5_u32, 0);
+        while index < bytes.len() {
+            hash = (hash ^ bytes[index] as u32).wrapping_mul(0x0100_0193);
+            index += 1;
+        }
+        Self(if hash == 0 { 1 } else { hash })
+    }
+
+    /// A label with a text of this run. Every rank registers the same before any makes a call for it.
+    pub(crate) fn register(text: String) -> Self {
+        let label = Self::of(&text);
+        let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        registered.get_or_insert_default().entry(label).or_insert(text);
+        label
+    }
+
+    /// Gives the calls that `work` makes on this thread this label, unless they have one already: what the program called
+    /// says more than what that calls.
+    pub(crate) fn during<T>(self, work: impl FnOnce() -> T) -> T {
+        /// Takes the label back, also where `work` panics.
+        struct Scope(Label);
+        impl Drop for Scope {
+            fn drop(&mut self) {
+                CURRENT.set(self.0);
+            }
+        }
+        let scope = Scope(CURRENT.get());
+        if scope.0 == Self::NONE {
+            CURRENT.set(self);
+        }
+        work()
+    }
+
+    pub(super) fn current() -> Self {
+        CURRENT.get()
+    }
+
+    /// The text, where this rank knows it.
+    pub(super) fn text(self) -> Option<String> {
+        if let Some(text) = FIXED.iter().find(|text| Self::of(text) == self) {
+            return Some(text.to_string());
+        }
+        let registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        registered.as_ref()?.get(&self).cloned()
+    }
+
+    /// As it travels.
+    pub(super) fn code(self) -> u32 {
+        self.0
+    }
+
+    /// What travelled.
+    pub(super) fn from_code(code: u32) -> Self {
+        Self(code)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_label_has_a_text_of_its_own() {
+        for (index, text) in FIXED.iter().enumerate() {
+            assert_eq!(Label::of(text).text().as_deref(), Some(*text));
+            assert!(FIXED[..index].iter().all(|other| Label::of(other) != Label::of(text)), "{text}");
+        }
+        assert_eq!((Label::NONE.text(), Label::from_code(12345).text()), (None, None));
+        let label = Label::register("the gradients of w".to_string());
+        assert_eq!(Label::from_code(label.code()).text().as_deref(), Some("the gradients of w"));
+    }
+
+    #[test]
+    fn the_outermost_label_counts_and_ends_with_its_work() {
+        assert_eq!(Label::current(), Label::NONE);
+        Label::SAVE.during(|| {
+            assert_eq!(Label::current(), Label::SAVE);
+            assert_eq!(Label::ALL_GATHER_OBJECT.during(Label::current), Label::SAVE);
+            assert!(std::panic::catch_unwind(|| Label::LOAD.during(|| panic!("on purpose"))).is_err());
+            assert_eq!(Label::current(), Label::SAVE);
+        });
+        assert_eq!(Label::current(), Label::NONE);
+    }
+}

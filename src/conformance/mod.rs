@@ -1,0 +1,127 @@
+//! What every engine must do: a test suite for implementations of [`Communicator`], also from outside of this crate.
+//!
+//! With the feature `conformance`, which belongs into `[dev-dependencies]`:
+//!
+//! ```
+//! use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+//! use candle_ddp::conformance::{self, ConformanceOptions};
+//!
+//! # fn main() -> candle_ddp::Result<()> {
+//! # let quick = |options| ConformanceOptions { world_sizes: vec![2], counts: vec![3], ..options };
+//! let options = ConformanceOptions::default();
+//! # let options = quick(options);
+//! conformance::run(&options, |store, rank, world_size| {
+//!     Ok(Box::new(CpuCommunicator::new(store, rank, world_size, CpuOptions::default())?))
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Every collective is carried out in worlds of several sizes, with every dtype and reduction and with small and large
+//! counts of elements, and compared with closed forms; then come calls in flight and slices of one tensor ([`Case`] has
+//! the list). What an engine does when a rank dies or calls something else is not tested, and neither is its speed.
+mod in_flight;
+mod matrix;
+mod options;
+mod rank;
+mod slices;
+
+pub use options::{Case, ConformanceOptions};
+
+use crate::backend::Communicator;
+use crate::process_group::spawn::{is_echo, on_ranks};
+use crate::rendezvous::{HashStore, Store};
+use crate::{Error, Result};
+use rank::{Fault, Outcome, Rank};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+/// Tests an engine whose ranks can be threads of one process. `make` makes the communicator of one rank from a store, the
+/// rank and the size of the world, on a thread of the rank's own; every group has its own store. Two groups are made for
+/// each size of the world, in which all cases follow each other.
+///
+/// # Errors
+/// The first thing that is wrong, as [`Error::RankFailed`]: the case, the call, and what was expected. An engine that
+/// never returns from a call makes this wait for ever.
+pub fn run<M>(options: &ConformanceOptions, make: M) -> Result<()>
+where
+    M: Fn(Arc<dyn Store>, usize, usize) -> Result<Box<dyn Communicator>> + Sync,
+{
+    check(options)?;
+    for &world_size in &options.world_sizes {
+        let stores: [Arc<dyn Store>; 2] = std::array::from_fn(|_| Arc::new(HashStore::new(options.timeout)) as _);
+        let come = AtomicUsize::new(0);
+        let test = |rank: usize| -> Result<()> {
+            let connect = |store: &Arc<dyn Store>| {
+                let communicator = make(store.clone(), rank, world_size);
+                communicator.map_err(|error| failed(rank, world_size, &"making a group", error.into()))
+            };
+            let (first, second) = (connect(&stores[0])?, connect(&stores[1])?);
+            run_cases(options, [&*first, &*second], Some(&come))
+        };
+        on_ranks(world_size, test, |_, _| ())?;
+    }
+    Ok(())
+}
+
+/// Tests an engine whose ranks are processes: every one calls this with the same options and its communicators of two
+/// groups of all ranks.
+///
+/// # Errors
+/// As with [`run`], on the rank that finds it; it then [aborts](Communicator::abort) both groups.
+pub fn run_rank(options: &ConformanceOptions, groups: [&dyn Communicator; 2]) -> Result<()> {
+    check(&ConformanceOptions { world_sizes: vec![groups[0].world_size()], ..options.clone() })?;
+    run_cases(options, groups, None)
+}
+
+fn check(options: &ConformanceOptions) -> Result<()> {
+    match options.world_sizes.iter().find(|size| !(1..=14).contains(*size)) {
+        Some(size) => Err(Error::invalid("world_sizes", format!("worlds have 1 to 14 ranks here, and not {size}"))),
+        None => Ok(()),
+    }
+}
+
+fn run_cases(options: &ConformanceOptions, groups: [&dyn Communicator; 2], come: Option<&AtomicUsize>) -> Result<()> {
+    let rank = Rank { options, groups, come };
+    for case in &options.cases {
+        if let Err(fault) = test(*case, &rank) {
+            let error = failed(rank.number(), rank.world_size(), case, fault);
+            // The other ranks are in the same case, or on their way to it.
+            groups.iter().for_each(|group| group.abort(&error.to_string()));
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+fn test(case: Case, rank: &Rank) -> Outcome {
+    match case {
+        Case::AllReduce => matrix::all_reduce(rank),
+        Case::Broadcast => matrix::broadcast(rank),
+        Case::Reduce => matrix::reduce(rank),
+        Case::AllGather => matrix::all_gather(rank),
+        Case::ReduceScatter => matrix::reduce_scatter(rank),
+        Case::AllToAll => matrix::all_to_all(rank),
+        Case::GatherAndScatter => matrix::gather_and_scatter(rank),
+        Case::SendAndRecv => matrix::send_and_recv(rank),
+        Case::Barrier => matrix::barrier(rank),
+        Case::Views => matrix::views(rank),
+        Case::SameBits => matrix::same_bits(rank),
+        Case::InOrder => in_flight::in_order(rank),
+        Case::DroppedWork => in_flight::dropped_work(rank),
+        Case::RunAfterStart => in_flight::run_after_start(rank),
+        Case::MessagesPassCollectives => in_flight::messages_pass_collectives(rank),
+        Case::LargeMessages => in_flight::large_messages(rank),
+        Case::Halos => slices::halos(rank),
+        Case::TwoGroups => slices::two_groups(rank),
+    }
+}
+
+fn failed(rank: usize, world_size: usize, case: &dyn fmt::Display, fault: Fault) -> Error {
+    match fault.error {
+        // Another rank says what is wrong.
+        Some(error) if is_echo(rank, &error) => *error,
+        _ => Error::RankFailed { rank, reason: format!("{case}, {world_size} ranks, {}", fault.reason) },
+    }
+}

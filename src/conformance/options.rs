@@ -1,0 +1,116 @@
+//! What an engine is tested with, and in.
+use crate::backend::ReduceOp;
+use candle_core::{DType, Device};
+use std::fmt;
+use std::time::Duration;
+
+/// What an engine is tested with.
+#[derive(Clone, Debug)]
+pub struct ConformanceOptions {
+    /// What is tested, in this order. Default: [`Case::ALL`].
+    pub cases: Vec<Case>,
+    /// The sizes of the worlds that [`run`](super::run) makes, from 1 to 14. Default: 1, 2, 3, 4 and 7.
+    pub world_sizes: Vec<usize>,
+    /// How many elements a rank's part has. Small counts, those around the sizes at which the engine takes another
+    /// algorithm, and one that the number of ranks does not divide find most. Those above 1000 are tested with the first of
+    /// the `reductions` only, those above 10 000 with f32 and bf16 only. Default: 0 (on the CPU; candle has no empty tensors on a GPU), 1, 2, 3, 7, 64, 1000, 10 000 and 70 001.
+    pub counts: Vec<usize>,
+    /// The dtypes of the tensors. Default: f32, f64, f16, bf16, i64, u32 and u8.
+    pub dtypes: Vec<DType>,
+    /// The reductions; averages of floating-point tensors only. Default: all.
+    pub reductions: Vec<ReduceOp>,
+    /// Whether an average is rounded to the tensor's dtype once, as that of the CPU engine is. NCCL's is not: it rounds
+    /// each value divided by the number of ranks, and the sums. Default: no.
+    pub average_is_rounded_once: bool,
+    /// The device of the tensors. Default: the CPU.
+    pub device: Device,
+    /// How long a rank waits for a key in the store from which [`run`](super::run) has the groups made. The engine's own time-out
+    /// bounds the calls. Default: 60 seconds.
+    pub timeout: Duration,
+}
+
+impl Default for ConformanceOptions {
+    fn default() -> Self {
+        use {DType::*, ReduceOp::*};
+        Self {
+            cases: Case::ALL.to_vec(),
+            world_sizes: vec![1, 2, 3, 4, 7],
+            counts: vec![0, 1, 2, 3, 7, 64, 1000, 10_000, 70_001],
+            dtypes: vec![F32, F64, F16, BF16, I64, U32, U8],
+            reductions: vec![Sum, Avg, Min, Max, Prod],
+            average_is_rounded_once: false,
+            device: Device::Cpu,
+            timeout: Duration::from_secs(60),
+        }
+    }
+}
+
+macro_rules! cases {
+    ($($(#[$doc:meta])* $case:ident = $name:ident),+ $(,)?) => {
+        /// Something that an engine must do.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Case {
+            $($(#[$doc])* $case,)+
+        }
+
+        impl Case {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$case),+];
+
+        }
+
+        /// The name, such as `all_reduce`.
+        impl fmt::Display for Case {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$case => stringify!($name),)+
+                })
+            }
+        }
+    };
+}
+
+cases! {
+    /// [`Collective::AllReduce`](crate::backend::Collective::AllReduce).
+    AllReduce = all_reduce,
+    /// [`Collective::Broadcast`](crate::backend::Collective::Broadcast), from several roots.
+    Broadcast = broadcast,
+    /// [`Collective::Reduce`](crate::backend::Collective::Reduce): the others' tensors stay as they are.
+    Reduce = reduce,
+    /// [`Collective::AllGather`](crate::backend::Collective::AllGather), also where the input is a part of the output.
+    AllGather = all_gather,
+    /// [`Collective::ReduceScatter`](crate::backend::Collective::ReduceScatter).
+    ReduceScatter = reduce_scatter,
+    /// [`Collective::AllToAll`](crate::backend::Collective::AllToAll).
+    AllToAll = all_to_all,
+    /// [`Collective::Gather`](crate::backend::Collective::Gather) and, back again,
+    /// [`Collective::Scatter`](crate::backend::Collective::Scatter).
+    GatherAndScatter = gather_and_scatter,
+    /// [`Collective::Send`](crate::backend::Collective::Send) and [`Collective::Recv`](crate::backend::Collective::Recv),
+    /// round the ring of ranks.
+    SendAndRecv = send_and_recv,
+    /// [`Collective::Barrier`](crate::backend::Collective::Barrier): nobody leaves before everybody has come. (The latter
+    /// shows in [`run`](super::run) only.)
+    Barrier = barrier,
+    /// A view of some rows is reduced, and its surroundings stay.
+    Views = views,
+    /// Sums have the same bits on all ranks, again in the next call, and in another group of the same ranks: replicas of
+    /// a model drift apart otherwise.
+    SameBits = same_bits,
+    /// Calls are carried out in the order in which they were started, and may be waited for in any other. This case, and
+    /// those of large messages and of slices, are tested in worlds of two and three ranks.
+    InOrder = in_order,
+    /// A call whose `Work` is dropped is carried out.
+    DroppedWork = dropped_work,
+    /// [`Communicator::run`](crate::backend::Communicator::run) comes after what was started before it.
+    RunAfterStart = run_after_start,
+    /// Messages between two ranks do not wait for collectives that were started before them.
+    MessagesPassCollectives = messages_pass_collectives,
+    /// Large messages in both directions, all sent before any is received.
+    LargeMessages = large_messages,
+    /// Parts of one tensor are sent and received at the same time.
+    Halos = halos,
+    /// The halves of one tensor are reduced in two groups, which not all ranks use in the same order.
+    TwoGroups = two_groups,
+}

@@ -1,0 +1,103 @@
+//! Why a group of ranks failed.
+use super::text::Printable;
+use std::time::Duration;
+
+/// Why a group failed: the first cause, of which every rank of the group hears, and which all its later calls return.
+///
+/// To go on training without the rank that is lost, or with one that takes its place, make a new group.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// A peer's connection closed without a goodbye, as its process ended, and more was needed of it.
+    #[error(
+        "rank {peer} is gone: its connection to rank {rank} closed during {}. \
+         Look for the first error in the output of rank {peer}",
+        Printable(call)
+    )]
+    PeerGone {
+        /// The rank that noticed.
+        rank: usize,
+        /// The rank whose process ended.
+        peer: usize,
+        /// What was going on.
+        call: String,
+    },
+
+    /// A peer left the group in good order before it took part in a collective, or in a message.
+    #[error(
+        "rank {peer} left the group after sequence {left_after}, and cannot take part in {}, sequence {sequence}: \
+         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group",
+        Printable(call)
+    )]
+    PeerLeft {
+        /// The rank that left.
+        peer: usize,
+        /// Its last collective, or message of this kind.
+        left_after: u64,
+        /// What the others are doing.
+        call: String,
+        /// The sequence number of it.
+        sequence: u64,
+    },
+
+    /// A rank, this one or another, reported an error of its own that ends the group.
+    #[error("rank {peer} ended the group: {}", Printable(reason))]
+    PeerFailed {
+        /// The rank that failed first.
+        peer: usize,
+        /// Its own error.
+        reason: String,
+    },
+
+    /// Ranks called different collectives, or the same one with different arguments.
+    #[error(
+        "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
+         all ranks of a group must make the same calls in the same order",
+        Printable(call_a),
+        Printable(call_b)
+    )]
+    Desync {
+        /// The group's sequence number of the call.
+        sequence: u64,
+        /// One of the ranks.
+        rank_a: usize,
+        /// What it called.
+        call_a: String,
+        /// The other rank.
+        rank_b: usize,
+        /// What that one called.
+        call_b: String,
+    },
+
+    /// A collective or a message was not over within the group's time-out.
+    #[error(
+        "rank {rank}: {}, sequence {sequence}, timed out after {timeout:?}: {}",
+        Printable(call),
+        Printable(reason)
+    )]
+    TimedOut {
+        /// The rank that gave up.
+        rank: usize,
+        /// What it was doing.
+        call: String,
+        /// The group's sequence number of it.
+        sequence: u64,
+        /// The group's time-out.
+        timeout: Duration,
+        /// Whom it waited for, and what that rank was doing.
+        reason: String,
+    },
+}
+
+impl Failure {
+    /// The variant's name.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::PeerGone { .. } => "PeerGone",
+            Self::PeerLeft { .. } => "PeerLeft",
+            Self::PeerFailed { .. } => "PeerFailed",
+            Self::Desync { .. } => "Desync",
+            Self::TimedOut { .. } => "TimedOut",
+        }
+    }
+}

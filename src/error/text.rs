@@ -1,0 +1,39 @@
+//! How tensors, lists of names and other ranks' words are written in messages.
+use candle_core::{DType, Shape};
+use std::borrow::Borrow;
+use std::fmt::{self, Write};
+
+/// Text that may come from the store or from a peer: control characters, with which it could drive a terminal or fake
+/// lines of a log, are shown escaped. A line feed stays, as compilers' messages have several lines.
+pub(super) struct Printable<'a>(pub(super) &'a str);
+
+impl fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|c| match c {
+            '\n' | '\t' => f.write_char(c),
+            c if c.is_control() => write!(f, "{}", c.escape_default()),
+            c => f.write_char(c),
+        })
+    }
+}
+
+/// `f32[2, 3]`: how tensors are named in messages.
+pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
+    format!("{}{:?}", dtype.as_str(), shape.dims())
+}
+
+/// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
+pub(super) fn list(lists: &[(&str, &[String])]) -> String {
+    let mut text = String::new();
+    for (what, names) in lists.iter().filter(|(_, names)| !names.is_empty()) {
+        text += &format!("; {what} ({}): {}", names.len(), some(names));
+    }
+    text
+}
+
+/// `a, b, c`, or the first of very many.
+pub(crate) fn some<S: Borrow<str>>(names: &[S]) -> String {
+    const SHOWN: usize = 20;
+    let text = names[..names.len().min(SHOWN)].join(", ");
+    if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
+}

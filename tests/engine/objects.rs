@@ -1,0 +1,95 @@
+//! Metrics and values of the program, from rank to rank.
+use crate::common::ranks;
+use candle_ddp::{Error, ReduceOp};
+use std::collections::BTreeMap;
+
+#[test]
+fn a_few_numbers_are_reduced_in_one_call() {
+    let found = ranks(3, |pg| {
+        let rank = pg.rank() as f64;
+        let sums = pg.all_reduce_scalars([rank, 0.1, -2. * rank], ReduceOp::Sum)?;
+        let [mean] = pg.all_reduce_scalars([rank], ReduceOp::Avg)?;
+        let [least, nan] = pg.all_reduce_scalars([rank, if rank == 1. { f64::NAN } else { 0. }], ReduceOp::Min)?;
+        assert!(nan.is_nan());
+        let []: [f64; 0] = pg.all_reduce_scalars([], ReduceOp::Sum)?;
+        Ok((sums, mean, least))
+    });
+    let third = 0.1 + 0.1 + 0.1;
+    assert_eq!(found.unwrap(), [([3., third, -6.], 1., 0.); 3]);
+    assert_eq!(ranks(1, |pg| pg.all_reduce_scalars([4.], ReduceOp::Avg)).unwrap(), [[4.]]);
+}
+
+type Metrics = BTreeMap<String, Vec<f64>>;
+
+fn metrics(rank: usize) -> Metrics {
+    // Any f64 survives, and text that is longer on each rank.
+    let values = (0..100 * rank as u64).map(|seed| f64::from_bits(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+    BTreeMap::from([("Größe \"λ\"".repeat(rank), values.filter(|value| value.is_finite()).collect())])
+}
+
+#[test]
+fn every_rank_gets_every_ranks_object() {
+    let found = ranks(4, |pg| pg.all_gather_object(&metrics(pg.rank())));
+    for objects in found.unwrap() {
+        assert_eq!(objects, (0..4).map(metrics).collect::<Vec<_>>());
+    }
+    assert_eq!(ranks(1, |pg| pg.all_gather_object(&())).unwrap(), [[()]]);
+}
+
+#[test]
+fn every_rank_gets_the_roots_object() {
+    let found = ranks(3, |pg| {
+        let own = metrics(pg.rank() + 1);
+        let first = pg.broadcast_object((pg.rank() == 2).then_some(&own), 2)?;
+        // What the others give does not count.
+        Ok((first, pg.broadcast_object(Some(&pg.rank()), 1)?, pg.broadcast_object(Some(&()), 0)?))
+    });
+    assert_eq!(found.unwrap(), vec![(metrics(3), 1, ()); 3]);
+}
+
+/// JSON objects have texts as keys.
+type Unwritable = BTreeMap<(u32, u32), u32>;
+
+#[test]
+fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_group() {
+    let found = ranks(2, |pg| {
+        let bad = Unwritable::from([((1, 2), 3)]);
+        let mine = if pg.rank() == 1 { bad.clone() } else { Unwritable::default() };
+        let mut errors = vec![
+            pg.all_gather_object(&mine).unwrap_err(),
+            pg.broadcast_object((pg.rank() == 1).then_some(&bad), 1).unwrap_err(),
+            pg.broadcast_object::<u32>(None, 1).unwrap_err(),
+        ];
+        let long = if pg.rank() == 1 { "x".repeat(64 << 20) } else { String::new() };
+        errors.push(pg.all_gather_object(&long).unwrap_err());
+        errors.push(pg.broadcast_object(Some(&long), 1).unwrap_err());
+        // The next call works.
+        assert_eq!(pg.all_gather_object(&pg.rank())?, [0, 1]);
+        Ok(errors)
+    });
+    let found = found.unwrap();
+    let texts = [
+        "key must be a string",
+        "key must be a string",
+        "rank 1 is the root, and has none",
+        "67108866 bytes",
+        "67108866",
+    ];
+    for (own, (other, text)) in found[1].iter().zip(found[0].iter().zip(texts)) {
+        assert!(matches!(own, Error::InvalidArgument { .. }) && own.to_string().contains(text), "{own}");
+        assert!(matches!(other, Error::RankFailed { rank: 1, .. }) && other.to_string().contains(text), "{other}");
+    }
+}
+
+#[test]
+fn an_object_of_another_type_is_an_error_on_all_ranks() {
+    let found = ranks(2, |pg| {
+        let value = if pg.rank() == 0 { f64::NAN } else { 1. };
+        let nan = pg.all_gather_object(&value).unwrap_err();
+        assert_eq!(pg.all_gather_object(&value.is_finite().then_some(value))?, [None, Some(1.)]);
+        Ok(nan.to_string())
+    });
+    for error in found.unwrap() {
+        assert!(error.contains("what rank 0 sent") && error.contains("JSON has no NaN"), "{error}");
+    }
+}

@@ -1,0 +1,74 @@
+use candle_core::{DType, Tensor};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, checkpoint};
+use candle_nn::{Linear, VarMap, linear, loss};
+use std::path::Path;
+
+/// What training ends with.
+struct Trained {
+    varmap: VarMap,
+    /// Training loss and validation loss of each epoch.
+    history: Vec<(f64, f64)>,
+}
+
+/// Trains until the validation loss has not become better for `patience` epochs, and returns the best model. Every rank
+/// calls it; all have the same numbers and decide alike.
+fn train(pg: &ProcessGroup, folder: &Path, epochs: usize, patience: usize, zero: bool) -> Result<Trained> {
+    let varmap = VarMap::new();
+    let options = DdpOptions { init_seed: Some(42), ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(6, 1, vb.pp("fc")), options)?;
+    let params = ParamsAdamW { lr: 0.01, weight_decay: 0.0, ..Default::default() };
+    let mut optimizer: Box<dyn Optimizer> = match zero {
+        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+    };
+    let (best_file, last_file) = (folder.join("best.safetensors"), folder.join("last.safetensors"));
+    let mut history = Vec::new();
+    let (mut best, mut best_epoch) = (f64::INFINITY, 0);
+    for epoch in 0..epochs {
+        let (mut sum, mut samples) = (0.0, 0.0);
+        for (x, y) in training_batches(pg)? {
+            let loss = loss::mse(&ddp.forward(&x)?, &y)?;
+            optimizer.step(&ddp.backward(&loss)?)?;
+            sum += f64::from(loss.to_scalar::<f32>()?) * x.dim(0)? as f64;
+            samples += x.dim(0)? as f64;
+        }
+        // The mean over the samples of all ranks, of which each may have had another number.
+        let [sum, samples] = pg.all_reduce_scalars([sum, samples], ReduceOp::Sum)?;
+        // Rank 0 evaluates, and the others wait for what it has found: no longer than the group's time-out.
+        let found = if pg.rank() == 0 { Some(validate(&ddp)?) } else { None };
+        let validation = pg.broadcast_object(found.as_ref(), 0)?;
+        history.push((sum / samples, validation));
+        if validation < best {
+            (best, best_epoch) = (validation, epoch);
+            checkpoint::save_distributed(pg, &varmap, &best_file)?;
+        }
+        checkpoint::save_distributed(pg, &varmap, &last_file)?;
+        optimizer.save_distributed(pg, &folder.join("optimizer.safetensors"))?;
+        if epoch - best_epoch >= patience {
+            break;
+        }
+    }
+    checkpoint::load_distributed(pg, &varmap, &best_file, &Default::default())?;
+    Ok(Trained { varmap, history })
+}
+
+/// The model is called as ever: without a backward pass nothing is sent, so that one rank may do it alone.
+fn validate(ddp: &DistributedDataParallel<Linear>) -> Result<f64> {
+    let x = Tensor::arange(0f32, 24.0, ddp.process_group().device())?.reshape((4, 6))?.cos()?;
+    let y = (x.narrow(1, 0, 1)? * 0.8)?;
+    Ok(f64::from(loss::mse(&ddp.forward(&x)?, &y)?.to_scalar::<f32>()?))
+}
+
+/// This rank's part of the data, which your sampler and loader give you: here, every `world_size`-th row of three batches.
+fn training_batches(pg: &ProcessGroup) -> Result<Vec<(Tensor, Tensor)>> {
+    let rows: Vec<u32> = (0..8).filter(|row| *row as usize % pg.world_size() == pg.rank()).collect();
+    let rows = Tensor::new(rows, pg.device())?;
+    let batch = |number: usize| {
+        let x = Tensor::arange(0f32, 48.0, pg.device())?.reshape((8, 6))?;
+        let x = (x + number as f64)?.sin()?.index_select(&rows, 0)?;
+        let y = x.narrow(1, 0, 1)?;
+        Ok((x, y))
+    };
+    (0..3).map(batch).collect()
+}

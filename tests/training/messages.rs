@@ -1,0 +1,117 @@
+//! What an error says about ranks that do different things: what the program wanted, not only which collective it took.
+use crate::common::{ranks, tensor};
+use candle_core::{DType, Tensor};
+use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, checkpoint};
+use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
+
+type Net = (Linear, Linear, SyncBatchNorm);
+
+struct Job<'a> {
+    pg: &'a ProcessGroup,
+    varmap: VarMap,
+    ddp: DistributedDataParallel<Net>,
+    folder: &'a std::path::Path,
+}
+
+impl Job<'_> {
+    fn backward(&self) -> Result<()> {
+        let x = tensor(&[4, 3], 1);
+        let forward = |(first, second, _): &Net| {
+            use candle_nn::Module;
+            second.forward(&first.forward(&x)?)?.sqr()?.mean_all()
+        };
+        self.ddp.backward(&self.ddp.call(forward)?).map(drop)
+    }
+
+    fn save(&self) -> Result<()> {
+        checkpoint::save_distributed(self.pg, &self.varmap, self.folder.join("model"))
+    }
+
+    fn gather(&self) -> Result<()> {
+        self.pg.all_gather_object(&1).map(drop)
+    }
+
+    fn reduce(&self) -> Result<()> {
+        self.pg.all_reduce(&Tensor::zeros(7, DType::F32, self.pg.device())?, ReduceOp::Sum)
+    }
+}
+
+type Act = for<'a, 'b> fn(&'a Job<'b>) -> Result<()>;
+
+/// The error of both ranks when rank 0 does `first` and rank 1 does `second`.
+fn desync(first: Act, second: Act) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder| -> Result<Net> {
+            let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb.pp("norm"))?;
+            Ok((linear(3, 3, vb.pp("fc1"))?, linear(3, 2, vb.pp("fc2"))?, norm))
+        };
+        let options = DdpOptions { first_bucket_mb: 1., ..Default::default() };
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+        let job = Job { pg: &pg, varmap, ddp, folder: folder.path() };
+        let error = if pg.rank() == 0 { first(&job) } else { second(&job) };
+        Ok(error.unwrap_err().to_string())
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_desync_names_what_each_rank_was_doing() {
+    const SAVE: &str = "all_gather(i64[1]) for save_distributed";
+    const GATHER: &str = "all_gather(i64[1]) for all_gather_object";
+    const BUFFERS: &str = "broadcast(f32[6]) for rank 0's variables, which DistributedDataParallel broadcasts";
+    let cases: [(Act, Act, &str, &str); 3] = [
+        (|job| job.save(), |job| job.backward(), SAVE, BUFFERS),
+        // These look alike without it.
+        (|job| job.save(), |job| job.gather(), SAVE, GATHER),
+        (|job| job.reduce(), |job| job.gather(), "all_reduce(f32[7])", GATHER),
+    ];
+    for (first, second, rank_0, rank_1) in cases {
+        let expected = format!("rank 1 called {rank_1} where rank 0 called {rank_0}, sequence");
+        for error in desync(first, second) {
+            assert!(error.starts_with(&expected), "{error}\n{expected}");
+        }
+    }
+}
+
+#[test]
+fn a_bucket_is_named_by_its_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let build = |vb: VarBuilder| Ok::<_, Error>((linear(3, 3, vb.pp("fc1"))?, linear(3, 2, vb.pp("fc2"))?));
+        let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
+        if pg.rank() == 0 {
+            return checkpoint::save_distributed(&pg, &varmap, folder.path().join("model"));
+        }
+        let loss = ddp.call(|(a, b): &(Linear, Linear)| {
+            use candle_nn::Module;
+            b.forward(&a.forward(&tensor(&[4, 3], 1))?)?.sqr()?.mean_all()
+        })?;
+        ddp.backward(&loss).map(drop)
+    });
+    let error = errors.unwrap_err().to_string();
+    let bucket = "all_reduce(f32[24]) for the gradients of fc2.bias, fc2.weight and 2 more parameters";
+    assert!(error.contains(bucket) && error.contains("for save_distributed"), "{error}");
+}
+
+#[test]
+fn the_statistics_of_a_batch_norm_are_named() {
+    let errors = ranks(2, |pg| {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, pg.device());
+        let norm = sync_batch_norm(&pg, 3, BatchNormConfig::default(), vb)?;
+        let x = tensor(&[4, 3], 1);
+        let y = norm.forward_t(&x, true)?;
+        if pg.rank() == 0 {
+            norm.forward_t(&x, true)?;
+        } else {
+            y.sqr()?.mean_all()?.backward()?;
+        }
+        Ok(())
+    });
+    let error = errors.unwrap_err().to_string();
+    assert!(error.contains("for SyncBatchNorm's statistics"), "{error}");
+    assert!(error.contains("for SyncBatchNorm's gradients"), "{error}");
+}

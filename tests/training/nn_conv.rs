@@ -1,0 +1,128 @@
+//! Linear layers, convolutions and batch normalisation against PyTorch's.
+use crate::golden_layers::{Parameters, check};
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
+use candle_ddp::nn::{
+    BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, Linear, conv_transpose2d, conv2d, conv2d_no_bias,
+};
+use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
+
+#[test]
+fn linear_is_pytorchs() {
+    check("linear", |_, x| Linear::new(x[1].clone(), x.get(2).cloned()).forward(&x[0]));
+}
+
+#[test]
+fn convolutions_are_pytorchs() {
+    let number = |case: &Parameters, name| case.numbers(name)[0];
+    check("conv2d", |case, x| {
+        let [stride, padding, dilation, groups] =
+            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
+        let config = Conv2dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
+        Conv2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check("conv1d", |case, x| {
+        let [stride, padding, dilation, groups] =
+            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
+        let config = Conv1dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
+        Conv1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check("conv_transpose2d", |case, x| {
+        let [stride, padding, output_padding, dilation] =
+            ["stride", "padding", "output_padding", "dilation"].map(|name| number(case, name));
+        let config = ConvTranspose2dConfig { stride, padding, output_padding, dilation };
+        ConvTranspose2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check("conv_transpose1d", |case, x| {
+        let [stride, padding, output_padding, groups] =
+            ["stride", "padding", "output_padding", "groups"].map(|name| number(case, name));
+        let config = ConvTranspose1dConfig { stride, padding, output_padding, groups, dilation: 1 };
+        ConvTranspose1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+}
+
+#[test]
+fn batch_norm_is_pytorchs() {
+    let layer = |x: &[Tensor]| {
+        let features = x[1].elem_count();
+        let statistic =
+            |value: f64| (Tensor::ones(features, DType::F64, &Device::Cpu)? * value)?.to_dtype(x[0].dtype());
+        BatchNorm::new(features, statistic(0.0)?, statistic(1.0)?, x[1].clone(), x[2].clone(), 1e-3)
+    };
+    check("batch_norm", |case, x| layer(x)?.forward_t(&x[0], case.flag("train")));
+    check("batch_norm_relu", |case, x| layer(x)?.forward_relu_t(&x[0], case.flag("train")));
+    check("batch_norm_add_relu", |case, x| layer(x)?.forward_add_relu_t(&x[0], &x[3], case.flag("train")));
+}
+
+/// A chain of layers has the gradients of its parts, whether candle's operations stand between them or not.
+#[test]
+fn gradients_go_through_candles_operations_as_well() {
+    let vars = |seed: usize, shape: &[usize]| {
+        let count = shape.iter().product();
+        let values: Vec<f64> = (0..count).map(|i| ((i * 31 + seed * 7) as f64 * 0.77).sin()).collect();
+        Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap()
+    };
+    let (x, first, second) = (vars(1, &[3, 4]), vars(2, &[4, 4]), vars(3, &[4, 4]));
+    let layers = [&first, &second].map(|weight| Linear::new(weight.as_tensor().clone(), None));
+    let of_candle = [&first, &second].map(|weight| candle_nn::Linear::new(weight.as_tensor().clone(), None));
+    // The first layer's result goes to a layer, to an operation of candle's, and is used twice by one of these.
+    let run = |layers: [&dyn Module; 2]| -> Result<Vec<Vec<f64>>> {
+        let y = layers[0].forward(&x)?;
+        let z = layers[1].forward(&layers[1].forward(&y)?)?;
+        let loss = ((&y * &y)? + (z * y.sin()?)?)?.sum_all()?;
+        let once = loss.backward()?;
+        let again = loss.backward()?;
+        [&x, &first, &second]
+            .into_iter()
+            .map(|var| {
+                let gradients = [&once, &again].map(|grads| grads.get(var).unwrap().flatten_all().unwrap());
+                let [once, again] = gradients.map(|gradient| gradient.to_vec1::<f64>().unwrap());
+                assert_eq!(once, again);
+                Ok(once)
+            })
+            .collect()
+    };
+    let ours = run([&layers[0], &layers[1]]).unwrap();
+    let candles = run([&of_candle[0], &of_candle[1]]).unwrap();
+    for (ours, candles) in ours.iter().flatten().zip(candles.iter().flatten()) {
+        assert!((ours - candles).abs() <= 1e-12 * candles.abs().max(1.0), "{ours} and {candles}");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_at_construction() {
+    let varmap = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+    let config = Conv2dConfig::default();
+    let refused = |config, part: &str| {
+        let text = conv2d(6, 4, 3, config, vb()).unwrap_err().to_string();
+        assert!(text.contains(part), "{text}");
+    };
+    refused(Conv2dConfig { stride: 0, ..config }, "a stride of 0");
+    refused(Conv2dConfig { dilation: 0, ..config }, "a dilation of 0");
+    refused(Conv2dConfig { groups: 0, ..config }, "0 groups do not divide 6 input channels and 4 output channels");
+    refused(Conv2dConfig { groups: 3, ..config }, "3 groups do not divide");
+    assert!(conv2d_no_bias(6, 4, 0, config, vb()).unwrap_err().to_string().contains("a kernel of size 0"));
+    let transposed = ConvTranspose2dConfig { output_padding: 2, stride: 2, ..Default::default() };
+    let text = conv_transpose2d(6, 4, 3, transposed, vb()).unwrap_err().to_string();
+    assert!(text.contains("output_padding 2 must be less than stride 2 or dilation 1"), "{text}");
+    assert!(varmap.all_vars().is_empty());
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+    let layer = conv2d(3, 4, 3, Conv2dConfig::default(), vb).unwrap();
+    let text = |shape: &[usize], dtype| {
+        layer.forward(&Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()).unwrap_err().to_string()
+    };
+    assert!(text(&[2, 5, 8, 8], DType::F32).contains("(N, 3, H, W)"));
+    assert!(text(&[3, 8, 8], DType::F32).contains("(N, 3, H, W)"));
+    assert!(text(&[2, 3, 8, 8], DType::F64).contains("f64[2, 3, 8, 8]"));
+    assert!(text(&[2, 3, 2, 8], DType::F32).contains("the kernel does not fit in once"));
+    let empty = layer.forward(&Tensor::zeros((0, 3, 8, 8), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    assert_eq!(empty.dims(), [0, 4, 6, 6]);
+    let linear = Linear::new(Tensor::zeros((4, 3), DType::F32, &Device::Cpu).unwrap(), None);
+    let text = linear.forward(&Tensor::zeros((2, 4), DType::F32, &Device::Cpu).unwrap()).unwrap_err().to_string();
+    assert!(text.contains("(…, 3) is expected"), "{text}");
+}

@@ -1,0 +1,155 @@
+//! Activations, embeddings, rotary embeddings and attention against PyTorch's and candle's.
+use crate::common::{assert_close, floats, tensor};
+use crate::golden_layers::check;
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_ddp::nn::{
+    AttentionOptions, Embedding, embedding, gelu, gelu_erf, relu, rope, rope_i, rope_thd, scaled_dot_product_attention,
+    silu, softmax,
+};
+use candle_nn::{VarBuilder, VarMap, rotary_emb};
+
+fn refused(result: Result<Tensor>, text: &str) {
+    let error = result.unwrap_err().to_string();
+    assert!(error.contains(text), "{error}");
+}
+
+#[test]
+fn activations_are_pytorchs() {
+    check("relu", |_, x| relu(&x[0]));
+    check("gelu", |_, x| gelu(&x[0]));
+    check("gelu_erf", |_, x| gelu_erf(&x[0]));
+    check("silu", |_, x| silu(&x[0]));
+}
+
+/// Results that several functions use, of this crate and of candle.
+#[test]
+fn gradients_of_several_uses_add_up() {
+    let x = Var::from_tensor(&tensor(&[3, 8], 1)).unwrap();
+    let run = |f: &dyn Fn(&Tensor) -> Result<Tensor>| {
+        let grads = (f(&x).unwrap() * tensor(&[3, 8], 2)).unwrap().sum_all().unwrap().backward().unwrap();
+        floats(grads.get(&x).unwrap())
+    };
+    let ours = run(&|x| {
+        let h = silu(x)?;
+        gelu(&h)? + ((softmax(&h, 1)? * &h)? + softmax(&(x + &h)?, 0)?)?
+    });
+    let candles = run(&|x| {
+        let h = x.silu()?;
+        h.gelu()? + ((candle_nn::ops::softmax(&h, 1)? * &h)? + candle_nn::ops::softmax(&(x + &h)?, 0)?)?
+    });
+    assert_close(&ours, &candles, 1e-5, "dx");
+}
+
+#[test]
+fn activations_of_nothing_and_of_integers() {
+    for f in [relu, gelu, gelu_erf, silu] {
+        assert_eq!(f(&tensor(&[3, 0], 1)).unwrap().dims(), [3, 0]);
+        refused(f(&Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap()), "U32");
+        let y = f(&Tensor::new(&[f32::NAN, 1.0], &Device::Cpu).unwrap()).unwrap().to_vec1::<f32>().unwrap();
+        assert!(y[0].is_nan() && !y[1].is_nan());
+    }
+}
+
+#[test]
+fn embedding_is_pytorchs() {
+    check("embedding", |_, x| {
+        let indices: Vec<i64> = (0..12).map(|i| i * i % 7).collect();
+        let indices = Tensor::from_vec(indices, (3, 4), &Device::Cpu)?;
+        Embedding::new(x[0].clone(), 5).forward(&indices)
+    });
+}
+
+#[test]
+fn embedding_takes_the_place_of_candles() {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+    let (ours, candles) = (embedding(50, 6, vb.clone()).unwrap(), candle_nn::embedding(50, 6, vb).unwrap());
+    assert_eq!(varmap.data().lock().unwrap().len(), 1, "the same name");
+    let indices = Tensor::new(&[[1u32, 49, 1], [0, 1, 7]], &Device::Cpu).unwrap();
+    let results = [ours.forward(&indices), candles.forward(&indices)].map(|y| {
+        let y = y.unwrap();
+        let grads = (&y * tensor(&[2, 3, 6], 3)).unwrap().sum_all().unwrap().backward().unwrap();
+        [floats(&y), floats(grads.get(ours.embeddings()).unwrap())].concat()
+    });
+    assert_close(&results[0], &results[1], 1e-6, "embedding");
+    refused(ours.forward(&Tensor::new(&[50u32], &Device::Cpu).unwrap()), "50 is not one of a table of 50");
+    refused(ours.forward(&Tensor::new(&[-1i64], &Device::Cpu).unwrap()), "-1 is not one");
+    refused(ours.forward(&tensor(&[2], 1)), "u32, i64 or u8");
+    assert_eq!(ours.forward(&Tensor::zeros((2, 0), DType::U32, &Device::Cpu).unwrap()).unwrap().dims(), [2, 0, 6]);
+}
+
+/// A table in bf16, whose vectors are used so often that sums in bf16 would stop growing.
+#[test]
+fn embedding_adds_in_f32() {
+    let table = Var::from_tensor(&Tensor::zeros((3, 2), DType::BF16, &Device::Cpu).unwrap()).unwrap();
+    let indices = Tensor::ones(1000, DType::U32, &Device::Cpu).unwrap();
+    let y = Embedding::new(table.as_tensor().clone(), 2).forward(&indices).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert_eq!(floats(grads.get(&table).unwrap()), [0., 0., 1000., 1000., 0., 0.]);
+}
+
+#[test]
+fn rope_takes_the_place_of_candles() {
+    let x = Var::from_tensor(&tensor(&[2, 3, 5, 8], 1)).unwrap();
+    let (cos, sin) = (tensor(&[7, 4], 2).cos().unwrap(), tensor(&[7, 4], 2).sin().unwrap());
+    let dy = tensor(&[2, 3, 5, 8], 3);
+    let run = |y: Tensor| {
+        let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+        [floats(&y), floats(grads.get(&x).unwrap())].concat()
+    };
+    let slow = run(rotary_emb::rope_slow(&x, &cos, &sin).unwrap());
+    assert_close(&run(rope(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope");
+    let transposed = x.transpose(1, 2).unwrap();
+    let thd = rope_thd(&transposed, &cos, &sin).unwrap().transpose(1, 2).unwrap();
+    assert_close(&run(thd), &slow, 1e-6, "rope_thd");
+    let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
+    assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
+
+    refused(rope(&x, &tensor(&[4, 4], 2), &tensor(&[4, 4], 2)), "T′ at least T");
+    refused(rope(&x, &cos, &tensor(&[7, 3], 2)), "T′ at least T");
+    refused(rope(&x, &cos, &sin.to_dtype(DType::F64).unwrap()), "all of one dtype");
+}
+
+#[test]
+fn attention_is_pytorchs() {
+    check("attention", |case, qkv| {
+        let (queries, keys) = (qkv[0].dim(2)?, qkv[1].dim(2)?);
+        let pairs = (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j)));
+        let shape = (queries, keys);
+        let mask = match case.text("mask") {
+            "bool" => {
+                let seen = pairs.map(|(i, j)| u8::from((i * 5 + j * 3) % 4 != 0 && i != 2));
+                Some(Tensor::from_vec(seen.collect(), shape, &Device::Cpu)?)
+            }
+            "float" => {
+                let values = pairs.map(|(i, j)| (i as f64 + 2.0 * j as f64).sin());
+                Some(Tensor::from_vec(values.collect(), shape, &Device::Cpu)?)
+            }
+            _ => None,
+        };
+        let scale = case.text("scale").parse().ok();
+        let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale };
+        scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], &options)
+    });
+}
+
+#[test]
+fn bad_inputs_of_attention() {
+    let attend = |shapes: [&[usize]; 3], options| {
+        let [q, k, v] = shapes.map(|shape| tensor(shape, 1));
+        scaled_dot_product_attention(&q, &k, &v, &options)
+    };
+    let all: [&[usize]; 3] = [&[1, 2, 3, 4], &[1, 2, 5, 4], &[1, 2, 5, 4]];
+    let mask = |shape: &[usize]| Some(tensor(shape, 1));
+    assert_eq!(attend([&[0, 2, 3, 4], &[0, 2, 5, 4], &[0, 2, 5, 6]], Default::default()).unwrap().dims(), [0, 2, 3, 6]);
+    let nothing = attend([&[1, 2, 3, 4], &[1, 2, 0, 4], &[1, 2, 0, 4]], Default::default()).unwrap();
+    assert_eq!(floats(&nothing), [0.0; 24]);
+    refused(attend([&[1, 3, 3, 4], all[1], all[2]], Default::default()), "a multiple of H′");
+    refused(attend([all[0], all[1], &[1, 2, 4, 4]], Default::default()), "f32[1, 2, 4, 4]");
+    refused(attend([&[2, 3, 4], all[1], all[2]], Default::default()), "f32[2, 3, 4]");
+    let with = |mask, is_causal| attend(all, AttentionOptions { mask, is_causal, scale: None });
+    refused(with(mask(&[3, 5]), true), "is_causal");
+    refused(with(mask(&[3, 4]), false), "broadcast to [1, 2, 3, 5]");
+    let wants = Var::from_tensor(&tensor(&[3, 5], 1)).unwrap().as_tensor().clone();
+    refused(with(Some(wants), false), "detach");
+}

@@ -1,0 +1,131 @@
+//! Programs that choose their optimizer at run time.
+use crate::common::{assert_close, fill, floats, ranks, tensor};
+use candle_core::{DType, Module};
+use candle_ddp::optim::{
+    AdamW, Lamb, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd, ParamsStepLr,
+    ReduceLrOnPlateau, Sgd, StateDict, StepLr, ZeroRedundancyOptimizer,
+};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use std::path::Path;
+
+type Ddp = DistributedDataParallel<[Linear; 2]>;
+
+fn wrap(pg: &ProcessGroup) -> Result<Ddp> {
+    let varmap = VarMap::new();
+    let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
+    let options = DdpOptions { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, net, options)?;
+    fill(&varmap, 1);
+    Ok(ddp)
+}
+
+fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
+    let (named, adamw) = (ddp.named_parameters(), ParamsAdamW { lr: 0.02, ..Default::default() });
+    let (biases, weights) = named.iter().cloned().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
+    let biases = ParameterGroup { parameters: biases, options: ParamsAdamW { lr: 0.01, ..adamw.clone() } };
+    let groups = vec![ParameterGroup { parameters: weights, options: adamw }, biases];
+    Ok(match kind {
+        "zero" => Box::new(ZeroRedundancyOptimizer::from_groups(ddp, groups)?),
+        "adamw" => Box::new(AdamW::from_groups(groups)?),
+        "sgd" => Box::new(Sgd::from_named(named, ParamsSgd { lr: 0.02, ..Default::default() })?),
+        _ => Box::new(Lamb::from_named(named, ParamsLamb { lr: 0.02, ..Default::default() })?),
+    })
+}
+
+/// Steps `steps` of a training with a schedule, a scaler and clipping.
+fn train(pg: &ProcessGroup, ddp: &Ddp, optimizer: &mut Box<dyn Optimizer>, steps: std::ops::Range<u64>) -> Result<()> {
+    let mut schedule = StepLr::new(optimizer, ParamsStepLr { step_size: 1, gamma: 0.9 })?;
+    let options = GradScalerOptions { init_scale: 8., ..Default::default() };
+    let mut scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
+    for step in steps {
+        let x = tensor(&[4, 5], 10 * step + pg.rank() as u64);
+        let loss = ddp.call(|[a, b]| b.forward(&a.forward(&x)?.tanh()?)?.sqr()?.mean_all())?;
+        let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+        if step % 2 == 0 {
+            assert!(optimizer.unscale(&mut scaler, &mut grads)?);
+            assert!(optimizer.clip_grad_norm(&mut grads, 1e-3)? > 1e-3);
+        }
+        assert!(scaler.step(optimizer, &mut grads)?);
+        scaler.update()?;
+        schedule.step(optimizer)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn sharded_and_whole_optimizers_train_alike_behind_one_trait_and_read_each_others_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let found = ranks(2, |pg| {
+        let mut trained = Vec::new();
+        for (first, second) in [("adamw", "adamw"), ("zero", "zero"), ("adamw", "zero"), ("zero", "adamw")] {
+            let file = folder.path().join(format!("{first}-{second}"));
+            let ddp = wrap(&pg)?;
+            let mut optimizer = choose(first, &ddp)?;
+            train(&pg, &ddp, &mut optimizer, 0..3)?;
+            optimizer.save_distributed(&pg, &file)?;
+            drop(optimizer);
+            let mut optimizer = choose(second, &ddp)?;
+            optimizer.load_distributed(&pg, &file)?;
+            let rates: Vec<f32> = optimizer.learning_rates().iter().map(|rate| *rate as f32).collect();
+            assert_close(&rates, &[0.02 * 0.729, 0.01 * 0.729], 1e-6, "learning rates");
+            train(&pg, &ddp, &mut optimizer, 3..6)?;
+            trained.push(ddp.parameters().iter().flat_map(|var| floats(var)).collect::<Vec<_>>());
+        }
+        Ok(trained)
+    });
+    for rank in found.unwrap() {
+        for other in &rank[1..] {
+            assert_close(other, &rank[0], 1e-6, "weights");
+        }
+    }
+}
+
+#[test]
+fn every_optimizer_has_learning_rates_a_state_and_a_step() {
+    ranks(2, |pg| {
+        for kind in ["zero", "adamw", "sgd", "lamb"] {
+            let ddp = wrap(&pg)?;
+            let mut optimizer = choose(kind, &ddp)?;
+            let before = floats(&ddp.parameters()[0]);
+            let mut plateau =
+                ReduceLrOnPlateau::new(ParamsReduceLrOnPlateau { patience: 0, factor: 0.5, ..Default::default() })?;
+            assert!(!plateau.step(&mut optimizer, 1.)? && plateau.step(&mut *optimizer, 2.)?);
+            assert_eq!(optimizer.learning_rate(), 0.01, "{kind}");
+            optimizer.set_learning_rate(0.5)?;
+            assert!(optimizer.learning_rates().iter().all(|rate| *rate == 0.5));
+            assert!(optimizer.set_learning_rate(-1.).is_err() && optimizer.set_learning_rates(&[]).is_err());
+
+            let loss = ddp.call(|[a, b]| b.forward(&a.forward(&tensor(&[4, 5], 3))?)?.sqr()?.mean_all())?;
+            optimizer.step(&ddp.backward(&loss)?)?;
+            assert_ne!(floats(&ddp.parameters()[0]), before, "{kind}");
+            // All ranks have the whole state, with the names of the parameters.
+            let state = optimizer.state_dict()?;
+            assert!(state.contains_key("state.a.weight.step"), "{kind}: {:?}", state.keys());
+            optimizer.set_learning_rate(0.25)?;
+            optimizer.load_state_dict(&state)?;
+            assert_eq!(optimizer.learning_rate(), 0.5);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_file_that_does_not_fit_is_refused_on_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |rank: usize| folder.path().join(format!("{rank}"));
+    let errors = ranks(2, |pg| {
+        let ddp = wrap(&pg)?;
+        let mut optimizer = choose("adamw", &ddp)?;
+        optimizer.save(path(pg.rank()))?;
+        if pg.rank() == 1 {
+            std::fs::write(path(1), b"not a state").unwrap();
+        }
+        pg.barrier()?;
+        Ok(optimizer.load_distributed(&pg, Path::new(&path(pg.rank()))).unwrap_err().to_string())
+    });
+    let errors = errors.unwrap();
+    assert!(errors[0].starts_with("rank 1 failed") && errors[0].contains("safetensors"), "{}", errors[0]);
+    assert!(errors[1].contains("is not a safetensors file"), "{}", errors[1]);
+}
