@@ -39,6 +39,7 @@
 //! # Where to find what
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
+//! - [`backward()`]: one backward pass through several models.
 //! - [`comm_hook`]: what replaces the all-reduce of gradients, such as compression.
 //! - [`DataParallel`]: one process that trains on several devices.
 //! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
@@ -83,7 +84,7 @@ pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 pub use data_parallel::{DataParallel, DataParallelOptions};
-pub use ddp::{DdpOptions, DistributedDataParallel, comm_hook};
+pub use ddp::{DdpOptions, DistributedDataParallel, DistributedModel, backward, backward_into, comm_hook};
 pub use error::{Error, Result};
 pub use process_group::{
     Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with,

@@ -137,7 +137,6 @@ enum Net {
 
 impl Trainer {
     fn new(mode: Mode, model: Model, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
-        let is_buffer = options.is_buffer.clone();
         let (varmap, device) = (VarMap::new(), pg.device());
         let plain = || model.build(VarBuilder::from_varmap(&varmap, DType::F32, device));
         let net = match mode {
@@ -154,7 +153,7 @@ impl Trainer {
         let parameters = match &net {
             Net::Local(_) => {
                 let mut vars = named(&varmap)?;
-                vars.retain(|(name, _)| !is_buffer(name));
+                vars.retain(|(name, _)| !name.contains("running_"));
                 vars.into_iter().map(|(_, var)| var).collect()
             }
             Net::Ddp(ddp) => ddp.parameters(),

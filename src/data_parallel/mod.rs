@@ -16,26 +16,27 @@ pub use graph::backward;
 pub use replica::{Replica, replicate};
 pub use scatter_gather::{gather, scatter};
 
-use crate::ddp::{DdpOptions, NamePredicate};
+use crate::tensor::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, DeviceLocation, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::fmt;
+use std::sync::Arc;
 
 /// Options of [`DataParallel`].
 #[derive(Clone)]
 pub struct DataParallelOptions {
     /// The dtype of variables that the `VarMap` does not contain yet. Default: f32.
     pub dtype: DType,
-    /// Selects the variables that are buffers instead of [`parameters`](DataParallel::parameters). Variables of integer
-    /// dtype always are. Default: names that end in `running_mean`, `running_var` or `num_batches_tracked`.
+    /// Selects the variables that are buffers instead of [`parameters`](DataParallel::parameters), in addition to those of
+    /// integer dtype and those whose names end in `running_mean`, `running_var` or `num_batches_tracked`. Default: none.
     pub is_buffer: NamePredicate,
 }
 
 impl Default for DataParallelOptions {
     fn default() -> Self {
-        Self { dtype: DType::F32, is_buffer: DdpOptions::default().is_buffer }
+        Self { dtype: DType::F32, is_buffer: Arc::new(|_| false) }
     }
 }
 
@@ -192,7 +193,8 @@ impl<M> DataParallel<M> {
 
     fn named_variables(&self, buffers: bool) -> Vec<(String, Var)> {
         let variables = self.replicas[0].place().variables.iter();
-        let is_buffer = |name: &str, var: &Var| !var.dtype().is_float() || (self.is_buffer)(name);
+        let is_buffer =
+            |name: &str, var: &Var| !var.dtype().is_float() || is_batch_norm_buffer(name) || (self.is_buffer)(name);
         variables
             .filter(|variable| is_buffer(&variable.name, &variable.var) == buffers)
             .map(|variable| (variable.name.clone(), variable.var.clone()))

@@ -9,14 +9,14 @@ const MIB: f64 = (1 << 20) as f64;
 
 /// What the plan needs to know about a parameter.
 #[derive(Clone, Debug)]
-pub(super) struct ParameterInfo {
+pub(crate) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
-    /// In which its gradient is all-reduced.
+    /// The dtype in which its gradient is all-reduced.
     pub(super) dtype: DType,
-    /// In which its gradient comes: that of the tensor with which the model computes.
+    /// The dtype in which its gradient comes: that of the tensor with which the model computes.
     pub(super) arrives_as: DType,
-    /// In which its gradient leaves: the variable's.
+    /// The dtype in which its gradient leaves: the variable's.
     pub(super) leaves_as: DType,
     pub(super) device: Device,
 }
@@ -29,7 +29,7 @@ impl ParameterInfo {
 
 /// The sizes at which a bucket is full, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct BucketCaps {
+pub(crate) struct BucketCaps {
     first: usize,
     others: usize,
 }
@@ -49,12 +49,13 @@ impl BucketCaps {
     }
 }
 
-/// Groups parameters into buckets, walking them in `order`, which is the one in which their gradients are expected.
+/// Groups parameters into buckets. `order` is the one in which their gradients are expected.
 ///
-/// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open bucket of its kind, which closes when it
-/// has reached its cap; the first bucket of a kind is smaller than the others, so that communication begins early
-/// (PyTorch's `compute_bucket_assignment_by_size`). And towards the end they become smaller again, each with no more than
-/// half of what is left, because nothing hides the last one's all-reduce, and little that of those before. Buckets come in the order in which they are expected to fill up.
+/// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open
+/// bucket of its kind, which closes when it has reached its cap; the first bucket of a kind is smaller than the others,
+/// so that communication begins early (PyTorch's `compute_bucket_assignment_by_size`). Towards the end they become
+/// smaller again, each with no more than half of what is left, because nothing hides the all-reduce of the last one,
+/// and little that of those before it. The buckets are returned in the order in which they are expected to fill up.
 pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
     struct Open {
         kind: (DType, DType, DeviceLocation),
@@ -158,7 +159,8 @@ impl Bucket {
         })
     }
 
-    /// Takes the gradient of the member `slot`, times `factor`; it is added to what is in its place if `accumulate` says so.
+    /// Takes the gradient of the member `slot`, times `factor`; it is added to what is in its place if `accumulate`
+    /// says so.
     pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, factor: f64, accumulate: bool) -> Result<()> {
         self.arrivals.push(Arrival { slot, gradient: gradient.clone(), factor, accumulate });
         self.arrived[slot] = true;

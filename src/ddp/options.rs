@@ -1,6 +1,6 @@
 use super::mixed_precision::MixedPrecision;
 use super::parameter::Role;
-use crate::tensor::variables::NamePredicate;
+use crate::tensor::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::trace;
 use candle_core::DType;
 use std::fmt;
@@ -11,6 +11,9 @@ use std::sync::Arc;
 ///
 /// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: unused parameters always work. Gradients
 /// always are views of the buckets (`gradient_as_bucket_view`).
+///
+/// Where several of the predicates choose a variable, it is ignored before it is a buffer, and a buffer before it is
+/// frozen.
 #[derive(Clone)]
 pub struct DdpOptions {
     /// How many MiB of gradients are all-reduced together. Default: 25. 0 puts every parameter into a bucket of its own.
@@ -20,9 +23,18 @@ pub struct DdpOptions {
     /// Whether all ranks take over rank 0's buffers, such as running means, in every synchronised backward pass: so
     /// that they are equal before the next forward pass, as in PyTorch. Default: true.
     pub broadcast_buffers: bool,
-    /// Which variables are buffers: without a gradient, and handed to the model as they are. Variables of integer type
-    /// always are. Default: names that end in `running_mean`, `running_var` or `num_batches_tracked`.
+    /// Which variables are frozen, as by PyTorch's `requires_grad_(False)` before the model is wrapped: at construction
+    /// all ranks take over rank 0's values, and then nothing is sent of them. They are not among
+    /// [`parameters`](crate::DistributedDataParallel::parameters), so that no optimizer gets them, and candle's backward
+    /// pass leaves out what depends on nothing else. Buffers stay buffers. To thaw them, build DDP and the optimizer
+    /// anew from the same `VarMap`. Default: none.
+    pub is_frozen: NamePredicate,
+    /// Which variables are buffers beside those of batch norms: without a gradient, and handed to the model as they are.
+    /// Variables of integer type always are. Default: none.
     pub is_buffer: NamePredicate,
+    /// Whether variables whose names end in `running_mean`, `running_var` or `num_batches_tracked` are buffers, whatever
+    /// `is_buffer` says. Default: true. With false, `is_buffer` alone decides.
+    pub batch_norm_buffers: bool,
     /// Which variables DDP leaves alone: neither broadcast nor averaged, handed to the model as they are; their
     /// gradients come out of `backward` as this rank's own. Default: none.
     pub is_ignored: NamePredicate,
@@ -43,7 +55,9 @@ impl Default for DdpOptions {
             bucket_cap_mb: 25.0,
             first_bucket_mb: 1.0,
             broadcast_buffers: true,
-            is_buffer: Arc::new(is_batch_norm_buffer),
+            is_frozen: Arc::new(|_| false),
+            is_buffer: Arc::new(|_| false),
+            batch_norm_buffers: true,
             is_ignored: Arc::new(|_| false),
             mixed_precision: None,
             init_seed: None,
@@ -54,19 +68,17 @@ impl Default for DdpOptions {
 
 impl DdpOptions {
     pub(super) fn role(&self, name: &str, dtype: DType) -> Role {
+        let is_buffer = || (self.is_buffer)(name) || (self.batch_norm_buffers && is_batch_norm_buffer(name));
         if (self.is_ignored)(name) {
             Role::Ignored
-        } else if !dtype.is_float() || (self.is_buffer)(name) {
+        } else if !dtype.is_float() || is_buffer() {
             Role::Buffer
+        } else if (self.is_frozen)(name) {
+            Role::Frozen
         } else {
             Role::Parameter
         }
     }
-}
-
-fn is_batch_norm_buffer(name: &str) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    ["running_mean", "running_var", "num_batches_tracked"].contains(&last)
 }
 
 impl fmt::Debug for DdpOptions {
@@ -75,6 +87,7 @@ impl fmt::Debug for DdpOptions {
             .field("bucket_cap_mb", &self.bucket_cap_mb)
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
+            .field("batch_norm_buffers", &self.batch_norm_buffers)
             .field("mixed_precision", &self.mixed_precision)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)

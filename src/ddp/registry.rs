@@ -1,7 +1,7 @@
 //! The `VarBuilder` that a model is built with under DDP: it hands out replicas and writes down what was asked for.
 use super::hook;
 use super::options::DdpOptions;
-use super::parameter::{Buffer, Parameter, Role};
+use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
 use super::reducer::Reducer;
 use crate::Error;
 use crate::seed;
@@ -15,9 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// What a model has asked for so far, in the order in which it asked: that order numbers the parameters.
 #[derive(Default)]
 pub(super) struct Registered {
-    pub(super) parameters: Vec<Parameter>,
-    pub(super) buffers: Vec<Buffer>,
-    pub(super) ignored: Vec<Buffer>,
+    variables: Variables,
     /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
     handed_out: HashMap<String, Tensor>,
     sealed: bool,
@@ -44,11 +42,10 @@ impl Registry {
     }
 
     /// The model is built: takes what it asked for. From now on only known names are handed out.
-    pub(super) fn seal(&self) -> (Vec<Parameter>, Vec<Buffer>, Vec<Buffer>) {
+    pub(super) fn seal(&self) -> Variables {
         let mut registered = self.lock();
         registered.sealed = true;
-        let Registered { parameters, buffers, ignored, .. } = &mut *registered;
-        (std::mem::take(parameters), std::mem::take(buffers), std::mem::take(ignored))
+        std::mem::take(&mut registered.variables)
     }
 
     /// The dtypes of a variable that the model asks for as `asked` and of the tensor that the model gets for it (None:
@@ -58,7 +55,7 @@ impl Registry {
         // A layer that asks for another dtype than its VarBuilder's wants it for good reason.
         let usual = mixed.param_dtype == Some(asked);
         match self.options.role(name, asked) {
-            Role::Parameter if usual => (self.dtype, Some(asked)),
+            Role::Parameter | Role::Frozen if usual => (self.dtype, Some(asked)),
             Role::Buffer if asked.is_float() && (usual || asked == self.dtype) => {
                 (mixed.buffer_dtype.unwrap_or(self.dtype), None)
             }
@@ -94,17 +91,28 @@ impl Registry {
                     );
                     return Err(Error::parameter(name, reason).into());
                 }
-                registered.buffers.push(Buffer { name: name.to_string(), var: var.clone() });
+                registered.variables.buffers.push(Buffer { name: name.to_string(), var: var.clone() });
                 var.as_tensor().clone()
             }
             Role::Ignored => {
-                registered.ignored.push(Buffer { name: name.to_string(), var: var.clone() });
+                registered.variables.ignored.push(Buffer { name: name.to_string(), var: var.clone() });
                 var.as_tensor().clone()
             }
+            Role::Frozen => {
+                // Without an operation behind it, a tensor is no part of what candle's backward pass goes through.
+                let shared = var.detach();
+                let converted =
+                    held.filter(|held| *held != var.dtype()).map(|held| shared.to_dtype(held)).transpose()?;
+                let tensor = converted.clone().unwrap_or(shared);
+                registered.variables.frozen.push(Frozen { name: name.to_string(), var, converted });
+                tensor
+            }
             Role::Parameter => {
-                let index = registered.parameters.len();
-                let replica = hook::replicate(&var, held.unwrap_or(var.dtype()), Arc::clone(&self.reducer), index)?;
-                registered.parameters.push(Parameter { name: name.to_string(), var, replica: Some(replica.clone()) });
+                let index = registered.variables.parameters.len();
+                let dtype = held.unwrap_or(var.dtype());
+                let replica = hook::replicate(&var, dtype, Arc::clone(&self.reducer), index, name)?;
+                let held = HeldAs::Replica(replica.clone());
+                registered.variables.parameters.push(Parameter { name: name.to_string(), var, held });
                 replica
             }
         };

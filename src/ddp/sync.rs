@@ -1,6 +1,6 @@
 //! Rank 0's values for everybody: parameters at construction, buffers at every step.
+use super::groups::Groups;
 use crate::backend::{Label, Work};
-use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
 use crate::{Error, Result};
@@ -20,15 +20,16 @@ struct Chunk<'a> {
     work: Work,
 }
 
-/// Starts sending rank 0's values of `vars`, which every rank lists in the same order. They travel in
-/// [packs].
-pub(super) fn broadcast<'a>(group: &ProcessGroup, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
-    let is_source = group.rank() == 0;
+/// Starts sending rank 0's values of `vars`, which every rank lists in the same order. They travel in [packs], each
+/// through the group of its device.
+pub(super) fn broadcast<'a>(groups: &Groups, vars: impl IntoIterator<Item = &'a Var>) -> Result<Broadcast<'a>> {
+    let is_source = groups.main().rank() == 0;
     let mut chunks = Vec::new();
-    if group.world_size() == 1 {
+    if groups.main().world_size() == 1 {
         return Ok(Broadcast { chunks, is_source });
     }
     for vars in packs(vars) {
+        let group = groups.of(vars[0].device());
         let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
         let flat = Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?;
         if is_source {

@@ -1,19 +1,20 @@
 //! The checks that all ranks hold the same model and the same communication hook.
 use super::options::DdpOptions;
-use super::parameter::{Buffer, Parameter};
+use super::parameter::Variables;
 use crate::backend::Label;
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
+use candle_core::Var;
 
 /// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none.
 /// Every rank gets the same verdict: in PyTorch only the mismatching rank raises, and the others hang.
 pub(super) fn same_model(
     group: &ProcessGroup,
     options: &DdpOptions,
-    model: std::result::Result<(&[Parameter], &[Buffer]), &Error>,
+    model: std::result::Result<&Variables, &Error>,
 ) -> Result<()> {
-    let report = model.map(|(parameters, buffers)| describe_model(options, parameters, buffers));
+    let report = model.map(|variables| describe_model(options, variables));
     match Label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
@@ -28,8 +29,21 @@ pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Resul
     }
 }
 
+/// Checks that all ranks train the same models, in the same order, in one backward pass; `numbers` are this rank's.
+pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
+    let line = |(place, number): (usize, &u64)| format!("model {place}: number {number} of those that were built");
+    let described = numbers.iter().enumerate().map(line).collect::<Vec<_>>().join("\n");
+    match Label::DDP_ORDER.during(|| group.compare(Ok(described), "it could not begin its backward pass"))? {
+        None => Ok(()),
+        Some((_, difference)) => {
+            let reason = format!("all ranks must give the same models in the same order: {difference}");
+            Err(Error::invalid("models", reason))
+        }
+    }
+}
+
 /// One line per fact on which ranks must agree.
-fn describe_model(options: &DdpOptions, parameters: &[Parameter], buffers: &[Buffer]) -> String {
+fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     let mut lines = vec![format!(
         "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",
         options.bucket_cap_mb, options.first_bucket_mb, options.broadcast_buffers
@@ -37,16 +51,26 @@ fn describe_model(options: &DdpOptions, parameters: &[Parameter], buffers: &[Buf
     if let Some(mixed) = options.mixed_precision {
         lines.push(format!("mixed precision: {mixed}"));
     }
-    lines.extend(parameters.iter().enumerate().map(|(index, parameter)| {
-        let tensor = describe(parameter.var.dtype(), parameter.var.shape());
+    lines.extend(variables.parameters.iter().enumerate().map(|(index, parameter)| {
         let held_as = match parameter.held_as() {
             dtype if dtype == parameter.var.dtype() => String::new(),
             dtype => format!(" held as {}", dtype.as_str()),
         };
-        format!("parameter {index}: {} {tensor}{held_as}", parameter.name)
+        format!("parameter {index}: {}{held_as}", describe_variable(&parameter.name, &parameter.var))
     }));
-    lines.extend(buffers.iter().enumerate().map(|(index, buffer)| {
-        format!("buffer {index}: {} {}", buffer.name, describe(buffer.var.dtype(), buffer.var.shape()))
-    }));
+    let frozen = variables.frozen.iter().enumerate();
+    lines.extend(
+        frozen.map(|(index, frozen)| format!("frozen {index}: {}", describe_variable(&frozen.name, &frozen.var))),
+    );
+    let buffers = variables.buffers.iter().enumerate();
+    lines.extend(
+        buffers.map(|(index, buffer)| format!("buffer {index}: {}", describe_variable(&buffer.name, &buffer.var))),
+    );
     lines.join("\n")
+}
+
+fn describe_variable(name: &str, var: &Var) -> String {
+    // Ranks have different GPUs, but the same variables on them.
+    let device = if var.device().is_cpu() { "" } else { " on a GPU" };
+    format!("{name} {}{device}", describe(var.dtype(), var.shape()))
 }

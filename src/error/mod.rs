@@ -200,7 +200,8 @@ pub enum Error {
     #[error(
         "a backward pass that {wrapper} did not start reached {reached}: call its own method, as in \
          ddp.backward(&loss), and give the gradients to optimizer.step, instead of loss.backward() or \
-         optimizer.backward_step(&loss)"
+         optimizer.backward_step(&loss). A DistributedDataParallel model that is not to be trained is kept out with \
+         `let _frozen = ddp.freeze();` until the backward pass is over"
     )]
     BackwardOutside {
         /// `"DistributedDataParallel"` or `"DataParallel"`.
@@ -209,7 +210,18 @@ pub enum Error {
         reached: String,
     },
 
-    /// A parameter that cannot be handled as asked.
+    /// A backward pass of one DDP model would go through another, of which it was not told. Nothing has been sent.
+    #[error(
+        "the loss depends on {parameter} of another DistributedDataParallel model, whose gradients this backward pass \
+         would not average: train both models with candle_ddp::backward(&loss, &[&a, &b]), or keep the other one's \
+         parameters out with `let _frozen = b.freeze();` until the backward pass is over. Nothing was sent"
+    )]
+    OtherModelInGraph {
+        /// The other model's name for its parameter.
+        parameter: String,
+    },
+
+    /// A parameter that DDP cannot handle as asked.
     #[error("parameter {parameter}: {}", Printable(reason))]
     Parameter {
         /// The parameter's name.
@@ -301,7 +313,7 @@ impl Error {
         }
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout Store
-            Connect InvalidTensor UnsupportedDType Nccl RankFailed Mismatch BackwardOutside Parameter Replica
+            Connect InvalidTensor UnsupportedDType Nccl RankFailed Mismatch BackwardOutside OtherModelInGraph Parameter Replica
             CheckpointFile CheckpointMismatch GradScaler Kernel
         )
     }

@@ -2,6 +2,7 @@
 mod compare;
 mod custom;
 mod engine;
+mod in_place;
 mod init;
 mod long_work;
 mod objects;
@@ -31,7 +32,8 @@ use std::time::Duration;
 ///
 /// Every rank of the group makes the same calls in the same order (`send` and `recv` pair up between two ranks).
 /// Tensors are contiguous, live on [`device`](Self::device), have the same dtype and element count on every rank, and
-/// are changed in place: every other tensor that shares their storage changes as well.
+/// are changed in place: every other tensor that shares their storage changes as well. A tensor through which gradients
+/// flow, such as a loss, cannot be changed: give `loss.detach().copy()?`.
 ///
 /// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
 /// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must not be touched until it was waited for. With NCCL, the
@@ -55,6 +57,7 @@ struct Inner {
     /// How many sub-groups were made: every rank counts the same, so the number names the next one's keys.
     subgroups: AtomicU64,
     companion: Mutex<Option<ProcessGroup>>,
+    cpu: Mutex<Option<ProcessGroup>>,
 }
 
 impl ProcessGroup {
@@ -76,8 +79,8 @@ impl ProcessGroup {
         global_ranks: Vec<usize>,
         settings: Settings,
     ) -> Self {
-        let (subgroups, companion) = (AtomicU64::new(0), Mutex::default());
-        Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups, companion }))
+        let (subgroups, companion, cpu) = (AtomicU64::new(0), Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { communicator, store, settings, global_ranks, subgroups, companion, cpu }))
     }
 
     /// This process's place in the group, from 0 to `world_size() - 1`.
@@ -176,6 +179,33 @@ impl ProcessGroup {
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
 
+    /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
+    /// `"cpu:gloo,cuda:nccl"`. It is this group where that works on the CPU. The first call makes it, and waits for that of
+    /// every other rank; it ends with this group.
+    ///
+    /// # Errors
+    /// Ranks that do not come within the time-out, or, at once, the failure of this group.
+    pub fn cpu_group(&self) -> Result<Self> {
+        if self.device().is_cpu() {
+            return Ok(self.clone());
+        }
+        let mut cpu = self.0.cpu.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cpu) = &*cpu {
+            return Ok(cpu.clone());
+        }
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new("cpu-group", Arc::clone(&self.0.store)));
+        let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
+        let failed = || self.failed();
+        let construction = Construction { cancelled: Some(&failed), ..Default::default() };
+        let global_ranks = self.0.global_ranks.clone();
+        Ok(cpu.insert(Self::connect(construction, store, global_ranks, self.rank(), settings)?).clone())
+    }
+
+    /// Whether `other` is a handle to this group.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// This rank's engine of a group that was split off, in which it has the number `place`. If this group's engine cannot
     /// split, the new group gets connections of its own.
     fn member(
@@ -204,11 +234,13 @@ impl ProcessGroup {
 
     /// Starts any collective; the methods named after them read better.
     pub fn start(&self, collective: Collective) -> Result<Work> {
+        in_place::check(self.rank(), &collective)?;
         self.0.communicator.start(collective)
     }
 
     /// Carries out any collective; the methods named after them read better.
     pub fn run(&self, collective: Collective) -> Result<()> {
+        in_place::check(self.rank(), &collective)?;
         self.0.communicator.run(collective)
     }
 
@@ -226,11 +258,14 @@ impl ProcessGroup {
     /// [`abort_on_error`](Self::abort_on_error) calls it where a whole program fails.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
-        // Without waiting: a thread that holds the lock is connecting, and learns of the failure from this group.
-        if let Ok(companion) = self.0.companion.try_lock()
-            && let Some(companion) = &*companion
-        {
-            companion.abort(reason);
+        // Without waiting: a thread that holds a lock is connecting, and learns of the failure from this group or its
+        // time-out.
+        for other in [&self.0.companion, &self.0.cpu] {
+            if let Ok(other) = other.try_lock()
+                && let Some(other) = &*other
+            {
+                other.abort(reason);
+            }
         }
     }
 

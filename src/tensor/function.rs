@@ -145,16 +145,16 @@ impl<B: Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static> Func
     }
 }
 
-/// A tensor of `result`, a copy of `var`, whose complete gradient is given to `hook` once in each backward pass that comes to it,
-/// and is not stored for `var`.
+/// A tensor of `result`, a copy of `var`, whose complete gradient is given to `hook` once in each backward pass that comes
+/// to it, and is not stored for `var`; and its token.
 pub(crate) fn leaf(
     var: &Var,
     result: (Storage, Shape),
     hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
-) -> Result<Tensor> {
+) -> Result<(Tensor, Tensor)> {
     let slot = Arc::new(Slot::default());
     let token = var.apply_op1(Leaf { slot: Arc::clone(&slot), hook })?;
-    attach(result, token, slot)
+    Ok((attach(result, token.clone(), slot)?, token))
 }
 
 /// Where the gradient of a result is summed up until the function that made the result needs it.

@@ -22,3 +22,9 @@ pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Sh
 pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
     candle_core::Error::msg(format!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made"))
 }
+
+/// Whether a variable's name says that it belongs to a batch norm's running statistics.
+pub(crate) fn is_batch_norm_buffer(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    ["running_mean", "running_var", "num_batches_tracked"].contains(&last)
+}

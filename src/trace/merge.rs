@@ -52,7 +52,7 @@ mod tests {
     fn traces_are_json_and_merge_even_if_torn() {
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..3 {
-            let trace = Trace::create(folder.path(), rank).unwrap();
+            let trace = Trace::open(folder.path(), rank).unwrap();
             let start = Instant::now();
             trace.span(Row::Training, "forward", start, start + Duration::from_millis(2));
             trace.instant(Row::Communication, format_args!("bucket {rank} ready"), start);

@@ -12,11 +12,12 @@ pub use merge::merge;
 
 use crate::backend::Work;
 use crate::{Error, Result};
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// The environment variable for the trace folder, used if the options do not set one.
@@ -43,9 +44,21 @@ pub(crate) struct Trace {
 }
 
 impl Trace {
-    /// Creates `folder` if necessary, and in it the file of `rank`.
-    pub(crate) fn create(folder: &Path, rank: usize) -> Result<Self> {
+    /// Returns the trace of `rank` in `folder`, which all models of the rank share. Creates both if necessary.
+    pub(crate) fn open(folder: &Path, rank: usize) -> Result<Arc<Self>> {
+        static OPEN: Mutex<BTreeMap<PathBuf, Weak<Trace>>> = Mutex::new(BTreeMap::new());
         let path = folder.join(format!("rank{rank}.trace.json"));
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(trace) = open.get(&path).and_then(Weak::upgrade) {
+            return Ok(trace);
+        }
+        let trace = Arc::new(Self::create(folder, path.clone(), rank)?);
+        open.retain(|_, trace| trace.strong_count() > 0);
+        open.insert(path, Arc::downgrade(&trace));
+        Ok(trace)
+    }
+
+    fn create(folder: &Path, path: PathBuf, rank: usize) -> Result<Self> {
         let failed = |error| Error::io(format!("creating the trace {}", path.display()), error);
         std::fs::create_dir_all(folder).map_err(failed)?;
         let mut file = BufWriter::new(File::create(&path).map_err(failed)?);

@@ -83,6 +83,8 @@ fn rank_of_another_test() {
         "train" => report_floats(&place, &training::train(&pg(60), None).unwrap()),
         "train in f16" => report_floats(&place, &training::train_mixed(&pg(60), DType::F16).unwrap()),
         "train in bf16" => report_floats(&place, &training::train_mixed(&pg(60), DType::BF16).unwrap()),
+        "train on two devices" => report_floats(&place, &training::train_split(&pg(60), false).unwrap()),
+        "train on two devices with a hook" => report_floats(&place, &training::train_split(&pg(60), true).unwrap()),
         "trace" => training::traced(&pg(60), &place.traces()).unwrap(),
         "unused" => training::unused(&pg(20)).unwrap(),
         "sync batch norm" => norms::batches_join(&pg(20)).unwrap(),
@@ -234,6 +236,16 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
     }
     for world_size in [1, 2] {
         training::assert_like_plain_candle(&floats_of(&Ranks::start(world_size, "train").finish()));
+    }
+}
+
+#[test]
+fn a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process() {
+    if gpus("a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process").is_none() {
+        return;
+    }
+    for job in ["train on two devices", "train on two devices with a hook"] {
+        training::assert_like_plain_candle(&floats_of(&Ranks::start(2, job).finish()));
     }
 }
 

@@ -63,11 +63,12 @@ pub(crate) fn assert_like_the_cpu(tool: &str, tolerance: f32, reports: &[Vec<f32
     }
 }
 
-/// Variables on a device other than the group's are refused by name.
+/// Variables that are neither on the group's device nor on the CPU are refused by name.
 pub(crate) fn refuse_variables_elsewhere(pg: &ProcessGroup) {
+    let other = Device::new_cuda(0).unwrap();
     let here = ("here".to_string(), Var::zeros(3, DType::F32, pg.device()).unwrap());
     for name in ["elsewhere.weight", "elsewhere.running_mean"] {
-        let elsewhere = (name.to_string(), Var::zeros(3, DType::F32, &Device::Cpu).unwrap());
+        let elsewhere = (name.to_string(), Var::zeros(3, DType::F32, &other).unwrap());
         let vars = vec![here.clone(), elsewhere];
         let refused = DistributedDataParallel::from_vars(pg, (), vars, DdpOptions::default()).err();
         assert!(matches!(&refused, Some(Error::Parameter { parameter, .. }) if parameter == name), "{refused:?}");

@@ -1,6 +1,8 @@
 //! DistributedDataParallel on GPUs.
 use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::comm_hook::AllReduce;
+use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
@@ -45,6 +47,43 @@ pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) 
         }
         optimizer.step(&backward(first..PER_RANK)?)?;
     }
+    Ok(NAMES.map(|name| floats(&var(&varmap, name))).concat())
+}
+
+/// [`Net`] with its first layer on the CPU, as a large embedding might be.
+struct Split(Linear, Linear, Device);
+
+impl Module for Split {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?.to_device(&self.2)?)
+    }
+}
+
+/// As many steps as [`train`] makes, of a model on two devices; with `hook` through a communication hook.
+pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
+    let varmap = VarMap::new();
+    let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
+    let build = |vb: VarBuilder| {
+        let on_cpu = vb.pp("a").set_device(Device::Cpu);
+        // A buffer travels from where it is as well.
+        on_cpu.get_with_hints(3, "running_mean", candle_nn::Init::Const(0.))?;
+        Ok::<_, candle_core::Error>(Split(linear(4, 8, on_cpu)?, linear(8, 2, vb.pp("b"))?, pg.device().clone()))
+    };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+    assert!(var(&varmap, "a.weight").device().is_cpu() && !var(&varmap, "b.weight").device().is_cpu());
+    let refused = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default()).err().map(|error| error.to_string());
+    assert!(refused.as_ref().is_some_and(|text| text.contains("works on one device")), "{refused:?}");
+    if hook {
+        ddp.register_comm_hook(AllReduce::default())?;
+    }
+    fill(&varmap, 3);
+    var(&varmap, "a.running_mean").set(&Tensor::full(pg.rank() as f32, 3, &Device::Cpu)?)?;
+    let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
+    let x = tensor(&[pg.world_size() * PER_RANK, 4], 1).i(pg.rank() * PER_RANK..(pg.rank() + 1) * PER_RANK)?;
+    for _ in 0..STEPS {
+        optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
+    }
+    assert_eq!(floats(&var(&varmap, "a.running_mean")), [0.; 3], "rank 0's");
     Ok(NAMES.map(|name| floats(&var(&varmap, name))).concat())
 }
 

@@ -2,6 +2,7 @@
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
 use crate::common::{assert_close, fill, floats, free_port, tensor, var};
+use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
 use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
@@ -59,6 +60,10 @@ fn rank_of_another_test() {
     match job.as_str() {
         "init" => report(&pg.barrier().map_or_else(|error| error.to_string(), |()| "all is well".to_string())),
         "train" => report(&train(&pg).unwrap()),
+        "gan" => {
+            let weights = gan(&pg, &DdpOptions::default()).unwrap();
+            report(&weights.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
+        }
         // Runs until something happens to one of the ranks.
         "killed" | "frozen" => loop {
             if let Err(error) = exchange(&pg, &folder) {
@@ -179,15 +184,27 @@ fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
     }
 }
 
+/// What `world` ranks, started by the launcher, report of `job`: the same numbers, bit for bit.
+fn launched(job: &str, world: usize) -> Vec<f32> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut launcher = rank_command(Path::new(env!("CARGO_BIN_EXE_ddprun")), job, folder.path());
+    launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]);
+    let output = launcher.arg(std::env::current_exe().unwrap()).args(RANK_ARGUMENTS).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report = |rank| std::fs::read_to_string(folder.path().join(format!("{job}-rank{rank}"))).unwrap();
+    let found: Vec<String> = (0..world).map(report).collect();
+    assert!(found.iter().all(|other| *other == found[0]), "ranks must agree bit for bit");
+    found[0].split(' ').map(|value| value.parse().unwrap()).collect()
+}
+
+#[test]
+fn a_gan_under_the_launcher_trains_like_one_process() {
+    assert_close(&launched("gan", 2), &plain_gan(2), 1e-5, "two processes");
+}
+
 #[test]
 fn processes_under_the_launcher_train_like_one() {
-    let this = std::env::current_exe().unwrap();
     for world in [2, 3] {
-        let folder = tempfile::tempdir().unwrap();
-        let mut launcher = rank_command(Path::new(env!("CARGO_BIN_EXE_ddprun")), "train", folder.path());
-        launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(&this).args(RANK_ARGUMENTS);
-        let output = launcher.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let varmap = VarMap::new();
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
         fill(&varmap, 3);
@@ -198,12 +215,7 @@ fn processes_under_the_launcher_train_like_one() {
             optimizer.backward_step(&net.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
         }
         let expected: Vec<f32> = vars.iter().flat_map(|var| floats(var)).collect();
-        let found: Vec<String> = (0..world)
-            .map(|rank| std::fs::read_to_string(folder.path().join(format!("train-rank{rank}"))).unwrap())
-            .collect();
-        assert!(found.iter().all(|other| *other == found[0]), "ranks must agree bit for bit");
-        let found: Vec<f32> = found[0].split(' ').map(|value| value.parse().unwrap()).collect();
-        assert_close(&found, &expected, 1e-5, &format!("{world} processes"));
+        assert_close(&launched("train", world), &expected, 1e-5, &format!("{world} processes"));
     }
 }
 

@@ -5,3 +5,5 @@ mod allreduce;
 mod common;
 mod ddp;
 mod digits;
+#[path = "../common/programs.rs"]
+mod programs;

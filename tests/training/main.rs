@@ -4,9 +4,12 @@
 mod common;
 #[path = "../golden/model.rs"]
 mod model;
+#[path = "../common/programs.rs"]
+mod programs;
 #[path = "../common/weights.rs"]
 mod weights;
 
+mod accumulate;
 mod amp;
 mod amp_grad_scaler;
 mod candle_backward;
@@ -19,6 +22,7 @@ mod data_parallel;
 mod ddp;
 mod ddp_golden;
 mod evaluation;
+mod freezing;
 mod golden_layers;
 mod golden_model;
 mod init_seed;
@@ -37,4 +41,5 @@ mod optim_golden;
 mod optim_state;
 mod resume;
 mod sampler;
+mod several_models;
 mod zero;

@@ -6,5 +6,6 @@ mod common;
 mod engine;
 #[path = "../common/logger.rs"]
 mod logger;
+mod lost_gradients;
 mod shm_fallback;
 mod unused;

@@ -34,7 +34,10 @@ fn step(ddp: &DistributedDataParallel<Net>, layers: &[usize]) -> Result<()> {
 fn warnings(work: impl Fn(ProcessGroup) -> Result<()> + Sync) -> Vec<String> {
     LOG.0.lock().unwrap().clear();
     ranks(2, work).unwrap();
-    std::mem::take(&mut *LOG.0.lock().unwrap())
+    let mut warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
+    // Several backward passes without a step are not what is looked at here.
+    warnings.retain(|text| !text.contains("were dropped"));
+    warnings
 }
 
 fn with_hook(hook: impl CommHook + Copy + Sync) -> Vec<String> {

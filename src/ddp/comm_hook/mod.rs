@@ -35,8 +35,8 @@
 //! ```
 //!
 //! # A hook of one's own
-//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and says with the
-//! [`HookWork`] that it returns what comes after them. `backward` returns the bucket's final contents. This
+//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and returns a [`HookWork`] that
+//! says what comes after them. `backward` returns the bucket's final contents. This
 //! one adds noise to what leaves the rank:
 //!
 //! ```
@@ -89,9 +89,9 @@
 //!   that it waits for are waited for, and what comes after them is run. So collectives start in the same order on all
 //!   ranks, as long as the hooks start the same ones for the same bucket, and a bucket's next stage is calculated while
 //!   others' are on their way. Only the first stage runs beside the backward pass.
-//! - **Parameters that a rank did not use** are zeros in its bucket. Which ranks used which is sent beside the hook: one
+//! - **Parameters that a rank did not use** are zeros in its bucket. Which rank used which parameter is sent beside the hook: one
 //!   small all-reduce per backward pass, one byte for each parameter, so that a parameter that no rank used has no
-//!   gradient, with every hook (and what the hook makes of such a one is dropped).
+//!   gradient, with every hook (what the hook makes of it is dropped).
 //! - **Buckets change once**, after the first synchronised backward pass, when the order in which gradients come is
 //!   known. State that lasts from pass to pass is best kept by parameter name ([`GradBucket::names`]), as the hooks here
 //!   do; PyTorch's start anew.
@@ -128,7 +128,7 @@ pub trait CommHook: Sized + Send + 'static {
     }
 
     /// Takes a bucket of this rank's gradients (not divided by anything) and starts what is to be sent of it.
-    /// Once all is over, the bucket holds what `backward` returns: for a mean, it is this hook that divides.
+    /// In the end the bucket holds what `backward` returns. For a mean, this hook has to divide.
     fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>>;
 
     /// Whether this hook sends nothing at all. Then nothing else is sent for it either: gradients are each rank's own,
@@ -190,8 +190,8 @@ impl<H> HookWork<H> {
         Self { works: works.into_iter().collect(), then: None }
     }
 
-    /// When `works` are over, `next` takes the hook, the bucket and the group, and says how it goes on. Tensors that
-    /// `works` read or write are kept alive best by moving them into `next`.
+    /// When `works` are over, `next` is given the hook, the bucket and the group, and returns what comes after it. Move
+    /// tensors that `works` read or write into `next`: so they stay alive.
     pub fn then(
         works: impl IntoIterator<Item = Work>,
         next: impl FnOnce(&mut H, &GradBucket, &ProcessGroup) -> Result<HookWork<H>> + Send + 'static,

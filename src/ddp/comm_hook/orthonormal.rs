@@ -2,11 +2,11 @@
 use crate::Result;
 use candle_core::{D, Tensor};
 
-/// Of a row, what has to be left of its length when those before it are taken out, for it to be more than rounding errors.
+/// The part of a row's length that must be left once the rows before it are taken out: less than that is rounding errors.
 const INDEPENDENT: f64 = 1e-6;
 
-/// The rows, made orthogonal to each other and 1 long (with `epsilon` a little less, depending on their length), by Gram
-/// and Schmidt's method. A row that depends on those before it becomes zeros. Nothing here waits for a GPU.
+/// The rows, made orthogonal to each other and of length 1 (with `epsilon` a little less, depending on their length), by
+/// Gram and Schmidt's method. A row that depends on those before it becomes zeros. Nothing here waits for a GPU.
 pub(super) fn orthonormal(rows: &Tensor, epsilon: f64) -> Result<Tensor> {
     let length = |row: &Tensor| row.sqr()?.sum_keepdim(D::Minus1)?.sqrt();
     let one_where_zero = |length: &Tensor| length + length.eq(0.0)?.to_dtype(length.dtype())?;

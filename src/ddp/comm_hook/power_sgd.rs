@@ -12,10 +12,11 @@ use std::collections::HashMap;
 /// How [`PowerSgd`] compresses; the defaults are those of PyTorch's `PowerSGDState`. All ranks give the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PowerSgdOptions {
-    /// The rank of what a matrix is approximated by. More costs more bytes and keeps more of the gradient. Default: 1.
+    /// The rank of the matrix that approximates a gradient. A higher one sends more bytes and keeps more of the gradient.
+    /// Default: 1.
     pub matrix_approximation_rank: usize,
     /// How many synchronised backward passes use the plain all-reduce before compression begins, since the first
-    /// gradients of a training are poor in structure (PyTorch's `start_powerSGD_iter`). Default: 1000.
+    /// gradients of a training run have little structure (PyTorch's `start_powerSGD_iter`). Default: 1000.
     pub start_iter: u64,
     /// A matrix is only compressed if it becomes smaller by more than this factor. Default: 2.
     pub min_compression_rate: f64,
@@ -25,10 +26,10 @@ pub struct PowerSgdOptions {
     /// Whether the approximation begins with the factor of the last one, instead of a random one: so that it gets better
     /// from pass to pass. Default: true.
     pub warm_start: bool,
-    /// Added to the lengths of vectors when they are made 1 long. PyTorch needs it where gradients may be zero, and here
-    /// zero is no trouble. Default: 0.
+    /// Added to the lengths of vectors when they are normalised. PyTorch needs it where gradients may be zero; here zero
+    /// needs nothing. Default: 0.
     pub orthogonalization_epsilon: f64,
-    /// What the random first factors are drawn from. Default: 0.
+    /// The seed of the random first factors. Default: 0.
     pub seed: u64,
 }
 
@@ -76,7 +77,7 @@ pub struct PowerSgd {
 struct Memory {
     /// The first factor, rank × M, for rows that the last approximation could not fill.
     start: Tensor,
-    /// With which the next approximation begins, rank × M.
+    /// What the next approximation begins with, rank × M.
     q: Tensor,
     /// N × M: what the last approximation left out here.
     error: Option<Tensor>,
@@ -89,7 +90,7 @@ impl Memory {
         factors && self.error.as_ref().is_none_or(|error| is(error, [rows, columns]))
     }
 
-    /// Where the gradient is: what was loaded is on the CPU.
+    /// Moves it to the gradient's device: what was loaded is on the CPU.
     fn to_device(&self, device: &Device) -> candle_core::Result<Self> {
         let error = self.error.as_ref().map(|error| error.to_device(device)).transpose()?;
         Ok(Self { start: self.start.to_device(device)?, q: self.q.to_device(device)?, error })
@@ -101,7 +102,7 @@ struct Matrix {
     /// Its place in the bucket.
     slot: usize,
     rank: usize,
-    /// This rank's, N × M, with what was left out before.
+    /// This rank's gradient, N × M, with what was left out before.
     local: Tensor,
     start: Tensor,
 }

@@ -2,6 +2,7 @@
 use crate::Result;
 use crate::ddp::bucket::{Bucket, ParameterInfo};
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
+use crate::ddp::groups::Groups;
 use crate::ddp::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
@@ -39,14 +40,14 @@ impl HookReduction {
         Ok(())
     }
 
-    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    pub(crate) fn finish(&mut self, used: &[bool], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
         if self.hook.is_local() {
-            return self.hook.finish(&self.buckets, group, trace);
+            return self.hook.finish(&self.buckets, groups, trace);
         }
         // The used flags of all buckets at once, for the hook may have made anything of the buckets.
         self.used_bytes += used.len() as u64;
-        let usage = Usage::send(used, group)?;
-        self.hook.finish(&self.buckets, group, trace)?;
+        let usage = Usage::send(used, groups.main())?;
+        self.hook.finish(&self.buckets, groups, trace)?;
         usage.wait()?;
         self.usage = Some(usage);
         Ok(())
@@ -83,7 +84,7 @@ impl HookReduction {
 pub(crate) trait RunningHook: Send {
     fn begin(&mut self);
     fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()>;
-    fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()>;
+    fn finish(&mut self, buckets: &[GradBucket], groups: &Groups, trace: Option<&Trace>) -> Result<()>;
     fn is_local(&self) -> bool;
     fn traffic(&self) -> (u64, Option<u64>);
     fn state_dict(&self) -> Result<HashMap<String, Tensor>>;
@@ -110,7 +111,7 @@ impl<H: CommHook> RunningHook for Running<H> {
     }
 
     /// Round by round through the buckets, so that all ranks start the next stages in the same order.
-    fn finish(&mut self, buckets: &[GradBucket], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    fn finish(&mut self, buckets: &[GradBucket], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
         let mut stage = 1;
         while self.in_flight.iter().any(|work| !work.is_done()) {
             for (bucket, in_flight) in buckets.iter().zip(&mut self.in_flight) {
@@ -122,7 +123,7 @@ impl<H: CommHook> RunningHook for Running<H> {
                     }
                 }
                 if let Some(then) = then {
-                    *in_flight = then(&mut self.hook, bucket, group)?;
+                    *in_flight = then(&mut self.hook, bucket, groups.of(bucket.buffer().device()))?;
                 }
             }
             stage += 1;

@@ -3,6 +3,7 @@ pub(super) mod hook;
 pub(super) mod shard;
 
 use super::bucket::{self, Bucket, ParameterInfo};
+use super::groups::Groups;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::Trace;
@@ -40,12 +41,16 @@ impl Reduction {
         }
     }
 
-    /// A new backward pass: forgets what a failed one may have left.
-    pub(super) fn begin(&mut self) {
+    /// A new backward pass: forgets what a failed one may have left. `adds_up`: its gradients are added to those that the
+    /// shards hold.
+    pub(super) fn begin(&mut self, adds_up: bool) -> Result<()> {
         match self {
-            Self::AllReduce => {}
-            Self::Hook(hook) => hook.begin(),
-            Self::Shard(shard) => shard.begin(),
+            Self::AllReduce => Ok(()),
+            Self::Hook(hook) => {
+                hook.begin();
+                Ok(())
+            }
+            Self::Shard(shard) => shard.begin(adds_up),
         }
     }
 
@@ -83,7 +88,7 @@ impl Reduction {
         &mut self,
         buckets: &[Bucket],
         used: &[bool],
-        group: &ProcessGroup,
+        groups: &Groups,
         trace: Option<&Trace>,
     ) -> Result<()> {
         match self {
@@ -98,8 +103,8 @@ impl Reduction {
                 }
                 Ok(())
             }
-            Self::Hook(hook) => hook.finish(used, group, trace),
-            Self::Shard(shard) => shard.finish(used, group, trace),
+            Self::Hook(hook) => hook.finish(used, groups, trace),
+            Self::Shard(shard) => shard.finish(used, groups.main(), trace),
         }
     }
 

@@ -2,6 +2,7 @@
 use crate::backend::Work;
 use crate::ddp::bucket::Bucket;
 use crate::ddp::usage::Usage;
+use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::Trace;
@@ -98,21 +99,38 @@ pub(crate) struct ShardReduction {
     /// Of the last backward pass.
     usage: Option<Usage>,
     pending: Option<PendingGradients>,
+    /// Earlier gradients, to which those of the next pass are added: this rank's part of each bucket.
+    earlier: Option<(PendingGradients, Vec<Tensor>)>,
 }
 
 impl ShardReduction {
     pub(crate) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
         let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
-        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), usage: None, pending: None })
+        Ok(Self {
+            shards,
+            staging: Arc::default(),
+            in_flight: VecDeque::new(),
+            usage: None,
+            pending: None,
+            earlier: None,
+        })
     }
 
     pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
         (self.shards.clone(), Arc::clone(&self.staging))
     }
 
-    pub(crate) fn begin(&mut self) {
+    pub(crate) fn begin(&mut self, adds_up: bool) -> Result<()> {
         self.in_flight.clear();
-        self.pending = None;
+        let pending = self.pending.take();
+        if !adds_up {
+            self.earlier = None;
+        } else if let Some(pending) = pending {
+            // The buckets are about to be written to.
+            let parts = self.shards.iter().map(|shard| shard.own.copy()).collect::<candle_core::Result<_>>()?;
+            self.earlier = Some((pending, parts));
+        }
+        Ok(())
     }
 
     pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
@@ -146,6 +164,13 @@ impl ShardReduction {
         }
         usage.wait()?;
         self.usage = Some(usage);
+        if let Some((earlier, parts)) = &self.earlier {
+            let add = |(shard, part)| {
+                let Shard { own: destination, .. }: &Shard = shard;
+                Assignment { destination, source: part, factor: earlier.scale, accumulate: true }
+            };
+            copy::assign(&self.shards.iter().zip(parts).map(add).collect::<Vec<_>>())?;
+        }
         Ok(())
     }
 
@@ -155,7 +180,10 @@ impl ShardReduction {
     }
 
     /// The shards hold the gradients of the `present` parameters.
-    pub(crate) fn set_pending(&mut self, present: Vec<bool>) {
+    pub(crate) fn set_pending(&mut self, mut present: Vec<bool>) {
+        if let Some((earlier, _)) = self.earlier.take() {
+            present.iter_mut().zip(earlier.present).for_each(|(now, earlier)| *now |= earlier);
+        }
         self.pending = Some(PendingGradients { present, scale: 1. });
     }
 

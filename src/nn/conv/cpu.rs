@@ -1,9 +1,11 @@
-//! Convolutions on the CPU: by Winograd's algorithm where that is faster (see `winograd.rs`), otherwise as products of matrices: the weights' with the columns' (see `columns.rs`), a block of columns
-//! at a time. f16 and bf16 are calculated with in f32.
+//! Convolutions on the CPU: by Winograd's algorithm where that is faster (see `winograd.rs`), otherwise as products of
+//! matrices: the weights' with the columns' (see `columns.rs`), a block of columns at a time. f16 and bf16 are calculated
+//! with in f32.
 use super::columns::{col2im, im2col};
 use super::geometry::Geometry;
+use super::parts::{each_part, parts};
 use super::{depthwise, winograd};
-use crate::nn::gemm::{Strides, gemm, threads};
+use crate::nn::gemm::{Strides, gemm};
 use crate::tensor::borrow::narrow_vec;
 use crate::tensor::{Element, Real, vectorise};
 use candle_core::{Result, WithDType};
@@ -193,31 +195,6 @@ fn block_rows(geometry: &Geometry) -> usize {
 fn blocks(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
     let (rows, step) = (geometry.n * geometry.output[0], block_rows(geometry));
     (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
-}
-
-/// The images of each thread, and how many threads the products of one of these may use.
-pub(super) fn parts(geometry: &Geometry) -> (Vec<Range<usize>>, usize) {
-    let threads = threads();
-    let size = geometry.n.div_ceil(threads).max(1);
-    let parts: Vec<_> = (0..geometry.n).step_by(size).map(|start| start..(start + size).min(geometry.n)).collect();
-    let each = threads / parts.len().max(1);
-    (parts, each)
-}
-
-/// Lets threads `work` on images of their own, whose results have `size` elements each.
-pub(super) fn each_part<E: Send>(
-    geometry: &Geometry,
-    size: usize,
-    results: &mut [E],
-    work: impl Fn(Range<usize>, &mut [E], usize) -> Result<()> + Sync,
-) -> Result<()> {
-    let (parts, threads) = parts(geometry);
-    let Some(first) = parts.first() else { return Ok(()) };
-    if size == 0 {
-        return Ok(());
-    }
-    let results = results.par_chunks_mut(first.len() * size);
-    parts.clone().into_par_iter().zip(results).try_for_each(|(part, results)| work(part, results, threads))
 }
 
 fn group_weight<'a, R>(geometry: &Geometry, group: usize, weight: &'a [R]) -> &'a [R] {

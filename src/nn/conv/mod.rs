@@ -5,6 +5,7 @@ mod cpu;
 mod depthwise;
 mod geometry;
 mod operation;
+mod parts;
 mod tile;
 mod winograd;
 

@@ -5,8 +5,8 @@
 //! tile's points. The gradient of the weights is the adjoint, Gᵀ[(A dy Aᵀ) ⊙ (Bᵀ x B)]G, that of x the convolution of dy with
 //! the turned weights. Tiles are the columns of the products; a channel's tiles lie side by side, and the transformations
 //! work on [`LANES`] of them at a time.
-use super::cpu::{each_part, parts};
 use super::geometry::Geometry;
+use super::parts::{each_part, parts};
 use super::tile::{Four, Tile, Two};
 use crate::nn::gemm::{Strides, gemm};
 use crate::tensor::{Element, Real, vectorise};

@@ -1,0 +1,168 @@
+//! What DDP knows of a model, whatever the model's type is.
+use super::bucket::BucketCaps;
+use super::first::FirstGradients;
+use super::gradients::Marks;
+use super::options::DdpOptions;
+use super::parameter::Variables;
+use super::reducer::Reducer;
+use super::{sync, verify};
+use crate::backend;
+use crate::backend::Label;
+use crate::process_group::ProcessGroup;
+use crate::tensor::copy;
+use crate::trace::{Row, Trace};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, Var};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// A DDP model without the module.
+pub struct Core {
+    pub(super) reducer: Arc<Reducer>,
+    pub(super) variables: Variables,
+    pub(super) options: DdpOptions,
+    pub(super) no_sync: AtomicUsize,
+    /// Which of the models that were built with this group it is. All ranks have the same.
+    pub(super) number: u64,
+    /// The orders of models in backward passes of which this one is the first given: under the numbers of all, their
+    /// places.
+    pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
+    pub(super) marks: Mutex<Marks>,
+    pub(super) first: Mutex<FirstGradients>,
+}
+
+impl Core {
+    /// Takes up `built`, if it is one, with all ranks: they compare their models, and take over the values of rank 0.
+    pub(super) fn connect<M>(
+        reducer: Arc<Reducer>,
+        built: Result<M>,
+        variables: Variables,
+        options: DdpOptions,
+    ) -> Result<(M, Self)> {
+        let group = reducer.groups().main();
+        let built = built.and_then(|module| {
+            options.mixed_precision.unwrap_or_default().check()?;
+            check_variables(&reducer, &variables)?;
+            if let Some(folder) = &options.trace {
+                reducer.set_trace(Trace::open(folder, group.rank())?);
+            }
+            Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
+        });
+        // A rank that has no model takes part in the check, so that the others hear of it.
+        let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
+        let (module, caps) = built?;
+        verdict?;
+        if !group.device().is_cpu() && variables.shared().any(|(_, var)| var.device().is_cpu()) {
+            reducer.groups().add_cpu()?;
+        }
+        let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
+        let parameters = variables.parameters.iter().map(|parameter| parameter.info(reduce_dtype)).collect();
+        reducer.set_parameters(parameters, caps)?;
+        sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var))?.finish()?;
+        let number = agreed_number(group)?;
+        let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
+        let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
+        Ok((module, Self { reducer, variables, options, no_sync, number, orders, marks, first }))
+    }
+
+    pub(super) fn group(&self) -> &ProcessGroup {
+        self.reducer.groups().main()
+    }
+
+    /// Whether a backward pass sends gradients now.
+    pub(super) fn synchronises(&self) -> bool {
+        self.no_sync.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether gradients come while candle's backward pass goes on.
+    pub(super) fn has_replicas(&self) -> bool {
+        self.variables.parameters.iter().any(|parameter| parameter.replica().is_some())
+    }
+
+    pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn first_gradients(&self) -> MutexGuard<'_, FirstGradients> {
+        self.first.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Brings what the model computes with up to date with the variables.
+    pub(super) fn refresh(&self) -> Result<()> {
+        self.first_gradients().look(&self.variables.parameters)?;
+        // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
+        // optimizer has just written them, and the model reads the first ones first.
+        let replicas = self.variables.parameters.iter().rev();
+        let replicas = replicas.filter_map(|parameter| Some((parameter.replica()?, &*parameter.var)));
+        let frozen = self.variables.frozen.iter();
+        let converted = frozen.filter_map(|frozen| Some((frozen.converted.as_ref()?, &*frozen.var)));
+        copy::copy_all(replicas.chain(converted))
+    }
+
+    /// Runs `f`, and shows it as `name` in the trace, if there is one.
+    pub(super) fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
+        let Some(trace) = self.reducer.trace() else { return f() };
+        let start = Instant::now();
+        let result = f();
+        // The host is ahead of a GPU. What is wrong with the GPU comes out of the next operation.
+        let _ = self.group().device().synchronize();
+        // The name goes into JSON as it is.
+        let name: String = name.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
+        trace.span(Row::Training, name, start, Instant::now());
+        result
+    }
+}
+
+/// A number that no other model of this group has, the same on all ranks.
+fn agreed_number(group: &ProcessGroup) -> Result<u64> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    if group.world_size() == 1 {
+        return Ok(number);
+    }
+    let of_rank_0 = Tensor::new(&[number as i64], group.device())?;
+    Label::DDP_NEW.during(|| group.broadcast(&of_rank_0, 0))?;
+    Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
+}
+
+/// What the reducer and the broadcasts rely on.
+fn check_variables(reducer: &Reducer, variables: &Variables) -> Result<()> {
+    if variables.parameters.is_empty() {
+        let reason = "it has no trainable parameter, so that there is nothing to average: build it with the VarBuilder \
+                      that is handed to the closure, or wrap it with `from_vars`; is_frozen, is_buffer and is_ignored \
+                      must leave some";
+        return Err(Error::invalid("model", reason));
+    }
+    for (name, var) in variables.shared() {
+        check_variable(reducer, name, var)?;
+    }
+    Ok(())
+}
+
+fn check_variable(reducer: &Reducer, name: &str, var: &Var) -> Result<()> {
+    if !backend::takes(var.dtype()) {
+        let reason = format!(
+            "its dtype is {}, which cannot be sent to other ranks (f32, f64, f16 and bf16 can, and for buffers i64, \
+             u32 and u8): make it in one of these, or leave it to each rank with is_ignored",
+            var.dtype().as_str()
+        );
+        return Err(Error::parameter(name, reason));
+    }
+    if !reducer.groups().serve(var.device()) {
+        return Err(Error::parameter(name, elsewhere(var.device(), reducer.groups().main().device())));
+    }
+    if !var.is_contiguous() {
+        return Err(Error::parameter(name, "its variable is not contiguous: make it from a contiguous tensor"));
+    }
+    Ok(())
+}
+
+fn elsewhere(is: &Device, belongs: &Device) -> String {
+    let (is, works) = (is.location(), belongs.location());
+    let what = if is == works { ", with another candle Device" } else { "" };
+    format!(
+        "it is on {is:?}{what}, but the process group works on {works:?}, and a rank's model may be there and on the CPU: \
+         build it with the VarBuilder that is handed to it, which is on the device of the group, `pg.device()`"
+    )
+}

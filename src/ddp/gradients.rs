@@ -1,0 +1,91 @@
+//! How DDP knows that somebody holds the gradients of a backward pass, although candle's `GradStore` does not tell: the
+//! store holds a tensor more, the mark, whose operation holds a reference.
+use crate::Result;
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};
+use std::sync::{Arc, Weak};
+
+/// Makes a model's marks and finds them in stores.
+pub(super) struct Marks {
+    /// Under this variable, which is nobody's parameter.
+    key: Var,
+    /// The last mark of averaged gradients.
+    last: Option<(TensorId, Weak<()>)>,
+}
+
+/// What the gradients of a model in a store are.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// The means over the ranks.
+    Averaged = 1,
+    /// Sums of this rank's own, of a pass under `no_sync`.
+    Local = 2,
+}
+
+impl Marks {
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self { key: Var::zeros((), DType::F32, &Device::Cpu)?, last: None })
+    }
+
+    /// Marks `grads` as the holder of the gradients of a pass that has just ended.
+    pub(super) fn put_averaged(&mut self, grads: &mut GradStore) -> Result<()> {
+        let held = Arc::new(());
+        let weak = Arc::downgrade(&held);
+        let mark = self.key.apply_op1(Mark { kind: Kind::Averaged, _held: held })?;
+        self.last = Some((mark.id(), weak));
+        grads.insert(&self.key, mark);
+        Ok(())
+    }
+
+    /// Marks `grads` as the holder of sums that are not averaged yet.
+    pub(super) fn put_local(&self, grads: &mut GradStore) -> Result<()> {
+        let mark = self.key.apply_op1(Mark { kind: Kind::Local, _held: Arc::default() })?;
+        grads.insert(&self.key, mark);
+        Ok(())
+    }
+
+    pub(super) fn take(&self, grads: &mut GradStore) -> Option<Tensor> {
+        grads.remove(&self.key)
+    }
+
+    pub(super) fn put_back(&self, grads: &mut GradStore, mark: Option<Tensor>) {
+        if let Some(mark) = mark {
+            grads.insert(&self.key, mark);
+        }
+    }
+
+    /// Whether a store with the averaged gradients of the last pass still exists.
+    pub(super) fn is_last_held(&self) -> bool {
+        self.last.as_ref().is_some_and(|(_, held)| held.strong_count() > 0)
+    }
+
+    /// Whether it is `grads`.
+    pub(super) fn has_last(&self, grads: &GradStore) -> bool {
+        grads.get(&self.key).is_some_and(|mark| self.last.as_ref().is_some_and(|(last, _)| mark.id() == *last))
+    }
+
+    pub(super) fn has_local(&self, grads: &GradStore) -> bool {
+        grads.get(&self.key).is_some_and(|mark| mark.elem_count() == Kind::Local as usize)
+    }
+}
+
+/// The operation of a mark, which has zeros in it for whoever sums up all that a store holds.
+struct Mark {
+    kind: Kind,
+    _held: Arc<()>,
+}
+
+impl CustomOp1 for Mark {
+    fn name(&self) -> &'static str {
+        "ddp-gradients"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let elements = self.kind as usize;
+        Ok((CpuStorage::F32(vec![0.; elements]), Shape::from(elements)))
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        candle_core::bail!("marks are on the CPU")
+    }
+}

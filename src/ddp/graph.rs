@@ -1,0 +1,105 @@
+//! Which tensors of a graph belong to which DDP model: candle's graph cannot be asked for the operations in it, but for
+//! the tensors.
+use candle_core::{Tensor, TensorId};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+
+/// Under each tensor that stands for a parameter in graphs, the models that it belongs to: a variable may belong to
+/// several.
+static OWNERS: LazyLock<RwLock<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(RwLock::default);
+
+#[derive(Clone)]
+struct Owner {
+    model: Arc<Identity>,
+    parameter: Arc<str>,
+}
+
+/// Tells a model from the others of the process.
+#[derive(Default)]
+pub(crate) struct Identity {
+    /// How many guards keep its parameters out of graphs.
+    frozen: AtomicUsize,
+}
+
+impl Identity {
+    pub(super) fn freeze(&self) {
+        self.frozen.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn unfreeze(&self) {
+        self.frozen.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// Graphs that contain a tensor contain a parameter of a model, as long as this lives.
+pub(super) struct Registration {
+    tensor: TensorId,
+    model: Arc<Identity>,
+}
+
+impl Registration {
+    pub(super) fn new(tensor: &Tensor, model: &Arc<Identity>, parameter: &str) -> Self {
+        let owner = Owner { model: Arc::clone(model), parameter: parameter.into() };
+        OWNERS.write().unwrap_or_else(PoisonError::into_inner).entry(tensor.id()).or_default().push(owner);
+        Self { tensor: tensor.id(), model: Arc::clone(model) }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut owners = OWNERS.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(of_tensor) = owners.get_mut(&self.tensor) {
+            of_tensor.retain(|owner| !Arc::ptr_eq(&owner.model, &self.model));
+            if of_tensor.is_empty() {
+                owners.remove(&self.tensor);
+            }
+        }
+    }
+}
+
+/// What candle's backward pass will come by, in its order.
+pub(super) struct Graph<'a> {
+    parameters: Vec<(&'a Tensor, Vec<Owner>)>,
+    /// The variables, and the loss where it is one.
+    variables: HashSet<TensorId>,
+}
+
+impl<'a> Graph<'a> {
+    pub(super) fn of(loss: &'a Tensor) -> Self {
+        let owners = OWNERS.read().unwrap_or_else(PoisonError::into_inner);
+        let nodes = loss.sorted_nodes();
+        let variables = nodes.iter().filter(|node| node.is_variable()).map(|node| node.id()).collect();
+        let owned = |node: &'a Tensor| Some((node, owners.get(&node.id())?.clone()));
+        Self { parameters: nodes.into_iter().filter_map(owned).collect(), variables }
+    }
+
+    /// The name of the first parameter that belongs to none of `models`, is no variable among `own`, and whose model is not
+    /// frozen.
+    pub(super) fn foreign_parameter(&self, models: &[&Arc<Identity>], own: &HashSet<TensorId>) -> Option<&str> {
+        let may_stay =
+            |owner: &Owner| owner.model.is_frozen() || models.iter().any(|model| Arc::ptr_eq(model, &owner.model));
+        let mut parameters = self.parameters.iter().filter(|(tensor, _)| !own.contains(&tensor.id()));
+        let (_, owners) = parameters.find(|(_, owners)| !owners.iter().any(may_stay))?;
+        owners.first().map(|owner| &*owner.parameter)
+    }
+
+    /// The tensors that stand for parameters of frozen models only.
+    pub(super) fn frozen(&self) -> impl Iterator<Item = &Tensor> {
+        let frozen = |(_, owners): &&(&Tensor, Vec<Owner>)| owners.iter().all(|owner| owner.model.is_frozen());
+        self.parameters.iter().filter(frozen).map(|(tensor, _)| *tensor)
+    }
+
+    /// When the backward pass is through with the parameters of `model`: its place among others, None if it uses none.
+    pub(super) fn completes(&self, model: &Arc<Identity>) -> Option<usize> {
+        self.parameters.iter().rposition(|(_, owners)| owners.iter().any(|owner| Arc::ptr_eq(&owner.model, model)))
+    }
+
+    pub(super) fn has_variable(&self, id: TensorId) -> bool {
+        self.variables.contains(&id)
+    }
+}

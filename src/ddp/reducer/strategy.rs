@@ -1,0 +1,124 @@
+//! Who reduces the buckets: a communication hook, or the shards of a ZeroRedundancyOptimizer.
+use super::Reducer;
+use super::state::Rebuild;
+use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
+use crate::ddp::reduction::Reduction;
+use crate::ddp::reduction::hook::{HookReduction, RunningHook};
+use crate::ddp::reduction::shard::{PendingGradients, Shard, ShardReduction, Staging};
+use crate::{Error, Result};
+use std::sync::Arc;
+
+impl Reducer {
+    /// Whether a communication hook may be registered now.
+    pub(crate) fn check_comm_hook(&self) -> Result<()> {
+        let state = self.lock();
+        let reason = match state.reduction {
+            Reduction::Hook(_) => "there is one already, and it cannot be replaced",
+            Reduction::Shard(_) => {
+                "a ZeroRedundancyOptimizer has the gradients reduce-scattered: it and a hook exclude each other"
+            }
+            Reduction::AllReduce if state.begun => "it comes too late: register it before the first backward pass",
+            Reduction::AllReduce => return Ok(()),
+        };
+        Err(Error::invalid("comm_hook", reason))
+    }
+
+    /// From now on, buckets are `hook`'s business.
+    pub(crate) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let reduction = HookReduction::new(hook);
+        if reduction.is_local() {
+            // An order that suits rank 0 need not suit the others, and telling it would be communication.
+            state.rebuild = Rebuild::Done;
+        }
+        state.reduction = Reduction::Hook(reduction);
+        state.reduction.set_buckets(&state.buckets, &state.parameters)
+    }
+
+    /// Gives the registered hook to `work`.
+    pub(crate) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
+        match &mut self.lock().reduction {
+            Reduction::Hook(reduction) => work(reduction.hook()),
+            Reduction::AllReduce | Reduction::Shard(_) => {
+                Err(Error::invalid("comm_hook", "no communication hook is registered"))
+            }
+        }
+    }
+
+    pub(crate) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
+        match &self.lock().reduction {
+            Reduction::AllReduce | Reduction::Shard(_) => None,
+            Reduction::Hook(reduction) => Some(reduction.traffic()),
+        }
+    }
+
+    /// Whether [`shard`](Self::shard) is possible now.
+    pub(crate) fn check_shard(&self) -> Result<()> {
+        let state = self.lock();
+        let reason = match state.reduction {
+            Reduction::Hook(_) => {
+                "a communication hook has its gradients: a ZeroRedundancyOptimizer and a hook exclude each other"
+            }
+            Reduction::Shard(_) => "another ZeroRedundancyOptimizer has its gradients",
+            Reduction::AllReduce if state.accumulated.contains(&true) => {
+                "gradients add up under no_sync: make the optimizer before, or after the next synchronised backward"
+            }
+            Reduction::AllReduce if self.groups.are_two() => {
+                "its variables are on the CPU and on a GPU, and a ZeroRedundancyOptimizer works on one device: use another \
+                 optimizer, or put all of the model on one device"
+            }
+            Reduction::AllReduce => return Ok(()),
+        };
+        Err(Error::invalid("ddp", reason))
+    }
+
+    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the buckets stay as
+    /// they are.
+    pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<Staging>)> {
+        self.check_shard()?;
+        let mut state = self.lock();
+        if let Rebuild::Due(order) = std::mem::replace(&mut state.rebuild, Rebuild::Done) {
+            state.rebuild_buckets(&order, self.world_size())?;
+        }
+        let reduction = ShardReduction::new(&state.buckets, self.groups.main())?;
+        let shards = reduction.shards();
+        state.reduction = Reduction::Shard(reduction);
+        Ok(shards)
+    }
+
+    /// Gradients are all-reduced again.
+    pub(crate) fn unshard(&self) {
+        self.lock().reduction = Reduction::AllReduce;
+    }
+
+    /// Whether a ZeroRedundancyOptimizer has the gradients.
+    pub(crate) fn is_sharded(&self) -> bool {
+        matches!(self.lock().reduction, Reduction::Shard(_))
+    }
+
+    /// What the shards hold.
+    pub(crate) fn pending(&self) -> Result<PendingGradients> {
+        self.with_shards(|reduction| reduction.pending().cloned())
+    }
+
+    /// Has the next user of the shards' gradients multiply them by `factor`.
+    pub(crate) fn scale_pending(&self, factor: f64) -> Result<()> {
+        self.with_shards(|reduction| reduction.pending().map(|pending| pending.scale *= factor))
+    }
+
+    /// The shards' gradients were used.
+    pub(crate) fn clear_pending(&self) -> Result<()> {
+        self.with_shards(|reduction| {
+            reduction.clear_pending();
+            Ok(())
+        })
+    }
+
+    fn with_shards<T>(&self, work: impl FnOnce(&mut ShardReduction) -> Result<T>) -> Result<T> {
+        match &mut self.lock().reduction {
+            Reduction::Shard(reduction) => work(reduction),
+            _ => Err(Error::invalid("ddp", "its gradients are not sharded")),
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Programs with several models: under DDP, on a part of each batch, and in one process on the whole of it.
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
+use crate::common::{fill, floats, tensor, var};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
+use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+
+pub(crate) struct Mlp(Linear, Linear);
+
+impl Mlp {
+    pub(crate) fn new(sizes: [usize; 3], vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self(linear(sizes[0], sizes[1], vb.pp("in"))?, linear(sizes[1], sizes[2], vb.pp("out"))?))
+    }
+}
+
+impl Module for Mlp {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+pub(crate) const NAMES: [&str; 4] = ["in.weight", "in.bias", "out.weight", "out.bias"];
+const STEPS: usize = 8;
+const BATCH: usize = 6;
+
+/// A model in one process.
+struct Plain {
+    module: Mlp,
+    vars: Vec<Var>,
+}
+
+impl Plain {
+    fn new(sizes: [usize; 3], seed: u64) -> Self {
+        let varmap = VarMap::new();
+        let module = Mlp::new(sizes, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        fill(&varmap, seed);
+        Self { module, vars: NAMES.iter().map(|name| var(&varmap, name)).collect() }
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(self.module.forward(x)?)
+    }
+}
+
+pub(crate) type Ddp = DistributedDataParallel<Mlp>;
+
+pub(crate) fn wrap(pg: &ProcessGroup, sizes: [usize; 3], seed: u64, options: &DdpOptions) -> Result<Ddp> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Mlp::new(sizes, vb), options.clone())?;
+    fill(&varmap, seed);
+    Ok(ddp)
+}
+
+pub(crate) fn all_floats(vars: &[Var]) -> Vec<f32> {
+    vars.iter().flat_map(|var| floats(var)).collect()
+}
+
+fn bce(output: &Tensor, label: f64) -> Result<Tensor> {
+    Ok(binary_cross_entropy_with_logit(output, &output.ones_like()?.detach().affine(label, 0.)?)?)
+}
+
+/// What rank `rank` has of the batch of a step; without a rank, the whole.
+fn batch(world_size: usize, rank: Option<usize>, columns: usize, seed: usize) -> Tensor {
+    let whole = tensor(&[world_size * BATCH, columns], seed as u64);
+    rank.map_or(whole.clone(), |rank| whole.i(rank * BATCH..(rank + 1) * BATCH).unwrap())
+}
+
+const G: ([usize; 3], u64) = ([3, 8, 4], 21);
+const D: ([usize; 3], u64) = ([4, 9, 1], 22);
+
+/// DCGAN's loop, as PyTorch's tutorial has it.
+pub(crate) fn gan(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
+    let (g, d) = (wrap(pg, G.0, G.1, options)?, wrap(pg, D.0, D.1, options)?);
+    let (mut optimizer_g, mut optimizer_d) = (SGD::new(g.parameters(), 0.2)?, SGD::new(d.parameters(), 0.2)?);
+    for step in 0..STEPS {
+        let real = batch(pg.world_size(), Some(pg.rank()), 4, step);
+        let noise = batch(pg.world_size(), Some(pg.rank()), 3, 100 + step);
+        let mut grads = d.backward(&bce(&d.forward(&real)?, 1.0)?)?;
+        let fake = g.forward(&noise)?;
+        d.backward_into(&bce(&d.forward(&fake.detach())?, 0.0)?, &mut grads)?;
+        optimizer_d.step(&grads)?;
+
+        let _frozen = d.freeze();
+        let grads = g.backward(&bce(&d.forward(&fake)?, 1.0)?)?;
+        assert!(d.parameters().iter().all(|var| grads.get(var).is_none()));
+        optimizer_g.step(&grads)?;
+    }
+    Ok(all_floats(&[g.parameters(), d.parameters()].concat()))
+}
+
+pub(crate) fn plain_gan(world_size: usize) -> Vec<f32> {
+    let (g, d) = (Plain::new(G.0, G.1), Plain::new(D.0, D.1));
+    let mut optimizer_g = SGD::new(g.vars.clone(), 0.2).unwrap();
+    let mut optimizer_d = SGD::new(d.vars.clone(), 0.2).unwrap();
+    for step in 0..STEPS {
+        let (real, noise) = (batch(world_size, None, 4, step), batch(world_size, None, 3, 100 + step));
+        let fake = g.forward(&noise).unwrap();
+        let of_real = bce(&d.forward(&real).unwrap(), 1.0).unwrap();
+        let of_fake = bce(&d.forward(&fake.detach()).unwrap(), 0.0).unwrap();
+        optimizer_d.backward_step(&(of_real + of_fake).unwrap()).unwrap();
+        optimizer_g.backward_step(&bce(&d.forward(&fake).unwrap(), 1.0).unwrap()).unwrap();
+    }
+    all_floats(&[g.vars, d.vars].concat())
+}
+
+const SMALL: ([usize; 3], u64) = ([4, 7, 3], 31);
+const LARGE: ([usize; 3], u64) = ([4, 12, 5], 32);
+const ADAPTER: ([usize; 3], u64) = ([3, 6, 5], 33);
+
+/// A student and an adapter learn what a teacher says; with `with_adapter` false the teacher's adapter is not trained.
+pub(crate) fn distillation(pg: &ProcessGroup, options: &DdpOptions, with_adapter: bool) -> Result<Vec<f32>> {
+    let student = wrap(pg, SMALL.0, SMALL.1, options)?;
+    let teacher = wrap(pg, LARGE.0, LARGE.1, options)?;
+    let adapter = wrap(pg, ADAPTER.0, ADAPTER.1, options)?;
+    let trained =
+        if with_adapter { [student.parameters(), adapter.parameters()].concat() } else { student.parameters() };
+    let mut optimizer = SGD::new(trained, 0.2)?;
+    for step in 0..STEPS {
+        let x = batch(pg.world_size(), Some(pg.rank()), 4, step);
+        let _frozen = teacher.freeze();
+        let loss = mse(&adapter.forward(&student.forward(&x)?)?, &teacher.forward(&x)?)?;
+        let grads = if with_adapter {
+            candle_ddp::backward(&loss, &[&student, &adapter])?
+        } else {
+            let _frozen = adapter.freeze();
+            student.backward(&loss)?
+        };
+        optimizer.step(&grads)?;
+    }
+    Ok(all_floats(&[student.parameters(), adapter.parameters(), teacher.parameters()].concat()))
+}
+
+pub(crate) fn plain_distillation(world_size: usize, with_adapter: bool) -> Vec<f32> {
+    let [student, teacher, adapter] = [SMALL, LARGE, ADAPTER].map(|(sizes, seed)| Plain::new(sizes, seed));
+    let trained = if with_adapter { [&student.vars[..], &adapter.vars].concat() } else { student.vars.clone() };
+    let mut optimizer = SGD::new(trained, 0.2).unwrap();
+    for step in 0..STEPS {
+        let x = batch(world_size, None, 4, step);
+        let output = adapter.forward(&student.forward(&x).unwrap()).unwrap();
+        optimizer.backward_step(&mse(&output, &teacher.forward(&x).unwrap()).unwrap()).unwrap();
+    }
+    all_floats(&[student.vars, adapter.vars, teacher.vars].concat())
+}
+
+const ENCODER: ([usize; 3], u64) = ([5, 9, 2], 41);
+const DECODER: ([usize; 3], u64) = ([2, 6, 5], 42);
+
+pub(crate) fn autoencoder(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
+    let (encoder, decoder) = (wrap(pg, ENCODER.0, ENCODER.1, options)?, wrap(pg, DECODER.0, DECODER.1, options)?);
+    let mut optimizer = SGD::new([encoder.parameters(), decoder.parameters()].concat(), 0.2)?;
+    for step in 0..STEPS {
+        let x = batch(pg.world_size(), Some(pg.rank()), 5, step);
+        let loss = mse(&decoder.forward(&encoder.forward(&x)?)?, &x)?;
+        optimizer.step(&candle_ddp::backward(&loss, &[&encoder, &decoder])?)?;
+    }
+    Ok(all_floats(&[encoder.parameters(), decoder.parameters()].concat()))
+}
+
+pub(crate) fn plain_autoencoder(world_size: usize) -> Vec<f32> {
+    let (encoder, decoder) = (Plain::new(ENCODER.0, ENCODER.1), Plain::new(DECODER.0, DECODER.1));
+    let mut optimizer = SGD::new([&encoder.vars[..], &decoder.vars].concat(), 0.2).unwrap();
+    for step in 0..STEPS {
+        let x = batch(world_size, None, 5, step);
+        let output = decoder.forward(&encoder.forward(&x).unwrap()).unwrap();
+        optimizer.backward_step(&mse(&output, &x).unwrap()).unwrap();
+    }
+    all_floats(&[encoder.vars, decoder.vars].concat())
+}
+
+/// The gradients of `vars`, which all have one.
+pub(crate) fn gradients(grads: &GradStore, vars: &[Var]) -> Vec<f32> {
+    vars.iter().flat_map(|var| floats(grads.get(var).expect("a gradient"))).collect()
+}

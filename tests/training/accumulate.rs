@@ -1,0 +1,181 @@
+//! The gradients of several losses before one step.
+use crate::common::{assert_close, floats, ranks, tensor};
+use crate::programs::{Ddp, gradients, wrap};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
+use candle_ddp::comm_hook::AllReduce;
+use candle_ddp::optim::{AdamW, ParamsAdamW, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, Error, MixedPrecision, ProcessGroup, Result};
+use candle_nn::Optimizer;
+
+fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
+    wrap(pg, [4, 5, 2], 3, &DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() })
+}
+
+/// The loss of one of several batches of a rank.
+fn loss(ddp: &Ddp, pg: &ProcessGroup, batch: usize) -> Result<Tensor> {
+    Ok(ddp.forward(&tensor(&[3, 4], (10 * batch + pg.rank()) as u64))?.sqr()?.mean_all()?)
+}
+
+/// The gradients of the sum of the losses of `batches`, which DDP averages.
+fn of_the_sum(ddp: &Ddp, pg: &ProcessGroup, batches: &[usize]) -> Result<Vec<f32>> {
+    let losses = batches.iter().map(|batch| loss(ddp, pg, *batch)).collect::<Result<Vec<_>>>()?;
+    let sum = losses.into_iter().try_fold(Tensor::zeros((), DType::F32, pg.device())?, |sum, loss| sum + loss)?;
+    Ok(gradients(&ddp.backward(&sum)?, &ddp.parameters()))
+}
+
+#[test]
+fn gradients_of_several_losses_add_up() {
+    for hook in [false, true] {
+        let found = ranks(2, |pg| {
+            let ddp = ddp(&pg)?;
+            if hook {
+                ddp.register_comm_hook(AllReduce::default())?;
+            }
+            let expected = [of_the_sum(&ddp, &pg, &[0, 1])?, of_the_sum(&ddp, &pg, &[0, 1, 2, 3])?];
+            let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+            ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut grads)?;
+            let two = gradients(&grads, &ddp.parameters());
+            ddp.backward_into(&loss(&ddp, &pg, 2)?, &mut grads)?;
+            ddp.backward_into(&loss(&ddp, &pg, 3)?, &mut grads)?;
+            let four = gradients(&grads, &ddp.parameters());
+            // Into an empty one, where another is alive.
+            let mut others = GradStore::default();
+            for batch in 0..2 {
+                ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut others)?;
+            }
+            assert_eq!(gradients(&others, &ddp.parameters()), two);
+            assert_eq!(gradients(&grads, &ddp.parameters()), four);
+            Ok((expected, [two, four]))
+        })
+        .unwrap();
+        assert_eq!(found[0].1, found[1].1, "ranks must agree bit for bit");
+        for (expected, found) in found[0].0.iter().zip(&found[0].1) {
+            assert_close(found, expected, 1e-5, "sum");
+        }
+    }
+}
+
+/// As PyTorch users write micro-batches: all but the last without synchronisation.
+#[test]
+fn sums_of_no_sync_are_added_once() {
+    let found = ranks(2, |pg| {
+        let ddp = ddp(&pg)?;
+        let expected = of_the_sum(&ddp, &pg, &[0, 1, 2, 3])?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let first = gradients(&grads, &ddp.parameters());
+        for batch in 1..4 {
+            let _guard = (batch < 3).then(|| ddp.no_sync());
+            ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
+            assert!(batch == 3 || gradients(&grads, &ddp.parameters()) == first, "still in the buckets");
+        }
+        Ok((expected, gradients(&grads, &ddp.parameters())))
+    })
+    .unwrap();
+    assert_eq!(found[0].1, found[1].1);
+    assert_close(&found[0].1, &found[0].0, 1e-5, "sum");
+}
+
+#[test]
+fn sums_of_no_sync_cannot_be_handed_on() {
+    ranks(1, |pg| {
+        let ddp = ddp(&pg)?;
+        let mut local = {
+            let _guard = ddp.no_sync();
+            ddp.backward(&loss(&ddp, &pg, 0)?)?
+        };
+        let error = ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut local).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { argument: "grads", .. }), "{error}");
+        let sum = gradients(&ddp.backward(&loss(&ddp, &pg, 1)?)?, &ddp.parameters());
+        assert_close(&sum, &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_failed_pass_leaves_what_was_there() {
+    ranks(1, |pg| {
+        let ddp = ddp(&pg)?;
+        let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+        let before = gradients(&grads, &ddp.parameters());
+        let (_, penalty) = &ddp.named_parameters()[0];
+        let wrong = (loss(&ddp, &pg, 1)? + penalty.sum_all()?)?;
+        ddp.backward_into(&wrong, &mut grads).unwrap_err();
+        assert_eq!(gradients(&grads, &ddp.parameters()), before);
+        ddp.backward_into(&loss(&ddp, &pg, 1)?, &mut grads)?;
+        assert_close(&gradients(&grads, &ddp.parameters()), &of_the_sum(&ddp, &pg, &[0, 1])?, 1e-5, "sum");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_stay_as_they_are_while_their_store_lives() {
+    ranks(2, |pg| {
+        for reduce_dtype in [None, Some(DType::F64)] {
+            let mixed_precision = Some(MixedPrecision { reduce_dtype, ..Default::default() });
+            let ddp = wrap(&pg, [4, 5, 2], 3, &DdpOptions { mixed_precision, ..Default::default() })?;
+            let first = ddp.backward(&loss(&ddp, &pg, 0)?)?;
+            let before = gradients(&first, &ddp.parameters());
+            let second = ddp.backward(&loss(&ddp, &pg, 1)?)?;
+            let third = ddp.backward(&loss(&ddp, &pg, 2)?)?;
+            assert_eq!(gradients(&first, &ddp.parameters()), before);
+            assert_ne!(gradients(&second, &ddp.parameters()), gradients(&third, &ddp.parameters()));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Nothing is left of inputs' gradients, which candle computes, however many passes there are.
+#[test]
+fn a_store_does_not_grow_with_the_number_of_losses() {
+    ranks(1, |pg| {
+        let ddp = ddp(&pg)?;
+        let mut grads = GradStore::default();
+        for batch in 0..5 {
+            ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
+        }
+        // One more says that somebody holds them; sums have memory of their own.
+        assert_eq!(grads.get_ids().count(), ddp.parameters().len());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_of_an_optimizer_in_shards_add_up() {
+    let weights = |sharded: bool| {
+        ranks(2, |pg| {
+            let ddp = ddp(&pg)?;
+            let options = ParamsAdamW { lr: 0.05, ..Default::default() };
+            let mut plain = AdamW::from_named(ddp.named_parameters(), options.clone())?;
+            let mut shards = if sharded { Some(ZeroRedundancyOptimizer::new(&ddp, options)?) } else { None };
+            for step in 0..4 {
+                // What an earlier pass has left is not added to a new store's, also where sums came after it.
+                let mut dropped = ddp.backward(&loss(&ddp, &pg, 9)?)?;
+                if step == 3 {
+                    let _guard = ddp.no_sync();
+                    ddp.backward_into(&loss(&ddp, &pg, 30)?, &mut dropped)?;
+                }
+                drop(dropped);
+                let mut grads = ddp.backward(&loss(&ddp, &pg, 2 * step)?)?;
+                {
+                    let _guard = (step == 2).then(|| ddp.no_sync());
+                    ddp.backward_into(&loss(&ddp, &pg, 2 * step + 1)?, &mut grads)?;
+                }
+                ddp.backward_into(&loss(&ddp, &pg, 2 * step + 20)?, &mut grads)?;
+                match &mut shards {
+                    Some(optimizer) => candle_ddp::optim::Optimizer::step(optimizer, &grads)?,
+                    None => plain.step(&grads)?,
+                }
+            }
+            Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect::<Vec<_>>())
+        })
+        .unwrap()
+    };
+    let (whole, sharded) = (weights(false), weights(true));
+    assert_eq!(sharded[0], sharded[1]);
+    assert_close(&sharded[0], &whole[0], 1e-5, "weights");
+}

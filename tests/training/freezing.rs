@@ -1,0 +1,213 @@
+//! Parameters that are not trained, and buffers.
+use crate::common::{assert_close, fill, floats, ranks, tensor, var};
+use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
+use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
+use std::sync::Arc;
+
+/// Features with a batch norm, and a head.
+struct Net {
+    features: Linear,
+    norm: BatchNorm,
+    head: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self {
+            features: linear(4, 6, vb.pp("features"))?,
+            norm: batch_norm(6, BatchNormConfig::default(), vb.pp("features.norm"))?,
+            head: linear(6, 2, vb.pp("head"))?,
+        })
+    }
+
+    fn features(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.norm.forward_t(&self.features.forward(x)?, train)?.tanh()
+    }
+}
+
+impl ModuleT for Net {
+    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.head.forward(&self.features(x, train)?)
+    }
+}
+
+type Ddp = DistributedDataParallel<Net>;
+
+fn frozen() -> DdpOptions {
+    DdpOptions { is_frozen: Arc::new(|name| name.starts_with("features.")), ..Default::default() }
+}
+
+fn filled() -> VarMap {
+    let varmap = VarMap::new();
+    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 5);
+    let variance = var(&varmap, "features.norm.running_var");
+    variance.set(&variance.ones_like().unwrap()).unwrap();
+    varmap
+}
+
+fn wrap(pg: &ProcessGroup, varmap: &VarMap, options: DdpOptions) -> Result<Ddp> {
+    DistributedDataParallel::new(pg, varmap, DType::F32, |vb| Net::new(vb), options)
+}
+
+fn names(of: Vec<(String, Var)>) -> Vec<String> {
+    of.into_iter().map(|(name, _)| name).collect()
+}
+
+const FROZEN: [&str; 4] = ["features.weight", "features.bias", "features.norm.weight", "features.norm.bias"];
+const HEAD: [&str; 2] = ["head.weight", "head.bias"];
+const STATISTICS: [&str; 2] = ["features.norm.running_mean", "features.norm.running_var"];
+const X: (&[usize], u64) = (&[10, 4], 8);
+
+/// Trains on this rank's half of the batch in evaluation mode, in which a batch norm does not depend on its batch.
+fn train(pg: &ProcessGroup, ddp: &Ddp, steps: usize) -> Result<()> {
+    let x = tensor(X.0, X.1).i(pg.rank() * 5..(pg.rank() + 1) * 5)?;
+    let mut optimizer = SGD::new(ddp.parameters(), 0.5)?;
+    for _ in 0..steps {
+        let grads = ddp.backward(&ddp.forward_t(&x, false)?.sqr()?.mean_all()?)?;
+        optimizer.step(&grads)?;
+    }
+    Ok(())
+}
+
+fn train_plain(varmap: &VarMap, names: &[&str], steps: usize) {
+    let net = Net::new(VarBuilder::from_varmap(varmap, DType::F32, &Device::Cpu)).unwrap();
+    let mut optimizer = SGD::new(names.iter().map(|name| var(varmap, name)).collect(), 0.5).unwrap();
+    for _ in 0..steps {
+        let output = net.forward_t(&tensor(X.0, X.1), false).unwrap();
+        optimizer.backward_step(&output.sqr().unwrap().mean_all().unwrap()).unwrap();
+    }
+}
+
+fn all(varmap: &VarMap) -> Vec<f32> {
+    [&FROZEN[..], &HEAD, &STATISTICS].concat().iter().flat_map(|name| floats(&var(varmap, name))).collect()
+}
+
+#[test]
+fn frozen_parameters_stay_until_they_are_thawed() {
+    let plain = filled();
+    train_plain(&plain, &HEAD, 3);
+    let head_trained = all(&plain);
+    train_plain(&plain, &[&FROZEN[..], &HEAD].concat(), 3);
+    let all_trained = all(&plain);
+    ranks(2, |pg| {
+        let varmap = filled();
+        if pg.rank() == 1 {
+            fill(&varmap, 99);
+        }
+        let ddp = wrap(&pg, &varmap, frozen())?;
+        assert_eq!(all(&varmap), all(&filled()), "rank 0's values, of frozen ones as well");
+        assert_eq!(names(ddp.named_parameters()), HEAD);
+        assert_eq!(names(ddp.named_buffers()), STATISTICS, "buffers stay buffers");
+        assert_eq!(ddp.buckets().concat(), ["head.bias", "head.weight"], "nothing else is sent");
+        train(&pg, &ddp, 3)?;
+        assert_close(&all(&varmap), &head_trained, 1e-5, "the head");
+        // Thawed.
+        let ddp = wrap(&pg, &varmap, DdpOptions::default())?;
+        assert_eq!(names(ddp.named_parameters()), [&FROZEN[..], &HEAD].concat());
+        train(&pg, &ddp, 3)?;
+        assert_close(&all(&varmap), &all_trained, 1e-5, "everything");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn no_gradient_is_computed_where_only_frozen_parameters_are() {
+    ranks(2, |pg| {
+        let varmap = filled();
+        let ddp = wrap(&pg, &varmap, frozen())?;
+        let x = tensor(&[5, 4], pg.rank() as u64);
+        let features = ddp.call(|net| net.features(&x, true))?;
+        assert!(!features.track_op(), "candle's backward pass has nothing to go through");
+        let statistics = floats(&var(&varmap, STATISTICS[0]));
+        let grads = ddp.backward(&ddp.forward_t(&x, true)?.sqr()?.mean_all()?)?;
+        assert!(FROZEN.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
+        let after = floats(&var(&varmap, STATISTICS[0]));
+        assert_ne!(after, statistics, "batch norms follow their batches");
+        Ok(after)
+    })
+    .map(|after| assert_eq!(after[0], after[1], "and all ranks have rank 0's statistics"))
+    .unwrap();
+}
+
+#[test]
+fn frozen_parameters_follow_their_variables_in_any_dtype() {
+    for param_dtype in [None, Some(DType::BF16)] {
+        ranks(1, |pg| {
+            let varmap = VarMap::new();
+            let mixed_precision = Some(MixedPrecision { param_dtype, ..Default::default() });
+            let both = |vb: VarBuilder| {
+                Ok::<_, candle_core::Error>((linear(4, 2, vb.pp("features"))?, linear(4, 2, vb.pp("own"))?))
+            };
+            let options = DdpOptions { mixed_precision, ..frozen() };
+            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, both, options)?;
+            let weight = var(&varmap, "features.weight");
+            weight.set(&Tensor::full(0.5f32, (2, 4), &Device::Cpu)?)?;
+            let held = ddp.call(|(features, _)| Ok::<_, Error>(features.weight().clone()))?;
+            assert_eq!(held.dtype(), param_dtype.unwrap_or(DType::F32));
+            assert_eq!(floats(&held), [0.5; 8]);
+            assert_eq!(weight.dtype(), DType::F32);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn frozen_variables_of_a_model_without_a_builder_get_no_gradients() {
+    ranks(2, |pg| {
+        let varmap = filled();
+        let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+        let named = [&FROZEN[..], &HEAD, &STATISTICS].concat();
+        let named = named.into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect();
+        let ddp = DistributedDataParallel::from_vars(&pg, net, named, frozen())?;
+        assert_eq!(names(ddp.named_parameters()), HEAD);
+        let grads = ddp.backward(&ddp.forward_t(&tensor(&[5, 4], 1), false)?.sqr()?.mean_all()?)?;
+        assert!(FROZEN.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
+        assert!(HEAD.iter().all(|name| grads.get(&var(&varmap, name)).is_some()));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn ranks_must_freeze_the_same_and_leave_something() {
+    let errors = ranks(2, |pg| {
+        let other = if pg.rank() == 0 { frozen() } else { DdpOptions::default() };
+        let error = wrap(&pg, &filled(), other).err();
+        let nothing = DdpOptions { is_frozen: Arc::new(|_| true), ..Default::default() };
+        Ok([error, wrap(&pg, &filled(), nothing).err()].map(|error| error.expect("an error")))
+    })
+    .unwrap();
+    for [other, nothing] in errors {
+        assert!(matches!(other, Error::Mismatch { rank: 1, .. }), "{other}");
+        assert!(nothing.to_string().contains("is_frozen"), "{nothing}");
+    }
+    let errors = ranks(2, |pg| {
+        let build = |vb: VarBuilder| {
+            linear(4, 5 + pg.rank(), vb.pp("features"))?;
+            linear(4, 2, vb.pp("head"))
+        };
+        let error = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, frozen()).err();
+        Ok(error.expect("an error").to_string())
+    })
+    .unwrap();
+    assert!(errors.iter().all(|text| text.contains("frozen 0: features.weight f32[6, 4] on rank 1")), "{errors:?}");
+}
+
+/// A predicate of one's own takes nothing away.
+#[test]
+fn buffers_of_batch_norms_are_buffers_unless_that_is_switched_off() {
+    ranks(1, |pg| {
+        let is_buffer = || -> candle_ddp::ddp::NamePredicate { Arc::new(|name| name == "head.bias") };
+        let options = DdpOptions { is_buffer: is_buffer(), ..Default::default() };
+        let buffers = names(wrap(&pg, &filled(), options)?.named_buffers());
+        assert_eq!(buffers, [&STATISTICS[..], &["head.bias"]].concat());
+        let options = DdpOptions { is_buffer: is_buffer(), batch_norm_buffers: false, ..Default::default() };
+        assert_eq!(names(wrap(&pg, &filled(), options)?.named_buffers()), ["head.bias"]);
+        Ok(())
+    })
+    .unwrap();
+}

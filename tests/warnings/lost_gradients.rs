@@ -1,0 +1,69 @@
+//! DDP says once, on rank 0, that the first gradients were dropped unused.
+use crate::common::{ranks, tensor};
+use crate::logger::{self, LOG};
+use candle_core::DType;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Result};
+use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
+
+fn warnings(work: impl Fn(&DistributedDataParallel<Linear>) -> Result<()> + Sync) -> Vec<String> {
+    LOG.0.lock().unwrap().clear();
+    ranks(2, |pg| {
+        let build = |vb| linear(4, 2, vb);
+        work(&DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?)
+    })
+    .unwrap();
+    std::mem::take(&mut *LOG.0.lock().unwrap())
+}
+
+#[test]
+fn first_gradients_that_nobody_used_are_told_of_once() {
+    let _turn = logger::collect();
+    let loss = |ddp: &DistributedDataParallel<Linear>| {
+        Ok::<_, candle_ddp::Error>(ddp.forward(&tensor(&[3, 4], 1))?.mean_all()?)
+    };
+
+    // DCGAN's two calls, with a forward pass before each or both before.
+    let lost = warnings(|ddp| {
+        ddp.backward(&loss(ddp)?)?;
+        SGD::new(ddp.parameters(), 0.1)?.step(&ddp.backward(&loss(ddp)?)?)?;
+        ddp.backward(&loss(ddp)?)?;
+        ddp.backward(&loss(ddp)?)?;
+        Ok(())
+    });
+    assert!(lost.len() == 1 && lost[0].contains("backward_into") && lost[0].contains("weight"), "{lost:?}");
+    let lost = warnings(|ddp| {
+        let losses = [loss(ddp)?, loss(ddp)?];
+        losses.iter().try_for_each(|loss| ddp.backward(loss).map(drop))
+    });
+    assert_eq!(lost.len(), 1, "{lost:?}");
+
+    let used = [
+        // A step, and forward passes before and after.
+        warnings(|ddp| {
+            let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
+            for _ in 0..3 {
+                optimizer.step(&ddp.backward(&loss(ddp)?)?)?;
+                loss(ddp)?;
+            }
+            Ok(())
+        }),
+        // No forward pass between the step and the next backward.
+        warnings(|ddp| {
+            let losses = [loss(ddp)?, loss(ddp)?];
+            let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
+            losses.iter().try_for_each(|loss| Ok(optimizer.step(&ddp.backward(loss)?)?))
+        }),
+        warnings(|ddp| {
+            let mut grads = ddp.backward(&loss(ddp)?)?;
+            ddp.backward_into(&loss(ddp)?, &mut grads)
+        }),
+        // Under no_sync they add up.
+        warnings(|ddp| {
+            let guard = ddp.no_sync();
+            ddp.backward(&loss(ddp)?)?;
+            drop(guard);
+            ddp.backward(&loss(ddp)?).map(drop)
+        }),
+    ];
+    assert!(used.iter().all(Vec::is_empty), "{used:?}");
+}
