@@ -1,18 +1,14 @@
-//! Layers and functions that candle lacks, cannot train, or trains slowly: drop-in replacements with candle_nn's names,
-//! also in the `VarMap`.
+//! Layers and functions that train right, and fast on CPUs: drop-in replacements for candle_nn's, with the same
+//! constructors, configs and names in the `VarMap`. Each is one operation with a backward pass of its own.
 //!
+//! - Layers: [`Linear`], [`Conv1d`], [`Conv2d`], [`ConvTranspose1d`], [`ConvTranspose2d`], [`BatchNorm`], [`LayerNorm`],
+//!   [`RmsNorm`], [`Embedding`], [`Dropout`].
 //! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
-//! - [`LayerNorm`], [`RmsNorm`]: candle's own give no gradients where their input is contiguous; these do, and are
-//!   fused.
-//! - [`max_pool2d`], [`avg_pool2d`], [`adaptive_avg_pool2d`], [`interpolate`]: candle's gradients are wrong or missing.
-//! - [`softmax`], [`log_softmax`], [`softmax_last_dim`], [`cross_entropy`]: one operation each, over any dimension.
-//! - [`relu`], [`gelu`], [`gelu_erf`], [`silu`]: one operation forward and one backward, with PyTorch's gradients.
-//! - [`scaled_dot_product_attention`]: forward and backward without the matrix of all weights.
-//! - [`Embedding`], [`rope`], [`rope_i`], [`rope_thd`]: with a backward pass that is fast, or that is there at all.
-//! - [`Dropout`], [`dropout`]: masks that follow from a seed, and can be saved with a checkpoint.
+//! - Functions: activations, pooling, [`interpolate`], [`softmax`], [`cross_entropy`], [`rope`],
+//!   [`scaled_dot_product_attention`].
 //!
-//! On the CPU each of these is a loop of this crate, which calculates in f32 for f16 and bf16. On CUDA norms are
-//! kernels, and the others are composed of those operations of candle whose gradients are right.
+//! On CUDA, LayerNorm and RMSNorm have kernels of their own; everything else is made of those candle operations whose
+//! gradients are right. `docs/migrating.md` lists the ones that are not.
 mod activation;
 mod attach;
 mod attention;
@@ -28,6 +24,7 @@ mod interpolate;
 mod layer_norm;
 mod linear;
 mod max_pool;
+mod normalise;
 mod pool;
 mod resample;
 mod rms_norm;

@@ -1,5 +1,5 @@
 //! Batch normalisation over the batches of all ranks.
-use super::batch_norm::{Core, Fused};
+use super::normalise::{Core, Fused};
 use crate::Error;
 use crate::process_group::ProcessGroup;
 use candle_core::{ModuleT, Result, Tensor};

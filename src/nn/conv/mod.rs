@@ -6,6 +6,7 @@ mod depthwise;
 mod geometry;
 mod operation;
 mod parts;
+mod products;
 mod tile;
 mod winograd;
 

@@ -1,4 +1,4 @@
-//! How the images of a batch are divided among threads.
+//! How the images of a batch are shared among threads.
 use super::geometry::Geometry;
 use crate::nn::gemm::threads;
 use candle_core::Result;

@@ -363,7 +363,7 @@ fn transform_gradients<A: Tile, T: Element>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::conv::cpu;
+    use crate::nn::conv::products;
 
     fn numbers(count: usize, seed: usize) -> Vec<f64> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) as f64 * 0.37).sin()).collect()
@@ -402,9 +402,9 @@ mod tests {
             let weight = numbers(9 * geometry.ci * geometry.co, 2);
             let dy = numbers(geometry.n * geometry.co * geometry.output_pixels(), 3);
             let bias = numbers(geometry.co, 4);
-            let y = cpu::columns_forward(&geometry, &x, &weight, Some(&bias)).unwrap();
-            let dx = cpu::columns_backward_data(&geometry, &dy, &weight).unwrap();
-            let d_weight = cpu::columns_backward_filter(&geometry, &x, &dy).unwrap();
+            let y = products::forward(&geometry, &x, &weight, Some(&bias)).unwrap();
+            let dx = products::backward_data(&geometry, &dy, &weight).unwrap();
+            let d_weight = products::backward_filter(&geometry, &x, &dy).unwrap();
             let single = |values: &[f64]| values.iter().map(|value| *value as f32).collect::<Vec<_>>();
             // What sums of so many products come to if their signs are random.
             let typical =
