@@ -19,8 +19,13 @@ from compare import harness
 from compare.harness import say
 
 PEERS = Path(__file__).resolve().parent / "compare"
-MODELS = {"mlp": "MLP 6×1024, batch 256", "resnet18": "ResNet-18 (32×32), batch 32"}
-STEPS = {"mlp": 30, "resnet18": 5}
+MODELS = {
+    "mlp": "MLP 6×1024, batch 256",
+    "resnet18": "ResNet-18 (32×32), batch 32",
+    "deeplab": "DeepLabv3+ in miniature (64×64), batch 8",
+    "gpt": "GPT, 6 layers of width 384, 256 tokens, batch 8",
+}
+STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "gpt": 5}
 PARTS = ["forward", "backward", "optimizer", "step"]
 # As a share of the backward pass's time.
 COMMUNICATION = 0.8

@@ -13,6 +13,7 @@ mod progress;
 use candle_core::DType;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::error::Context;
+use candle_ddp::nn;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group,
@@ -111,7 +112,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let (mut loss_sum, mut trained) = (0., 0);
         for batch in loader.iter(&sampler) {
             let (images, labels) = batch?;
-            let loss = candle_nn::loss::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
+            let loss = nn::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
             let gradients = ddp.backward(&loss)?;
             ddp.phase("optimizer", || optimizer.step(&gradients))?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?) * labels.elem_count() as f64;

@@ -75,7 +75,7 @@ fn run(options: &Options) -> Result<()> {
 
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
-    let input = Tensor::randn(0f32, 1., [&[batch_size], options.model.input()].concat(), pg.device())?;
+    let input = options.model.input(batch_size, pg.device())?;
     let default = DdpOptions::default();
     let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
     let new = |mode: &Mode| Trainer::new(*mode, options.model, pg, ddp.clone());

@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,8 +81,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     name, steps = sys.argv[1], int(sys.argv[2])
-    build, shape = MODELS[name]
-    x = torch.randn(shape)
+    build, data = MODELS[name]
+    x = data()
     modes = ["local", "ddp"]
     trainers = []
     for mode in modes:
@@ -103,7 +104,7 @@ def main():
                 "model": name,
                 "mode": mode,
                 "world_size": dist.get_world_size(),
-                "batch_size": shape[0],
+                "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
                 "step_ms": statistics.median(map(sum, measured)),
                 "forward_ms": forward,

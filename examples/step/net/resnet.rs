@@ -1,54 +1,9 @@
-//! The models, built as in any candle program.
+//! ResNet-18 for images of 32 × 32.
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{BatchNorm, Conv2d, batch_norm, conv2d_no_bias, linear, relu};
+use candle_ddp::nn::{BatchNorm, Conv2d, adaptive_avg_pool2d, batch_norm, conv2d_no_bias, linear};
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, func_t};
-use clap::ValueEnum;
 
-#[derive(Clone, Copy, ValueEnum)]
-pub(crate) enum Model {
-    /// Six layers of 1024 × 1024, each followed by a ReLU.
-    Mlp,
-    /// ResNet-18 for images of 32 × 32.
-    Resnet18,
-}
-
-impl Model {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Mlp => "mlp",
-            Self::Resnet18 => "resnet18",
-        }
-    }
-
-    pub(crate) fn batch_size(self) -> usize {
-        match self {
-            Self::Mlp => 256,
-            Self::Resnet18 => 32,
-        }
-    }
-
-    /// The shape of a sample.
-    pub(crate) fn input(self) -> &'static [usize] {
-        match self {
-            Self::Mlp => &[1024],
-            Self::Resnet18 => &[3, 32, 32],
-        }
-    }
-
-    pub(crate) fn build(self, vb: VarBuilder) -> Result<FuncT<'static>> {
-        match self {
-            Self::Mlp => mlp(vb),
-            Self::Resnet18 => resnet18(vb),
-        }
-    }
-}
-
-fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {
-    let layers = (0..6).map(|layer| linear(1024, 1024, vb.pp(layer))).collect::<Result<Vec<_>>>()?;
-    Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
-}
-
-fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
+pub(super) fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
     let stem = Convolution::new(3, 64, 3, 1, vb.pp("stem"))?;
     let (mut blocks, mut channels) = (Vec::new(), 64);
     for (stage, width) in [64, 128, 256, 512].into_iter().enumerate() {
@@ -62,7 +17,7 @@ fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
     Ok(func_t(move |x, train| {
         let x = stem.forward_relu_t(x, train)?;
         let x = blocks.iter().try_fold(x, |x, block| block.forward_t(&x, train))?;
-        head.forward(&x.mean((2, 3))?)
+        head.forward(&adaptive_avg_pool2d(&x, 1)?.flatten_from(1)?)
     }))
 }
 
