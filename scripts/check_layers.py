@@ -14,7 +14,7 @@ from pathlib import Path
 
 # Lowest first. A module may use those before it; modules on the same line may not use each other.
 LAYERS = [
-    ["error", "panic", "deadline"],
+    ["error", "panic", "deadline", "warnings"],
     ["random"],
     ["kernels"],
     ["tensor"],

@@ -78,6 +78,7 @@ pub mod seed;
 mod state;
 mod tensor;
 pub mod trace;
+mod warnings;
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};

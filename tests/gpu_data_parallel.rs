@@ -8,10 +8,12 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod common;
+#[path = "common/single.rs"]
+mod single;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::data_parallel::{parallel_apply, replicate};
-use candle_ddp::{DataParallel, Error};
+use candle_ddp::{Backend, DataParallel, Error};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
 use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 
@@ -163,4 +165,13 @@ fn no_replica_computes_before_all_have_the_buffers() {
     for devices in lists("no_replica_computes_before_all_have_the_buffers") {
         assert_buffers_are_read_first(&devices, 5);
     }
+}
+
+/// DDP, and layers that communicate, on one GPU without NCCL.
+#[test]
+fn one_rank_trains_without_nccl() {
+    let Some(gpu) = lists("one_rank_trains_without_nccl").into_iter().flatten().find(Device::is_cuda) else { return };
+    single::works_on(&gpu, Backend::Single);
+    #[cfg(not(feature = "nccl"))]
+    single::works_on(&gpu, Backend::Auto);
 }

@@ -1,13 +1,14 @@
-//! A clock that stands still while this process is stopped (by Ctrl-Z, or a debugger), for judging the silence of others.
+//! A clock that stands still while this process is stopped, for example by Ctrl-Z or a debugger, to tell how long other
+//! ranks have been silent.
 use std::time::{Duration, Instant};
 
-/// The time of a thread that sleeps between rounds of work, without that in which it slept much longer than it wanted:
-/// then the process was stopped, or the machine, and whatever came from others meanwhile was not seen.
+/// The time of a thread that sleeps between rounds of work. Sleep that took much longer than intended does not count: the
+/// process or the machine was stopped then, and could not see what came from others.
 pub(super) struct AwakeClock {
-    /// What a sleep takes at most, on a machine that is busy as well.
+    /// The longest that a sleep takes, also on a busy machine.
     longest_sleep: Duration,
     asleep_since: Instant,
-    /// What is left out.
+    /// The time that does not count.
     stopped: Duration,
 }
 
@@ -16,18 +17,18 @@ impl AwakeClock {
         Self { longest_sleep, asleep_since: now, stopped: Duration::ZERO }
     }
 
-    /// The thread goes to sleep.
+    /// To be called before the thread sleeps.
     pub(super) fn sleep(&mut self, now: Instant) {
         self.asleep_since = now;
     }
 
-    /// The thread has slept.
+    /// To be called after the thread has slept.
     pub(super) fn wake(&mut self, now: Instant) {
         let slept = now.saturating_duration_since(self.asleep_since);
         self.stopped += slept.saturating_sub(self.longest_sleep);
     }
 
-    /// The time by this clock.
+    /// What this clock shows.
     pub(super) fn at(&self, now: Instant) -> Instant {
         now.checked_sub(self.stopped).unwrap_or(now)
     }
@@ -42,7 +43,7 @@ mod tests {
         let seconds = Duration::from_secs;
         let start = Instant::now();
         let mut clock = AwakeClock::new(start, seconds(2));
-        // By the system's clock: how long the thread worked, and slept; and what the clock says then.
+        // How long the thread worked and slept by the system's clock, and what this clock shows then.
         let rounds = [(0, 1, 1), (3, 1, 5), (0, 3600, 7), (1, 1, 9), (10, 2, 21), (0, 50, 23)];
         let mut now = start;
         for (worked, slept, expected) in rounds {

@@ -1,11 +1,11 @@
-//! What a rank called, as it travels in front of the data and as it stands in messages.
+//! What a rank called, as it is sent in front of the data and as it is written in messages.
 use super::label::Label;
 use super::wire::{Reader, Writer};
 use crate::backend::ReduceOp;
 use candle_core::DType;
 use std::fmt;
 
-/// The element types that the engine moves and reduces.
+/// The element types that the engines move and reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Element {
     F32,
@@ -48,7 +48,7 @@ impl Element {
     }
 }
 
-/// The kinds of calls. The discriminants travel.
+/// The kinds of calls. Their discriminants are sent to other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     /// The barrier at the end of a group's construction.
@@ -110,8 +110,8 @@ pub(super) struct Call {
     pub(super) element: Option<Element>,
     pub(super) reduction: Option<ReduceOp>,
     pub(super) root: Option<usize>,
-    /// Elements of the tensor; of the one that is a part when there are two (the input of an all-gather, the output
-    /// of a reduce-scatter), of the input of an all-to-all.
+    /// Elements of the tensor. Where there are two tensors, elements of the one that is a part of the other (the input of an
+    /// all-gather, the output of a reduce-scatter); of the input of an all-to-all.
     pub(super) count: u64,
     pub(super) label: Label,
 }
@@ -127,7 +127,7 @@ impl Call {
     }
 
     pub(super) fn encode(&self, writer: &mut Writer) {
-        // Enums without fields: `as` gives their place in the `ALL` lists.
+        // These enums have no fields, so `as` gives their index in the `ALL` lists.
         writer.u8(self.operation as u8);
         writer.u8(self.element.map_or(Self::NONE, |element| element as u8));
         writer.u8(self.reduction.map_or(Self::NONE, |reduction| reduction as u8));
@@ -149,7 +149,7 @@ impl Call {
         Some(Self { operation, element, reduction, root, count, label })
     }
 
-    /// `all_reduce(f32[20], sum)`: with the arguments that [`Display`](fmt::Display) leaves out.
+    /// With the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.
     fn in_full(&self) -> String {
         let reduction = self.reduction.map_or_else(String::new, |reduction| format!(", {reduction}"));
         let root = self.root.map_or_else(String::new, |root| format!(", root {root}"));
@@ -168,7 +168,7 @@ impl Call {
         }
     }
 
-    /// Two differing calls, in full where they look alike otherwise.
+    /// Describes two different calls, in full if their short forms are equal.
     pub(super) fn describe_both(&self, other: &Self) -> (String, String) {
         let (a, b) = (self.to_string(), other.to_string());
         if a == b { (self.in_full(), other.in_full()) } else { (a, b) }
@@ -182,7 +182,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// Calls are numbered and paired within a channel.
+/// A queue of calls: calls are numbered, and matched between ranks, within a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Channel {
     Collectives,
@@ -190,7 +190,7 @@ pub(crate) enum Channel {
     RecvFrom(usize),
 }
 
-/// What stands in front of the data of one call, once for each pair of ranks and direction.
+/// What is sent in front of the data of one call, once for each pair of ranks and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) sequence: u64,
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_survives_its_journey() {
+    fn a_header_can_be_encoded_and_decoded() {
         for operation in Operation::ALL {
             for (element, reduction, root) in [
                 (None, None, None),

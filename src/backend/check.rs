@@ -6,7 +6,8 @@ use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
 use std::ops::Range;
 
-/// Whether an engine can reach a tensor; if not, where the tensor is and what to do, to follow its description.
+/// Says whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows the
+/// tensor's description.
 pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
 
 /// Checks the tensors and arguments of `collective` on one rank of a group, and labels the call.
@@ -24,7 +25,7 @@ fn call_of(rank: usize, world_size: usize, place: Place, collective: &Collective
         Collective::Reduce { tensor, root, op } => call(Operation::Reduce, tensor, Some(*op), Some(*root))?,
         Collective::AllGather { output, input } => {
             let call = call(Operation::AllGather, input, None, None)?;
-            // In place: this rank's part is there already.
+            // In an all-gather in place, the input is this rank's part of the output.
             let each = input.elem_count();
             let own = rank * each..(rank + 1) * each;
             checker.pair_in_place(("output", output), ("input", input), world_size, Some(own))?;
@@ -126,12 +127,12 @@ impl Checker<'_> {
         })
     }
 
-    /// Both tensors can be used, and `whole` has `times` the elements of `part`.
+    /// Checks that both tensors can be used, and that `whole` has `times` the elements of `part`.
     fn pair(&self, whole: (&str, &Tensor), part: (&str, &Tensor), times: usize) -> Result<()> {
         self.pair_in_place(whole, part, times, None)
     }
 
-    /// The same, where `part` may also be the elements `place` of `whole`.
+    /// Like [`pair`](Self::pair), but `part` may also be the elements `place` of `whole`.
     fn pair_in_place(
         &self,
         whole: (&str, &Tensor),
@@ -208,17 +209,17 @@ impl Checker<'_> {
     }
 }
 
-/// Which bytes of its storage a contiguous tensor is.
+/// The bytes of its storage that a contiguous tensor covers.
 pub(super) fn byte_range(tensor: &Tensor) -> Range<usize> {
     let size = tensor.dtype().size_in_bytes();
     let start = tensor.layout().start_offset() * size;
     start..start + tensor.elem_count() * size
 }
 
-/// What identifies the storage of a contiguous tensor while the tensor lives, and which of its bytes it is. Waits while
-/// the storage is being changed.
+/// A number that identifies the storage of a contiguous tensor while the tensor lives, and the bytes that the tensor covers.
+/// Waits while the storage is being changed.
 pub(super) fn extent(tensor: &Tensor) -> (usize, Range<usize>) {
-    // Only compared, never followed.
+    // The address is only compared, never dereferenced.
     (std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr(), byte_range(tensor))
 }
 

@@ -1,23 +1,23 @@
 use candle_core::Tensor;
 use std::fmt;
 
-/// How the values of all ranks become one.
+/// How the values of all ranks are reduced to one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum. Integers wrap.
     Sum,
     /// The sum divided by the number of ranks; floating point only.
     Avg,
-    /// The smallest; NaN if any value is NaN (with NCCL what that makes of it).
+    /// The smallest value; NaN if any value is NaN (NCCL may treat NaN differently).
     Min,
-    /// The largest; NaN if any value is NaN (with NCCL what that makes of it).
+    /// The largest value; NaN if any value is NaN (NCCL may treat NaN differently).
     Max,
     /// The product. Integers wrap.
     Prod,
 }
 
 /// One call of a collective, with its tensors: contiguous, of the same dtype and element count on every rank, and
-/// changed in place (`tensor`, `output`). `input` and `output` must not overlap, but for [`AllGather`](Self::AllGather).
+/// changed in place (`tensor`, `output`). `input` and `output` must not overlap, except in [`AllGather`](Self::AllGather).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Collective {
@@ -25,7 +25,7 @@ pub enum Collective {
     AllReduce {
         /// Reduced in place.
         tensor: Tensor,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
     /// Every rank's `tensor` becomes that of `root`.
@@ -41,7 +41,7 @@ pub enum Collective {
         tensor: Tensor,
         /// The rank that gets the result.
         root: usize,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
     /// `output` becomes all ranks' inputs in rank order.
@@ -57,7 +57,7 @@ pub enum Collective {
         output: Tensor,
         /// `world_size` × the elements of `output`.
         input: Tensor,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
     /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`. Parts are equal in size.
@@ -87,16 +87,16 @@ pub enum Collective {
     },
     /// `tensor` goes to rank `peer`, which receives it.
     Send {
-        /// What is sent.
+        /// The data to send.
         tensor: Tensor,
-        /// To whom.
+        /// The rank that receives.
         peer: usize,
     },
     /// `tensor` becomes what rank `peer` sends.
     Recv {
-        /// Where it goes.
+        /// Where the received data goes.
         tensor: Tensor,
-        /// From whom.
+        /// The rank that sends.
         peer: usize,
     },
     /// Every rank waits until all have come.
@@ -104,7 +104,7 @@ pub enum Collective {
 }
 
 impl Collective {
-    /// The name that users call it by.
+    /// The name of the method that users call.
     pub fn name(&self) -> &'static str {
         match self {
             Self::AllReduce { .. } => "all_reduce",

@@ -1,12 +1,12 @@
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// What ends the making of a group early.
+/// What can end the construction of a group early.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Construction<'a> {
-    /// When the group must be made; `None`: within its time-out from now on.
+    /// The deadline of the construction; `None` stands for the group's time-out from now on.
     pub(crate) deadline: Option<Instant>,
-    /// Asked again and again while other ranks are waited for: an error ends the waiting.
+    /// Called again and again while waiting for other ranks; an error ends the wait.
     pub(crate) cancelled: Option<&'a dyn Fn() -> Result<()>>,
 }
 
@@ -15,7 +15,7 @@ impl Construction<'_> {
         self.cancelled.map_or(Ok(()), |cancelled| cancelled())
     }
 
-    /// What is behind `error`, which a peer may have caused by giving up: its reason may take a moment to arrive.
+    /// The root cause of `error`. A peer that gave up may have caused it, and its reason may take a moment to arrive.
     pub(crate) fn cause(&self, error: Error) -> Error {
         const PATIENCE: Duration = Duration::from_millis(1500);
         let until = Instant::now() + PATIENCE;

@@ -1,5 +1,5 @@
 //! The engines that move tensors between ranks, behind one trait.
-// For the engine that tells the life of its peers by their signs; its tests need neither CUDA nor NCCL.
+// Only the NCCL engine uses it, but its tests need neither CUDA nor NCCL.
 #[cfg(any(test, feature = "nccl"))]
 mod awake;
 mod call;
@@ -9,13 +9,13 @@ mod construction;
 pub mod cpu;
 mod failure;
 mod label;
-// Without the feature, the same names refuse politely; this is the one place that tells the two apart.
+// Without the feature, the same names return errors. This is the only place where the two builds differ.
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(not(feature = "nccl"))]
 #[path = "nccl/absent.rs"]
 pub mod nccl;
-mod progress;
+pub(crate) mod single;
 mod wire;
 mod work;
 
@@ -28,15 +28,15 @@ use crate::rendezvous::Store;
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Whether the engines take tensors of `dtype`.
+/// Whether the engines support tensors of `dtype`.
 pub(crate) fn takes(dtype: candle_core::DType) -> bool {
     call::Element::of(dtype).is_some()
 }
 
-/// What came of [`Communicator::split`].
+/// The result of [`Communicator::split`].
 #[non_exhaustive]
 pub enum Split {
-    /// The engine does not make groups out of others.
+    /// The engine cannot make groups out of others.
     Unsupported,
     /// This rank's engine of the new group.
     Member(Box<dyn Communicator>),
@@ -63,13 +63,14 @@ pub trait Communicator: Send + Sync {
         self.start(collective)?.wait()
     }
 
-    /// Makes [`Work::span`] known for the collectives that are started from now on, where that costs something: on GPUs.
-    /// Called again from time to time, it keeps the times exact.
+    /// Has [`Work::span`] measured for the collectives that are started from now on, where measuring costs something: on GPUs.
+    /// Call it again from time to time to keep the times exact.
     fn measure_spans(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Why the group has ended, or why no more calls of all its ranks can succeed, if the engine knows at once.
+    /// Why the group has failed, or why no more calls of all its ranks can succeed, as far as the engine knows without
+    /// asking the other ranks.
     fn failure(&self) -> Option<Error> {
         None
     }
@@ -77,13 +78,23 @@ pub trait Communicator: Send + Sync {
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
 
-    /// Makes the engine of a group of `ranks`, rank `i` of which is `ranks[i]`, out of this one; `store` is the new
-    /// group's own. Every rank of this group calls it with the same `ranks`, also those that are not among them.
+    /// Makes the engine of a new group out of this one. Rank `i` of the new group is `ranks[i]` here, and `store` belongs to
+    /// the new group alone. Every rank of this group calls it with the same `ranks`, also those that are not among them.
     ///
     /// # Errors
     /// The group has failed, or the new one cannot be made.
     #[allow(unused_variables)]
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         Ok(Split::Unsupported)
+    }
+
+    /// Makes a second engine of the same ranks, whose calls are independent of this one's: MPI's `MPI_Comm_dup`. `store`
+    /// belongs to the new group alone. Every rank of this group calls it, and calls of this group may be under way
+    /// meanwhile. By default, the group of all ranks is [split](Self::split) off.
+    ///
+    /// # Errors
+    /// The group has failed, or the new one cannot be made.
+    fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
+        self.split(&(0..self.world_size()).collect::<Vec<_>>(), store)
     }
 }

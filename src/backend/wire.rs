@@ -1,8 +1,8 @@
-//! Little-endian fields, written to and read from bytes.
+//! Encodes and decodes little-endian fields.
 
 /// Appends fields to a buffer.
 #[derive(Default)]
-pub(super) struct Writer(pub(super) Vec<u8>);
+pub(crate) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
     pub(super) fn u8(&mut self, value: u8) -> &mut Self {
@@ -22,7 +22,7 @@ impl Writer {
         self
     }
 
-    /// Text with its length in front, cut at [`TEXT_LIMIT`].
+    /// Text with its length in front, cut off at [`TEXT_LIMIT`].
     pub(super) fn text(&mut self, value: &str) -> &mut Self {
         let mut end = value.len().min(TEXT_LIMIT);
         while !value.is_char_boundary(end) {
@@ -32,11 +32,11 @@ impl Writer {
     }
 }
 
-/// The longest text that travels, in bytes.
+/// The longest text that is sent, in bytes.
 const TEXT_LIMIT: usize = 16 * 1024;
 
-/// Takes fields from the front of a buffer; `None` when it is too short.
-pub(super) struct Reader<'a>(pub(super) &'a [u8]);
+/// Takes fields from the front of a buffer; `None` if the buffer is too short.
+pub(crate) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl<'a> Reader<'a> {
     pub(super) fn u8(&mut self) -> Option<u8> {

@@ -2,10 +2,10 @@ use crate::Result;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What an engine promises about a collective in flight.
+/// A collective in flight, as its engine implements it.
 pub trait Completion: Send + Sync {
-    /// Returns once the results may be used by the calling thread's next candle operations. On a CPU that is when
-    /// they are there; on a GPU, when candle's stream was told to wait for them, which does not block the host.
+    /// Returns once the calling thread's next candle operations may use the results. On a CPU, that is when the results are
+    /// there; on a GPU, it is when candle's stream has been told to wait for them, which does not block the host.
     fn wait(&self) -> Result<()>;
 
     /// Blocks the host until the results are there.
@@ -35,7 +35,7 @@ impl Work {
         Self(Arc::new(completion))
     }
 
-    /// Work that was over when it began, as in a world of one.
+    /// Work that is complete already, as in a world of one.
     pub fn done() -> Self {
         struct Done;
         impl Completion for Done {

@@ -39,9 +39,10 @@ mod tests {
             let timeout = std::time::Duration::from_secs(5);
             Failure::TimedOut { rank: 3, call, sequence: 6, timeout, reason }.into()
         };
-        let late = timed_out("rank 12 is not in this collective: its last was sequence 5, barrier()");
+        let late = timed_out("rank 12 has not started this collective: its last was sequence 5, barrier()");
         assert_eq!(named_in(&format!("Error: {late:?}")), Some(12));
-        for other in [timed_out("all ranks are in it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
+        for other in
+            [timed_out("all ranks have started it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
         {
             assert_eq!(named_in(&other.to_string()), None, "{other}");
         }

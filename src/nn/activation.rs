@@ -2,7 +2,7 @@
 use super::channels::accumulator;
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
-use crate::tensor::{Element, Real, dispatch, vectorised};
+use crate::tensor::{Element, Real, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::op::{Gelu, GeluErf, Relu, Silu};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
@@ -146,20 +146,22 @@ fn c<R: Real>(value: f64) -> R {
 /// Loops over the elements: y of x, and dx of x and dy.
 macro_rules! activation {
     ($values:ident, $gradients:ident, |$x:ident| $value:expr, |$of:ident, $dy:ident| $gradient:expr) => {
-        vectorised! {
-            fn $values<'a, T: Element>(y: &'a mut [T], x: &'a [T]) {
+        fn $values<T: Element>(y: &mut [T], x: &[T]) {
+            vectorise!(move || {
                 for (y, x) in y.iter_mut().zip(x) {
                     let $x = x.widen();
                     *y = T::narrow($value);
                 }
-            }
+            })
+        }
 
-            fn $gradients<'a, T: Element>(dx: &'a mut [T], x: &'a [T], dy: &'a [T]) {
+        fn $gradients<T: Element>(dx: &mut [T], x: &[T], dy: &[T]) {
+            vectorise!(move || {
                 for ((dx, x), dy) in dx.iter_mut().zip(x).zip(dy) {
                     let ($of, $dy) = (x.widen(), dy.widen());
                     *dx = T::narrow($gradient);
                 }
-            }
+            })
         }
     };
 }

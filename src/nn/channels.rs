@@ -81,15 +81,12 @@ fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
             for (index, [mean, spread]) in moments.iter_mut().enumerate() {
                 let start = (sample * channels + block * BLOCK + index) * spatial;
                 let run = &x[start..start + spatial];
-                let (run_mean, run_spread) = tensor::vectorise(
-                    #[inline(always)]
-                    || {
-                        let [sum] = sums(run, run, |x, _| [x]);
-                        let mean = sum / length;
-                        let [spread] = sums(run, run, |x, _| [(x - mean) * (x - mean)]);
-                        (mean.to_f64(), spread.to_f64())
-                    },
-                );
+                let (run_mean, run_spread) = tensor::vectorise!(|| {
+                    let [sum] = sums(run, run, |x, _| [x]);
+                    let mean = sum / length;
+                    let [spread] = sums(run, run, |x, _| [(x - mean) * (x - mean)]);
+                    (mean.to_f64(), spread.to_f64())
+                });
                 let (before, share) = (sample as f64, 1.0 / (sample + 1) as f64);
                 let distance = run_mean - *mean;
                 *mean += distance * share;
@@ -365,19 +362,16 @@ fn channel_sums<A: WithDType, const K: usize>(
     let Extents { samples, channels, spatial } = extents;
     let mut totals = vec![[0.0; K]; channels];
     totals.par_chunks_mut(BLOCK).enumerate().for_each(|(block, totals)| {
-        tensor::vectorise(
-            #[inline(always)]
-            || {
-                for sample in 0..samples {
-                    for (index, total) in totals.iter_mut().enumerate() {
-                        let channel = block * BLOCK + index;
-                        let start = (sample * channels + channel) * spatial;
-                        let part = part(channel, start..start + spatial);
-                        total.iter_mut().zip(part).for_each(|(total, part)| *total += part.to_f64());
-                    }
+        tensor::vectorise!(|| {
+            for sample in 0..samples {
+                for (index, total) in totals.iter_mut().enumerate() {
+                    let channel = block * BLOCK + index;
+                    let start = (sample * channels + channel) * spatial;
+                    let part = part(channel, start..start + spatial);
+                    total.iter_mut().zip(part).for_each(|(total, part)| *total += part.to_f64());
                 }
-            },
-        );
+            }
+        });
     });
     (0..K).flat_map(|row| totals.iter().map(move |total| total[row])).collect()
 }
@@ -416,15 +410,12 @@ fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, 
         return values;
     }
     values.par_chunks_mut(sample_len).enumerate().for_each(|(sample, values)| {
-        tensor::vectorise(
-            #[inline(always)]
-            || {
-                for (channel, values) in values.chunks_mut(spatial).enumerate() {
-                    let start = sample * sample_len + channel * spatial;
-                    fill(channel, start..start + spatial, values);
-                }
-            },
-        );
+        tensor::vectorise!(|| {
+            for (channel, values) in values.chunks_mut(spatial).enumerate() {
+                let start = sample * sample_len + channel * spatial;
+                fill(channel, start..start + spatial, values);
+            }
+        });
     });
     values
 }

@@ -5,7 +5,7 @@ use crate::Error;
 use crate::error::describe;
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
-use crate::tensor::{Element, Real, dispatch, vectorised};
+use crate::tensor::{Element, Real, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -152,22 +152,18 @@ fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -
     total.to_dtype(logits.dtype())
 }
 
-vectorised! {
-    /// Without a share of every class: p × `by_p`.
-    fn gradient_row<'a, T: Element>(dx: &'a mut [T], x: &'a [T], norm: T::Real, by_p: T::Real) {
+/// Without a share of every class: p × `by_p`.
+fn gradient_row<T: Element>(dx: &mut [T], x: &[T], norm: T::Real, by_p: T::Real) {
+    vectorise!(move || {
         for (dx, x) in dx.iter_mut().zip(x) {
             *dx = T::narrow((x.widen() - norm).exp() * by_p);
         }
-    }
+    })
+}
 
-    /// p × `by_p` − weight × `by_weight` for neighbouring samples, whose classes are `inner` elements apart.
-    fn gradient_tile<'a, T: Element>(
-        dx: &'a mut [T],
-        x: &'a [T],
-        inner: usize,
-        weights: &'a [T::Real],
-        factors: [&'a [T::Real]; 3],
-    ) {
+/// p × `by_p` − weight × `by_weight` for neighbouring samples, whose classes are `inner` elements apart.
+fn gradient_tile<T: Element>(dx: &mut [T], x: &[T], inner: usize, weights: &[T::Real], factors: [&[T::Real]; 3]) {
+    vectorise!(move || {
         let [norm, by_p, by_weight] = factors;
         let count = norm.len();
         for ((dx, x), weight) in dx.chunks_mut(inner).zip(x.chunks(inner)).zip(weights) {
@@ -176,7 +172,7 @@ vectorised! {
                 *dx = T::narrow((x.widen() - *norm).exp() * *by_p - *by_weight * *weight);
             }
         }
-    }
+    })
 }
 
 struct CrossEntropy {

@@ -93,7 +93,7 @@ impl Mask {
             |numbers, (block, (y, x))| {
                 let numbers = &mut numbers[..x.len()];
                 self.fill(block, numbers);
-                tensor::vectorise(|| {
+                tensor::vectorise!(|| {
                     for ((y, x), number) in y.iter_mut().zip(x).zip(&*numbers) {
                         *y = if *number < self.threshold { zero } else { T::narrow(x.widen() * scale) };
                     }

@@ -112,7 +112,7 @@ impl Lookup {
                 let start = order.partition_point(|(index, _)| *index < first);
                 let end = order.partition_point(|(index, _)| *index < first + rows);
                 for same in order[start..end].chunk_by(|a, b| a.0 == b.0) {
-                    tensor::vectorise(|| {
+                    tensor::vectorise!(|| {
                         sum.fill(T::Real::from_f64(0.0));
                         for (_, row) in same {
                             let dy = &dy[row * size..][..size];

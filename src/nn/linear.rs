@@ -183,7 +183,7 @@ impl Function for Product {
 fn column_sums<R: Real>(rows: &[R], columns: usize) -> Vec<R> {
     let mut sums = vec![R::from_f64(0.0); columns];
     if columns > 0 {
-        vectorise(|| {
+        vectorise!(|| {
             for row in rows.chunks_exact(columns) {
                 sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += *value);
             }

@@ -4,7 +4,7 @@ use super::resample::{plane, with_planes};
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
-use crate::tensor::{Element, dispatch, vectorised};
+use crate::tensor::{Element, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
 use rayon::prelude::*;
@@ -139,15 +139,9 @@ impl MaxPool {
     }
 }
 
-vectorised! {
-    /// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
-    fn compare_row<'a, T: Element>(
-        columns: &'a Windows,
-        x: &'a [T],
-        start: usize,
-        best: &'a mut [T::Real],
-        indices: &'a mut [u32],
-    ) {
+/// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
+fn compare_row<T: Element>(columns: &Windows, x: &[T], start: usize, best: &mut [T::Real], indices: &mut [u32]) {
+    vectorise!(move || {
         let Windows { count, size, kernel, stride, padding } = *columns;
         for tap in 0..kernel {
             // The windows whose tap lies in the row.
@@ -166,7 +160,7 @@ vectorised! {
                 }
             }
         }
-    }
+    })
 }
 
 /// [`compare_one`] for every `STRIDE`th element of `x` from `offset` on.

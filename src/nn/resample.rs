@@ -4,7 +4,7 @@ use super::channels::accumulator;
 use crate::Error;
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
-use crate::tensor::{Element, dispatch, vectorised};
+use crate::tensor::{Element, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
@@ -137,14 +137,14 @@ impl Resample {
 /// Outputs, as in [`Axis`].
 type Outputs<R> = [(usize, Vec<R>)];
 
-vectorised! {
-    fn forward_plane<'a, T: Element>(
-        y: &'a mut [T],
-        x: &'a [T],
-        sum: &'a mut [T::Real],
-        rows: &'a Outputs<T::Real>,
-        columns: &'a Outputs<T::Real>,
-    ) {
+fn forward_plane<T: Element>(
+    y: &mut [T],
+    x: &[T],
+    sum: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
         let zero = T::Real::from_f64(0.0);
         for (y, (start, weights)) in y.chunks_exact_mut(columns.len()).zip(rows) {
             sum.fill(zero);
@@ -161,16 +161,18 @@ vectorised! {
                 *y = T::narrow(total);
             }
         }
-    }
+    })
+}
 
-    fn backward_plane<'a, T: Element>(
-        dx: &'a mut [T],
-        dy: &'a [T],
-        spread: &'a mut [T::Real],
-        total: &'a mut [T::Real],
-        rows: &'a Outputs<T::Real>,
-        columns: &'a Outputs<T::Real>,
-    ) {
+fn backward_plane<T: Element>(
+    dx: &mut [T],
+    dy: &[T],
+    spread: &mut [T::Real],
+    total: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
         let zero = T::Real::from_f64(0.0);
         total.fill(zero);
         for (dy, (start, weights)) in dy.chunks_exact(columns.len()).zip(rows) {
@@ -190,7 +192,7 @@ vectorised! {
         for (dx, total) in dx.iter_mut().zip(&*total) {
             *dx = T::narrow(*total);
         }
-    }
+    })
 }
 
 impl CustomOp1 for Resample {

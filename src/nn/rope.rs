@@ -123,7 +123,7 @@ impl Rope {
                 let (x0, x1, sin) = (x0.widen(), x1.widen(), sin * sign);
                 (T::narrow(x0 * cos - x1 * sin), T::narrow(x0 * sin + x1 * cos))
             };
-            tensor::vectorise(|| {
+            tensor::vectorise!(|| {
                 if self.kind == Kind::Interleaved {
                     let pairs = y.as_chunks_mut::<2>().0.iter_mut().zip(x.as_chunks::<2>().0);
                     for ((y, x), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {

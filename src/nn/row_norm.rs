@@ -86,7 +86,7 @@ impl RowNorm {
             let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
             blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
                 let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
-                tensor::vectorise(|| {
+                tensor::vectorise!(|| {
                     for ((y, x), statistics) in rows.zip(statistics) {
                         let (mean, scale) = row_statistics(x, self.eps, self.centred);
                         normalise_row(y, x, weight, bias, mean, scale);
@@ -128,7 +128,7 @@ impl RowNorm {
                     let zeros = vec![Acc::from_f64(0.0); size];
                     let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
                     let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
-                    tensor::vectorise(|| {
+                    tensor::vectorise!(|| {
                         for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
                             let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
                             let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));

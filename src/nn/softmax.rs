@@ -3,7 +3,7 @@ use super::channels::accumulator;
 use super::rows::{dot, exponentials, larger, maximum, sum};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
-use crate::tensor::{Element, Real, dispatch, vectorised};
+use crate::tensor::{Element, Real, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, WithDType};
@@ -68,22 +68,19 @@ pub(super) fn extents(shape: &Shape, dim: usize) -> (usize, usize, usize) {
     (shape.dims()[dim], inner, shape.dims()[dim] * inner)
 }
 
-vectorised! {
-    /// The maximum m of a row, and Σ e^(x − m), whose terms are left in `to`.
-    pub(super) fn row_sum<'a, T: Element>(x: &'a [T], to: &'a mut [T::Real]) -> (T::Real, T::Real) {
+/// The maximum m of a row, and Σ e^(x − m), whose terms are left in `to`.
+pub(super) fn row_sum<T: Element>(x: &[T], to: &mut [T::Real]) -> (T::Real, T::Real) {
+    vectorise!(move || {
         let max = maximum(x, T::Real::from_f64(f64::NEG_INFINITY));
         exponentials(x, max, to);
         (max, sum(to))
-    }
+    })
+}
 
-    /// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
-    /// terms.
-    pub(super) fn column_sums<'a, T: Element>(
-        x: &'a [T],
-        inner: usize,
-        max: &'a mut [T::Real],
-        sums: &'a mut [T::Real],
-    ) {
+/// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
+/// terms.
+pub(super) fn column_sums<T: Element>(x: &[T], inner: usize, max: &mut [T::Real], sums: &mut [T::Real]) {
+    vectorise!(move || {
         let count = max.len();
         max.fill(T::Real::from_f64(f64::NEG_INFINITY));
         sums.fill(T::Real::from_f64(0.0));
@@ -97,28 +94,27 @@ vectorised! {
                 *sum += (x.widen() - *max).exp();
             }
         }
-    }
+    })
+}
 
-    fn softmax_row<'a, T: Element>(y: &'a mut [T], exponentials: &'a [T::Real], scale: T::Real) {
+fn softmax_row<T: Element>(y: &mut [T], exponentials: &[T::Real], scale: T::Real) {
+    vectorise!(move || {
         for (y, value) in y.iter_mut().zip(exponentials) {
             *y = T::narrow(*value * scale);
         }
-    }
+    })
+}
 
-    fn log_softmax_row<'a, T: Element>(y: &'a mut [T], x: &'a [T], max: T::Real, log: T::Real) {
+fn log_softmax_row<T: Element>(y: &mut [T], x: &[T], max: T::Real, log: T::Real) {
+    vectorise!(move || {
         for (y, x) in y.iter_mut().zip(x) {
             *y = T::narrow(x.widen() - max - log);
         }
-    }
+    })
+}
 
-    fn softmax_tile<'a, T: Element>(
-        y: &'a mut [T],
-        x: &'a [T],
-        inner: usize,
-        log: bool,
-        max: &'a [T::Real],
-        sums: &'a mut [T::Real],
-    ) {
+fn softmax_tile<T: Element>(y: &mut [T], x: &[T], inner: usize, log: bool, max: &[T::Real], sums: &mut [T::Real]) {
+    vectorise!(move || {
         let count = max.len();
         for sum in &mut *sums {
             *sum = if log { sum.ln() } else { T::Real::from_f64(1.0) / *sum };
@@ -135,9 +131,11 @@ vectorised! {
                 }
             }
         }
-    }
+    })
+}
 
-    fn gradient_row<'a, T: Element>(dx: &'a mut [T], y: &'a [T], dy: &'a [T], log: bool) {
+fn gradient_row<T: Element>(dx: &mut [T], y: &[T], dy: &[T], log: bool) {
+    vectorise!(move || {
         if log {
             let sum = sum(dy);
             for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
@@ -149,16 +147,11 @@ vectorised! {
                 *dx = T::narrow(y.widen() * (dy.widen() - sum));
             }
         }
-    }
+    })
+}
 
-    fn gradient_tile<'a, T: Element>(
-        dx: &'a mut [T],
-        y: &'a [T],
-        dy: &'a [T],
-        inner: usize,
-        log: bool,
-        sums: &'a mut [T::Real],
-    ) {
+fn gradient_tile<T: Element>(dx: &mut [T], y: &[T], dy: &[T], inner: usize, log: bool, sums: &mut [T::Real]) {
+    vectorise!(move || {
         let count = sums.len();
         sums.fill(T::Real::from_f64(0.0));
         for (y, dy) in y.chunks(inner).zip(dy.chunks(inner)) {
@@ -178,7 +171,7 @@ vectorised! {
                 }
             }
         }
-    }
+    })
 }
 
 struct Softmax {

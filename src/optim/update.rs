@@ -109,7 +109,7 @@ impl<R: UpdateRule> Update<'_, R> {
         let gradient = slice::<E>(g, gl)?;
         with_slices_mut::<E::Real>(self.states, &mut |states| {
             let slices = Slices { parameter: &mut *parameter, gradient, states };
-            tensor::vectorise(|| match self.pass {
+            tensor::vectorise!(|| match self.pass {
                 Pass::Prepare(sums) => sums.set(self.rule.prepare(self.moment, slices)),
                 Pass::Update(sums) => self.rule.update(self.moment, sums, slices),
             });

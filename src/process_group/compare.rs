@@ -1,10 +1,10 @@
-//! What ranks must have alike.
+//! Finds differences in what all ranks must have in common.
 use super::ProcessGroup;
 use crate::{Error, Result};
 
 impl ProcessGroup {
-    /// The first rank whose report differs from rank 0's, and in what. A rank that has none, but a reason, is an error on
-    /// all, to which `failed` is the introduction. Every rank calls it.
+    /// The first rank whose report differs from rank 0's, and the first difference in words. If a rank has an error instead of
+    /// a report, all ranks get that error, introduced by `failed`. Every rank calls it.
     pub(crate) fn compare(
         &self,
         report: std::result::Result<String, &Error>,

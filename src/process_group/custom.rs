@@ -8,13 +8,13 @@ use candle_core::Device;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What [`ProcessGroup::with_communicator`] needs to know beside the engine.
+/// What [`ProcessGroup::with_communicator`] needs to know besides the engine.
 #[derive(Clone, Debug)]
 pub struct CustomOptions {
     /// The device of the tensors that the engine takes. Default: the CPU.
     pub device: Device,
-    /// How long a collective may take: what [`ProcessGroup::timeout`] tells. The engine keeps to it, or not. Default: 10
-    /// minutes.
+    /// How long a collective may take, as [`ProcessGroup::timeout`] tells it. Whether that is kept is up to the engine.
+    /// Default: 10 minutes.
     pub timeout: Duration,
     /// This process's place among those of the job on the same host. Default: 0.
     pub local_rank: usize,
@@ -30,11 +30,12 @@ impl Default for CustomOptions {
 
 impl ProcessGroup {
     /// A group over an engine from outside of this crate, such as MPI or UCX: this rank's `communicator`, and a `store`
-    /// that the ranks of the group share and nobody else uses. [`rendezvous`](crate::rendezvous::rendezvous) gives one,
-    /// and tells the engine who its rank is.
+    /// that the ranks of the group share and nothing else uses. [`rendezvous`](crate::rendezvous::rendezvous) gives one, and
+    /// tells which rank this process is.
     ///
-    /// Everything in this crate works over such a group. [`new_group`](Self::new_group), and layers that communicate in
-    /// their forward pass, as `SyncBatchNorm` does, need an engine that implements [`Communicator::split`].
+    /// Everything in this crate works over such a group. [`new_group`](Self::new_group) needs an engine that implements
+    /// [`Communicator::split`]. Layers that communicate in their forward pass, such as `SyncBatchNorm`, need that method or
+    /// [`Communicator::duplicate`].
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where `local_rank` is not below `local_world_size`.

@@ -1,4 +1,5 @@
 //! The engine of a group.
+use crate::backend::single::SingleCommunicator;
 use crate::backend::{Communicator, Construction, cpu, nccl};
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
@@ -11,13 +12,16 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Backend {
-    /// NCCL when it is compiled in and a GPU is there, the CPU engine otherwise.
+    /// NCCL when it is compiled in and a GPU is there, the CPU engine otherwise. Where `InitOptions.device` is a GPU and NCCL
+    /// is not compiled in: `Single`.
     #[default]
     Auto,
     /// The crate's own engine for tensors in host memory.
     Cpu,
     /// NVIDIA's NCCL, for tensors on GPUs (feature `nccl`).
     Nccl,
+    /// No engine: a world of one rank on any device, also on a GPU without NCCL (feature `cuda`).
+    Single,
     /// An engine from outside of this crate: see [`ProcessGroup::with_communicator`](super::ProcessGroup::with_communicator).
     Custom,
 }
@@ -37,6 +41,7 @@ pub(super) struct Settings {
 pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<dyn Store> {
     let prefix = match settings.backend {
         Backend::Nccl => "nccl",
+        Backend::Single => "single",
         Backend::Custom => "custom",
         Backend::Auto | Backend::Cpu => "cpu",
     };
@@ -57,6 +62,19 @@ pub(super) fn communicator(
             what: "another group over an engine from outside".to_string(),
             hint: "the engine makes none: let it implement Communicator::split".to_string(),
         });
+    }
+    if settings.backend == Backend::Single {
+        if world_size > 1 {
+            let device = settings.device.location();
+            return Err(Error::Unavailable {
+                what: format!("a process group of {world_size} ranks on {device:?} with Backend::Single"),
+                hint:
+                    "it is for a world of one rank: build with the feature `nccl` for ranks on GPUs, or give no device \
+                       and the CPU engine connects the ranks"
+                        .to_string(),
+            });
+        }
+        return Ok(Box::new(SingleCommunicator::new(settings.device.clone())));
     }
     if settings.backend == Backend::Nccl {
         let options = nccl::NcclOptions { timeout, ..Default::default() };

@@ -2,7 +2,8 @@ use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use super::threads;
 use crate::backend::{Construction, nccl};
-use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Store, absent_ranks};
+use crate::error::Failure;
+use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::time::Duration;
@@ -15,19 +16,19 @@ pub struct InitOptions {
     pub backend: Backend,
     /// How ranks find each other: `env://` (default), `tcp://host:port` or `file:///path`.
     pub init_method: String,
-    /// This process's rank, when the environment does not say or says otherwise.
+    /// This process's rank. Default: from the environment.
     pub rank: Option<usize>,
-    /// The number of ranks, when the environment does not say or says otherwise.
+    /// The number of ranks. Default: from the environment.
     pub world_size: Option<usize>,
     /// How long to wait for the other ranks to come, and how long a collective may take. Default: 10 minutes.
     pub timeout: Duration,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
-    /// Has the kernel kill this process when its parent dies, however that happens: for launchers such as torchrun, whose
-    /// workers would go on when it is killed by SIGKILL. `ddprun` does so by itself. Linux only. Default: false.
+    /// Has the kernel kill this process when its parent dies, in whatever way. This is for launchers such as torchrun, whose
+    /// workers go on when it is killed by SIGKILL; `ddprun` does so by itself. Linux only. Default: false.
     ///
-    /// The parent is the thread that started this process, and the setting belongs to the thread that calls
-    /// [`init_process_group`]: it ends with that. A parent that died before the call is not noticed.
+    /// The parent is the thread that started this process. The setting belongs to the thread that calls
+    /// [`init_process_group`], and ends with that thread. A parent that died before the call is not noticed.
     pub die_with_parent: bool,
 }
 
@@ -49,22 +50,22 @@ impl Default for InitOptions {
 /// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
 ///
 /// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
-/// on its host, and the others with the CPU engine; all ranks have to come to the same.
+/// on its host, and the others with the CPU engine. All ranks must end up with the same engine. In a build without NCCL
+/// (feature `cuda`), a GPU as the device makes a group of one rank.
 ///
 /// Where several ranks share a host and `RAYON_NUM_THREADS` is not set, as when ranks are started by hand, each would take
 /// all processors: rayon's threads are then limited to the rank's share, unless they run already, and a warning says so.
 ///
 /// # Errors
-/// A missing or contradictory environment, an engine that is not there, a rendezvous that nobody else comes to within
-/// the time-out: each says which variable, address or rank, and what to do. A rank that has come and then fails, because
-/// it has no device or another engine than the others, for example, is an error on all ranks at once
-/// ([`Failure::PeerFailed`](crate::error::Failure::PeerFailed)); one whose process dies is an error within ten seconds.
-/// The time-out bounds all of it.
+/// A missing or contradictory environment, an engine that is not available, or ranks that do not come within the time-out;
+/// each error says which variable, address or rank, and what to do. If a rank has come and then fails, for example because it
+/// has no device or another engine than the others, all ranks get an error at once
+/// ([`Failure::PeerFailed`]); if its process dies, they do within ten seconds. The time-out bounds all of it.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
     if options.die_with_parent {
         super::parent::die_with_parent()?;
     }
-    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count)?;
+    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count, nccl::version)?;
     let (found, watcher) = rendezvous::meet(&RendezvousOptions {
         init_method: options.init_method,
         rank: options.rank,
@@ -85,10 +86,11 @@ fn connect(
 ) -> Result<ProcessGroup> {
     let device = match backend {
         Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
+        Backend::Single => device.unwrap_or(Device::Cpu),
         _ => Device::Cpu,
     };
-    tell(&*found.store, found.rank, backend)?;
-    hear(&*found.store, found.rank, found.world_size)?;
+    let (rank, world_size) = (found.rank, found.world_size);
+    agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
     threads::limit(found.local_rank, found.local_world_size);
     log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
     let settings = Settings {
@@ -108,12 +110,24 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
     Error::Unavailable { what: what.to_string(), hint: hint.into() }
 }
 
-/// The engine that is meant; `device_count` says how many GPUs there are, or why none.
-fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> Result<usize>) -> Result<Backend> {
+/// The engine to use. `device_count` says how many GPUs there are, or why none, and `nccl_version` whether NCCL is there.
+fn choose(
+    backend: Backend,
+    device: Option<&Device>,
+    device_count: impl Fn() -> Result<usize>,
+    nccl_version: impl Fn() -> Result<i32>,
+) -> Result<Backend> {
     let is_cpu = device.map(Device::is_cpu);
     match (backend, is_cpu) {
         (Backend::Auto, Some(true)) => Ok(Backend::Cpu),
-        (Backend::Auto, Some(false)) => choose(Backend::Nccl, device, device_count),
+        (Backend::Auto, Some(false)) => match nccl_version() {
+            Ok(_) => Ok(Backend::Nccl),
+            Err(reason) => {
+                log::debug!("Backend::Auto takes Backend::Single: {reason}");
+                Ok(Backend::Single)
+            }
+        },
+        (Backend::Single, _) => Ok(Backend::Single),
         (Backend::Auto, None) => match device_count() {
             Ok(_) => Ok(Backend::Nccl),
             Err(reason) => {
@@ -133,7 +147,7 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
         )),
         (Backend::Nccl, _) => {
             // Whether there is a GPU is found out after the rendezvous, so that a rank without one can tell the others.
-            nccl::version()?;
+            nccl_version()?;
             Ok(Backend::Nccl)
         }
         (Backend::Custom, _) => Err(Error::invalid(
@@ -143,46 +157,28 @@ fn choose(backend: Backend, device: Option<&Device>, device_count: impl Fn() -> 
     }
 }
 
-fn backend_key(rank: usize) -> String {
-    format!("backend/{rank}")
-}
-
-/// Tells the other ranks this one's engine.
-fn tell(store: &dyn Store, rank: usize, backend: Backend) -> Result<()> {
-    store.set(&backend_key(rank), format!("{backend:?}").as_bytes())
-}
-
-/// Checks that all ranks have the same engine.
-fn hear(store: &dyn Store, rank: usize, world_size: usize) -> Result<()> {
-    let keys: Vec<String> = (0..world_size).map(backend_key).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    match store.wait(&keys, None) {
-        Err(Error::StoreTimeout { store: name, timeout, reason, .. }) => {
-            let reason = match absent_ranks(store, 0..world_size, &backend_key) {
-                Ok(absent) => format!(
-                    "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or \
-                     give them more time (timeout)"
-                ),
-                Err(_) => reason,
-            };
-            let operation = format!("init_process_group of rank {rank}");
-            return Err(Error::StoreTimeout { operation, store: name, timeout, reason });
-        }
-        result => result?,
-    }
-    let words = store.multi_get(&keys)?;
-    let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
-    match words.iter().position(|word| *word != words[0]) {
-        None => Ok(()),
-        Some(peer) => {
-            let (first, other) = (&words[0], &words[peer]);
+/// Tells the other ranks this one's engine, and checks that all have the same.
+fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
+    reports.tell(Ok(format!("{backend:?}").as_bytes()))?;
+    let rank = reports.rank;
+    let missing = |absent: Vec<usize>, late: Error| match late {
+        Error::StoreTimeout { store, timeout, .. } => {
             let reason = format!(
-                "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
-                 InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
+                "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or give them \
+                 more time (timeout)"
             );
-            Err(Error::invalid("backend", reason))
+            Error::StoreTimeout { operation: format!("init_process_group of rank {rank}"), store, timeout, reason }
         }
-    }
+        error => error,
+    };
+    let names = reports.hear(None, missing)?.map_err(|(peer, reason)| Failure::PeerFailed { peer, reason })?;
+    let Some(peer) = names.iter().position(|name| *name != names[0]) else { return Ok(()) };
+    let [first, other] = [0, peer].map(|rank| String::from_utf8_lossy(&names[rank]));
+    let reason = format!(
+        "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
+         InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
+    );
+    Err(Error::invalid("backend", reason))
 }
 
 #[cfg(test)]
@@ -200,37 +196,57 @@ mod tests {
 
     #[test]
     fn auto_takes_a_gpu_where_there_is_one() {
-        assert_eq!(choose(Backend::Auto, None, two).unwrap(), Backend::Nccl);
-        assert_eq!(choose(Backend::Auto, None, none).unwrap(), Backend::Cpu);
-        assert_eq!(choose(Backend::Nccl, None, none).is_ok(), cfg!(feature = "nccl"));
-        assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two).unwrap(), Backend::Cpu);
-        assert_eq!(choose(Backend::Cpu, None, two).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Auto, None, two, nccl::version).unwrap(), Backend::Nccl);
+        assert_eq!(choose(Backend::Auto, None, none, nccl::version).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Nccl, None, none, nccl::version).is_ok(), cfg!(feature = "nccl"));
+        assert_eq!(choose(Backend::Auto, Some(&Device::Cpu), two, nccl::version).unwrap(), Backend::Cpu);
+        assert_eq!(choose(Backend::Cpu, None, two, nccl::version).unwrap(), Backend::Cpu);
+    }
+
+    #[test]
+    fn one_rank_needs_no_nccl() {
+        assert_eq!(choose(Backend::Single, None, none, || Err(unavailable("NCCL", ""))).unwrap(), Backend::Single);
+        assert_eq!(choose(Backend::Single, Some(&Device::Cpu), two, || Ok(1)).unwrap(), Backend::Single);
     }
 
     #[test]
     fn what_cannot_be_is_refused() {
-        assert!(choose(Backend::Nccl, Some(&Device::Cpu), two).unwrap_err().to_string().contains("this is the CPU"));
-        assert!(choose(Backend::Custom, None, two).unwrap_err().to_string().contains("with_communicator"));
+        assert!(
+            choose(Backend::Nccl, Some(&Device::Cpu), two, nccl::version)
+                .unwrap_err()
+                .to_string()
+                .contains("this is the CPU")
+        );
+        assert!(
+            choose(Backend::Custom, None, two, nccl::version).unwrap_err().to_string().contains("with_communicator")
+        );
     }
 
     #[test]
     fn ranks_with_different_engines_all_hear_of_it() {
-        let store = HashStore::new(Duration::from_secs(5));
-        tell(&store, 0, Backend::Nccl).unwrap();
-        tell(&store, 1, Backend::Cpu).unwrap();
-        for rank in 0..2 {
-            let error = hear(&store, rank, 2).unwrap_err().to_string();
-            assert!(error.contains("rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu"), "{error}");
+        use Backend::{Cpu, Nccl};
+        for (backends, are_equal) in [([Nccl, Cpu], false), ([Nccl, Nccl], true)] {
+            let store = HashStore::new(Duration::from_secs(5));
+            std::thread::scope(|scope| {
+                for (rank, backend) in backends.into_iter().enumerate() {
+                    let reports = StoreReports { store: &store, topic: "backend", rank, world_size: 2 };
+                    scope.spawn(move || match agree_on_backend(&reports, backend) {
+                        Ok(()) => assert!(are_equal),
+                        Err(error) => {
+                            let text = "rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu";
+                            assert!(!are_equal && error.to_string().contains(text), "{error}");
+                        }
+                    });
+                }
+            });
         }
-        tell(&store, 1, Backend::Nccl).unwrap();
-        hear(&store, 0, 2).unwrap();
     }
 
     #[test]
     fn a_rank_without_a_word_is_named() {
         let store = HashStore::new(Duration::from_millis(20));
-        tell(&store, 1, Backend::Cpu).unwrap();
-        let error = hear(&store, 1, 3).unwrap_err().to_string();
+        let reports = StoreReports { store: &store, topic: "backend", rank: 1, world_size: 3 };
+        let error = agree_on_backend(&reports, Backend::Cpu).unwrap_err().to_string();
         assert!(error.contains("init_process_group of rank 1 timed out after 20ms"), "{error}");
         assert!(error.contains("rank(s) [0, 2] have not chosen their devices"), "{error}");
     }

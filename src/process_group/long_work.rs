@@ -1,4 +1,4 @@
-//! Work that may take longer than a collective may, such as writing a large file.
+//! Work that may take longer than a collective, such as writing a large file.
 use super::ProcessGroup;
 use crate::panic::panic_message;
 use crate::state::file::{PreparedFile, Progress, WriteJob};
@@ -9,7 +9,7 @@ use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Work without any progress for this long is given up, or for as long as the group's time-out, if that is longer.
+/// Work is given up without any progress for this long, or for the group's time-out if that is longer.
 const STUCK: Duration = Duration::from_secs(600);
 
 impl ProcessGroup {
@@ -17,7 +17,7 @@ impl ProcessGroup {
     /// makes progress: it runs on a thread of its own, while the ranks tell each other that they are there. Every rank
     /// calls it. When one fails, the others' work is called off, and what it returns is dropped.
     ///
-    /// When it returns, everything is known to have ended well that the group did before.
+    /// When it returns, everything that the group did before is known to have succeeded.
     pub(crate) fn agree_on_long_work<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Progress) -> Result<T> + Send + 'static,
@@ -31,7 +31,7 @@ impl ProcessGroup {
         stuck: Duration,
     ) -> Result<T> {
         const WORKING: &str = "working";
-        // Ranks without work wait in the exchange of reports, which has the group's time-out; and all hear of a failure soon.
+        // Ranks without work wait in the exchange of reports, which has the group's time-out. All hear of a failure soon.
         let interval = (self.timeout() / 4).min(stuck).min(Duration::from_secs(1));
         let mut state = Background::start(work, stuck).map(State::Working);
         loop {
@@ -39,7 +39,7 @@ impl ProcessGroup {
                 Ok(State::Working(background)) => background.wait(interval),
                 ended => ended,
             };
-            // An engine may end calls that failed as if they were over: what they left must not be believed.
+            // An engine may end failed calls as if they were complete: their results must not be used.
             state = state.and_then(|state| self.failure().map_or(Ok(state), Err));
             let report = match &state {
                 Ok(State::Working(_)) => Ok(WORKING),
@@ -69,7 +69,7 @@ impl ProcessGroup {
         own.or_else(|| match self.0.companion.try_lock() {
             Ok(companion) => companion.as_ref()?.failure(),
             Err(TryLockError::Poisoned(companion)) => companion.into_inner().as_ref()?.failure(),
-            // It is being made, and has done nothing yet.
+            // That group is being made, and has done nothing yet.
             Err(TryLockError::WouldBlock) => None,
         })
     }
@@ -80,13 +80,13 @@ enum State<T> {
     Done(T),
 }
 
-/// A thread that works. Dropped, it is told to stop.
+/// A thread that works. Dropping this tells it to stop.
 struct Background<T> {
     progress: Arc<Progress>,
     result: Receiver<Result<T>>,
     thread: Option<JoinHandle<()>>,
     stuck: Duration,
-    /// How far it was, and since when.
+    /// Its last progress, and since when it has been that.
     seen: (u64, Instant),
 }
 
@@ -96,7 +96,7 @@ impl<T: Send + 'static> Background<T> {
         let (sender, result) = mpsc::channel();
         let body = {
             let progress = Arc::clone(&progress);
-            // Nobody listens any more when it was called off.
+            // Nothing receives the result any more when the work was called off.
             move || drop(sender.send(work(&progress)))
         };
         let thread = std::thread::Builder::new()
@@ -106,7 +106,7 @@ impl<T: Send + 'static> Background<T> {
         Ok(Self { progress, result, thread: Some(thread), stuck, seen: (0, Instant::now()) })
     }
 
-    /// For `interval`, or until it is done.
+    /// Waits for `interval`, or until the work is done.
     fn wait(mut self, interval: Duration) -> Result<State<T>> {
         match self.result.recv_timeout(interval) {
             Ok(result) => result.map(State::Done),
@@ -133,11 +133,11 @@ impl<T: Send + 'static> Background<T> {
 
 impl<T> Drop for Background<T> {
     fn drop(&mut self) {
-        /// Work that does not end by then is in the hands of the system, as on a file system that does not answer. What
-        /// it returns is dropped when it ends.
+        /// Work that does not end by then is stuck in the system, for example on a file system that does not answer. Its
+        /// result is dropped when it ends.
         const PATIENCE: Duration = Duration::from_secs(5);
         self.progress.cancel();
-        // So that what it has written is gone when the error is returned. If it was done, there is nothing to wait for.
+        // What it has written should be gone when the error is returned. If it was done, there is nothing to wait for.
         drop(self.result.recv_timeout(PATIENCE.min(self.stuck)));
     }
 }

@@ -18,7 +18,8 @@ pub(crate) use spawn::STACK_BYTES;
 pub use spawn::{SpawnOptions, spawn, spawn_with};
 
 use crate::backend::{Collective, Communicator, Construction, ReduceOp, Split, Work};
-use crate::rendezvous::{PrefixStore, Store};
+use crate::error::Failure;
+use crate::rendezvous::{PrefixStore, Store, decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use engine::Settings;
@@ -35,14 +36,14 @@ use std::time::Duration;
 /// flow, such as a loss, cannot be changed: give `loss.detach().copy()?`.
 ///
 /// Each collective comes in two forms: the plain one returns when its results may be used; the one named `_async`
-/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must be left alone until it was waited for. (With NCCL the
-/// first calls may wait until it has connected the ranks.)
+/// (`isend`, `irecv`) returns a [`Work`] at once, and the tensors must not be touched until it was waited for. With NCCL, the
+/// first calls may wait until the ranks are connected.
 ///
 /// # Errors
-/// A call fails on every rank, within the group's time-out, when ranks disagree about what to do, when a rank is gone,
-/// reports an error of its own, or does not come in time: [`Error::Group`], with the
-/// [`Failure`](crate::error::Failure). The group is then broken, and all its later calls return the same cause. A tensor that the group cannot take is refused on the calling rank alone,
-/// before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
+/// A call fails on every rank, within the group's time-out, when ranks make different calls, when a rank is gone, reports an
+/// error of its own, or does not come in time: [`Error::Group`], with the [`Failure`]. The group is
+/// then broken, and all its later calls return the same cause. A tensor that the group cannot take is refused on the calling
+/// rank alone, before anything is sent ([`Error::InvalidTensor`], [`Error::UnsupportedDType`]).
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
 
@@ -122,7 +123,7 @@ impl ProcessGroup {
         self.0.settings.timeout
     }
 
-    /// A key-value store that the ranks of this group share, with room for keys of the program's own.
+    /// A key-value store that the ranks of this group share, for keys of the program's own.
     pub fn store(&self) -> PrefixStore {
         PrefixStore::new("user", Arc::clone(&self.0.store))
     }
@@ -132,7 +133,7 @@ impl ProcessGroup {
     /// Every rank of this group calls it with the same `ranks`, also those that are not among them: they get `None`.
     ///
     /// # Errors
-    /// Ranks that do not exist; ranks that do not come within the time-out, or, at once, the failure of this group.
+    /// Ranks that do not exist, or do not come within the time-out; or, at once, the failure of this group.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
@@ -148,24 +149,21 @@ impl ProcessGroup {
         }
         let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
         let place = ranks.iter().position(|rank| *rank == self.rank());
-        // The ranks are part of the key, so that ranks which were given different ones do not meet by accident.
+        // The ranks are part of the key, so that processes which were given different ranks do not meet by accident.
         let members = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join("-");
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let communicator = match self.0.communicator.split(ranks, engine::engine_store(&store, &settings))? {
-            Split::Member(communicator) => Some(communicator),
-            Split::NotMember => None,
-            Split::Unsupported => place.map(|rank| self.connect_again(&store, rank, ranks.len())).transpose()?,
-        };
+        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings))?;
+        let communicator = self.member(split, &store, place, ranks.len())?;
         let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
         Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings)))
     }
 
-    /// A second group of the same ranks, for collectives inside of a model's forward and backward passes: DDP's buckets
-    /// go through the first at moments that differ from rank to rank, and ranks must make the calls of one group in
-    /// the same order. All layers share it. It is made by the first call, which waits for that of every other rank,
-    /// and ends with this group.
+    /// A second group of the same ranks, for collectives inside a model's forward and backward passes. DDP's buckets go
+    /// through the first group at moments that differ from rank to rank, but ranks must make the calls of one group in the
+    /// same order. All layers share it. The first call makes it and waits for that of every other rank; it ends with this
+    /// group.
     pub(crate) fn companion(&self) -> Result<Self> {
         let mut companion = self.0.companion.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(companion) = &*companion {
@@ -173,15 +171,10 @@ impl ProcessGroup {
         }
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
         let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
-        let made = match settings.backend {
-            Backend::Custom => {
-                let all: Vec<usize> = (0..self.world_size()).collect();
-                match self.0.communicator.split(&all, engine::engine_store(&store, &settings))? {
-                    Split::Member(communicator) => communicator,
-                    Split::NotMember | Split::Unsupported => self.connect_again(&store, self.rank(), all.len())?,
-                }
-            }
-            _ => self.connect_again(&store, self.rank(), self.world_size())?,
+        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
+        let Some(made) = self.member(duplicate, &store, Some(self.rank()), self.world_size())? else {
+            let reason = "Communicator::duplicate must make an engine for every rank".to_string();
+            return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
         Ok(companion.insert(Self::around(made, store, global_ranks, settings)).clone())
     }
@@ -213,14 +206,28 @@ impl ProcessGroup {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The engine of another group of ranks of this one, with connections of its own.
-    fn connect_again(&self, store: &Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Box<dyn Communicator>> {
-        let failed = || self.failed();
-        let construction = Construction { cancelled: Some(&failed), ..Default::default() };
-        engine::communicator(construction, Arc::clone(store), rank, world_size, &self.0.settings)
+    /// This rank's engine of a group that was split off, in which it has the number `place`. If this group's engine cannot
+    /// split, the new group gets connections of its own.
+    fn member(
+        &self,
+        split: Split,
+        store: &Arc<dyn Store>,
+        place: Option<usize>,
+        world_size: usize,
+    ) -> Result<Option<Box<dyn Communicator>>> {
+        match (split, place) {
+            (Split::Member(communicator), _) => Ok(Some(communicator)),
+            (Split::NotMember, _) | (Split::Unsupported, None) => Ok(None),
+            (Split::Unsupported, Some(rank)) => {
+                let failed = || self.failed();
+                let construction = Construction { cancelled: Some(&failed), ..Default::default() };
+                let store = Arc::clone(store);
+                engine::communicator(construction, store, rank, world_size, &self.0.settings).map(Some)
+            }
+        }
     }
 
-    /// The failure of this group, if there was one: ranks then do not come to make another group of them.
+    /// The failure of this group, if there was one, after which not all ranks will come to make another group.
     fn failed(&self) -> Result<()> {
         self.0.communicator.failure().map_or(Ok(()), Err)
     }
@@ -237,8 +244,8 @@ impl ProcessGroup {
         self.0.communicator.run(collective)
     }
 
-    /// Makes [`Work::span`] known for the collectives that are started from now on, also where that costs something: on
-    /// GPUs two events for each.
+    /// Has [`Work::span`] measured for the collectives that are started from now on, also on GPUs, where that costs two events
+    /// for each.
     ///
     /// # Errors
     /// An error of the GPU.
@@ -251,7 +258,8 @@ impl ProcessGroup {
     /// [`abort_on_error`](Self::abort_on_error) calls it where a whole program fails.
     pub fn abort(&self, reason: &str) {
         self.0.communicator.abort(reason);
-        // Without waiting: one who holds the lock connects, and hears of it from this group or its time-out.
+        // Without waiting: a thread that holds a lock is connecting, and learns of the failure from this group or its
+        // time-out.
         for other in [&self.0.companion, &self.0.cpu] {
             if let Ok(other) = other.try_lock()
                 && let Some(other) = &*other
@@ -298,8 +306,7 @@ impl ProcessGroup {
         self.run(Collective::Scatter { output: output.clone(), input: input.cloned(), root })
     }
 
-    /// This rank's `result`, unless another rank has failed: then that rank's error, as [`Error::RankFailed`]. Every rank
-    /// calls it.
+    /// This rank's `result`, or, if another rank has an error, that error as [`Error::RankFailed`]. Every rank calls it.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let reports = self.gather_reports(result.as_ref().map(|_| ""));
         let value = result?;
@@ -314,20 +321,15 @@ impl ProcessGroup {
         &self,
         report: std::result::Result<&str, &Error>,
     ) -> Result<std::result::Result<Vec<String>, (usize, String)>> {
-        let mut reports = Vec::new();
-        for (rank, report) in self.all_gather_bytes(report_of(report).as_bytes())?.into_iter().enumerate() {
-            match verdict_of(&report) {
-                Ok(report) => reports.push(report),
-                Err(reason) => return Ok(Err((rank, reason))),
-            }
-        }
-        Ok(Ok(reports))
+        let encoded = self.all_gather_bytes(&encode_report(report.map(str::as_bytes)))?;
+        let text = |report: Vec<u8>| String::from_utf8_lossy(&report).into_owned();
+        Ok(decode_reports(encoded).map(|reports| reports.into_iter().map(text).collect()))
     }
 
     /// Every rank's bytes, in rank order; they may differ in length.
     pub(crate) fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (world, device) = (self.world_size(), self.device());
-        // Not by `wait`, after which a GPU may still see what a call that failed has left.
+        // After a mere `wait`, a GPU might still read what a failed call has left.
         let all_gather = |output: &Tensor, input: &Tensor| self.all_gather_async(output, input)?.synchronize();
         let lengths = Tensor::zeros(world, DType::I64, device)?;
         all_gather(&lengths, &Tensor::new(&[bytes.len() as i64], device)?)?;
@@ -343,28 +345,11 @@ impl ProcessGroup {
     }
 }
 
-/// In front of a report that is not that of an error.
-const GOOD: char = '+';
-
-/// A report as it travels.
-fn report_of(report: std::result::Result<&str, &Error>) -> String {
-    match report {
-        Ok(report) => format!("{GOOD}{report}"),
-        Err(error) => format!("-{error}"),
-    }
-}
-
-/// A report that has come, or the text of its rank's error.
-fn verdict_of(report: &[u8]) -> std::result::Result<String, String> {
-    let report = String::from_utf8_lossy(report);
-    report.strip_prefix(GOOD).map(str::to_string).ok_or_else(|| report.get(1..).unwrap_or_default().to_string())
-}
-
-/// Far beyond a report of any model.
+/// Far more than the report of any model.
 const LONGEST_REPORT: usize = 64 << 20;
 
-/// The bytes of the report of rank `rank`, which says that it has `length`: anything may stand there if that rank is in
-/// another call that looks alike.
+/// The number of bytes that rank `rank` says its report has. It may be anything if that rank is in another call that looks
+/// alike.
 fn report_length(rank: usize, length: i64) -> Result<usize> {
     usize::try_from(length).ok().filter(|length| *length <= LONGEST_REPORT).ok_or_else(|| Error::RankFailed {
         rank,

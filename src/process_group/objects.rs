@@ -1,6 +1,7 @@
 //! Numbers and values of the program, from rank to rank: metrics, options, decisions.
-use super::{LONGEST_REPORT, ProcessGroup, report_length, report_of, verdict_of};
+use super::{LONGEST_REPORT, ProcessGroup, report_length};
 use crate::backend::{Label, ReduceOp};
+use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use serde::Serialize;
@@ -67,14 +68,14 @@ impl ProcessGroup {
                 object.ok_or_else(|| Error::invalid("object", format!("rank {root} is the root, and has none")));
             object.and_then(to_json)
         });
-        let report = own.as_ref().map(|json| report_of(json.as_deref()));
-        let report = report.as_deref().map(str::as_bytes);
+        let report = own.as_ref().map(|json| encode_report(json.as_deref().map(str::as_bytes)));
+        let report = report.as_deref();
         let report = Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))?;
         if let Some(own) = own {
             own?;
         }
-        match verdict_of(&report) {
-            Ok(json) => from_json(&json, root),
+        match decode_report(&report) {
+            Ok(json) => from_json(&String::from_utf8_lossy(&json), root),
             Err(reason) => Err(Error::RankFailed { rank: root, reason }),
         }
     }

@@ -4,12 +4,11 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl ProcessGroup {
-    /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason where it returns an
-    /// error or panics: the other ranks hear at once what happened, as
-    /// [`Failure::PeerFailed`](crate::error::Failure::PeerFailed).
-    /// Without that they would only see this rank leave.
+    /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason if it returns an error
+    /// or panics. The other ranks then get that reason at once, as
+    /// [`Failure::PeerFailed`](crate::error::Failure::PeerFailed); otherwise they would only see this rank leave.
     ///
-    /// An error that comes from the group itself, such as another rank's failure, stays what it is on all ranks.
+    /// An error that comes from the group itself, such as another rank's failure, stays the same on all ranks.
     ///
     /// ```no_run
     /// # use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};

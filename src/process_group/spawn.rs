@@ -31,9 +31,9 @@ impl Default for SpawnOptions {
 /// Runs `work` on `world_size` ranks that are threads of this process, connected by the CPU engine, and returns their
 /// results in rank order. For tests and first steps; processes under `ddprun` are the real thing.
 ///
-/// Tensors that collectives change must not be shared between the ranks, which would change the same bytes at once.
-/// Nobody can end a thread from outside: it returns when `work` has returned on every rank, which collectives make sure of
-/// within their time-out, but an endless loop in `work` does not.
+/// Ranks must not share tensors that collectives change, since all of them would change the same bytes at once. A thread cannot
+/// be ended from outside, so this returns when `work` has returned on every rank. Collectives end within their time-out, but
+/// an endless loop in `work` never does.
 ///
 /// # Errors
 /// The error of the rank that failed first, rather than those that it caused on the others; a panic is
@@ -42,7 +42,7 @@ pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T
     spawn_with(SpawnOptions { world_size, ..Default::default() }, work)
 }
 
-/// [`spawn`] with a time-out of one's own.
+/// [`spawn`] with options.
 pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     let SpawnOptions { world_size, timeout } = options;
     if world_size == 0 {
@@ -88,7 +88,7 @@ pub(crate) fn on_ranks<T: Send>(
         let ranks: Vec<_> = (0..world_size)
             .map(|rank| {
                 let body = move || {
-                    // The instant is taken on the rank's thread, so that the first failure can be told from its echoes.
+                    // The time is taken on the rank's thread, to tell the first failure from those that it caused.
                     let result = catch_unwind(AssertUnwindSafe(|| run(rank)))
                         .unwrap_or_else(|panic| Err(Error::RankFailed { rank, reason: panic_message(&*panic) }));
                     (Instant::now(), result)

@@ -15,6 +15,7 @@ mod meeting;
 mod options;
 mod plan;
 mod prefix_store;
+mod reports;
 mod slurm;
 mod store;
 mod tcp_store;
@@ -33,6 +34,7 @@ pub(crate) use meeting::meet;
 pub use meeting::{Rendezvous, rendezvous};
 pub use options::RendezvousOptions;
 pub use prefix_store::PrefixStore;
+pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_report};
 pub use store::Store;
 pub(crate) use store::absent_ranks;
 #[cfg(feature = "launcher")]

@@ -40,7 +40,7 @@ pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::R
         return with_slice::<T::Real, _>(tensor, work);
     }
     with_slice::<T, _>(tensor, |values| {
-        let wide: Vec<T::Real> = vectorise(|| values.iter().map(|value| value.widen()).collect());
+        let wide: Vec<T::Real> = vectorise!(|| values.iter().map(|value| value.widen()).collect());
         work(&wide)
     })
 }
@@ -52,7 +52,7 @@ pub(crate) fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
         Ok(values) => *values,
         Err(values) => {
             let values = values.downcast::<Vec<T::Real>>().unwrap_or_default();
-            vectorise(|| values.iter().map(|value| T::narrow(*value)).collect())
+            vectorise!(|| values.iter().map(|value| T::narrow(*value)).collect())
         }
     }
 }

@@ -148,7 +148,7 @@ impl InplaceOp2 for ScaledCopy {
     fn cpu_fwd(&self, dst: &mut CpuStorage, dst_l: &Layout, src: &CpuStorage, src_l: &Layout) -> CandleResult<()> {
         dispatch!(dst.dtype(), self.name(), T => dispatch!(src.dtype(), self.name(), S => {
             let (dst, src) = (slice_mut(dst, dst_l)?, slice(src, src_l)?);
-            vectorise(|| self.apply::<T, S>(dst, src));
+            vectorise!(|| self.apply::<T, S>(dst, src));
             Ok(())
         }))
     }

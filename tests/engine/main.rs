@@ -11,6 +11,8 @@ mod objects;
 mod process_group;
 mod processes;
 mod reproducible;
+#[path = "../common/single.rs"]
+mod single;
 mod slices;
 
 /// One `#[test]` for each arrangement and case.

@@ -17,6 +17,34 @@ fn zeros(count: usize) -> Tensor {
 }
 
 #[test]
+fn one_rank_needs_no_engine() {
+    crate::single::works_on(&Device::Cpu, Backend::Single);
+}
+
+#[test]
+fn two_ranks_need_an_engine() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let options = InitOptions {
+                backend: Backend::Single,
+                init_method: format!("file://{}", folder.path().join("store").display()),
+                rank: Some(rank),
+                world_size: Some(2),
+                timeout: Duration::from_secs(20),
+                ..Default::default()
+            };
+            scope.spawn(move || init_process_group(options).unwrap_err().to_string())
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        assert!(error.contains("2 ranks on Cpu with Backend::Single"), "{error}");
+        assert!(error.contains("build with the feature `nccl`"), "{error}");
+    }
+}
+
+#[test]
 fn a_timeout_may_be_endless() {
     let options = SpawnOptions { world_size: 2, timeout: Duration::MAX };
     let work = |pg: ProcessGroup| {

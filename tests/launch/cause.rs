@@ -24,7 +24,7 @@ fn an_error_that_names_another_rank_counts_however_much_follows() {
 /// The rank that hangs has not failed, but the others fail because of it.
 #[test]
 fn a_rank_that_never_joined_the_collective_is_named() {
-    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 is not in this collective: its last was \
+    let timed_out = "rank 2: barrier(), sequence 4, timed out after 3s: rank 1 has not started this collective: its last was \
                      sequence 3, barrier()";
     let script = format!(
         "case $RANK in

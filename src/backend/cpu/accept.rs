@@ -1,6 +1,8 @@
-//! Takes in connections while a group is made. A peer says handshake at once; whoever else finds the port cannot keep it out.
+//! Accepts connections while a group is made. A peer sends its handshake at once; other programs that find the port cannot
+//! keep peers out.
 use super::handshake::Handshake;
 use crate::error::{SHORTAGE_HINT, is_shortage};
+use crate::warnings::Warnings;
 use crate::{Error, Result};
 use rustix::io::Errno;
 use std::fmt::Display;
@@ -8,11 +10,12 @@ use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a caller has to say handshake.
-const HELLO_TIME: Duration = Duration::from_secs(3);
-/// How many callers may be silent at a time. Others wait in the system's queue until these have spoken or had their time.
+/// How long a caller has to send its handshake.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
+/// How many callers may be silent at a time. Others wait in the system's queue until these have sent their handshakes or
+/// have had their time.
 const SILENT: usize = 512;
-/// How long nothing is accepted after the system had nothing left for it.
+/// How long nothing is accepted after the system ran out of resources for it.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The listening side of one rank.
@@ -25,14 +28,14 @@ pub(super) struct Acceptor<'a> {
 
 impl<'a> Acceptor<'a> {
     pub(super) fn new(listener: &'a TcpListener, rank: usize) -> Self {
-        Self { listener, rank, paused_until: None, warnings: Warnings::default() }
+        Self { listener, rank, paused_until: None, warnings: Warnings::new(format!("rank {rank}")) }
     }
 
-    /// Closes the connections of those who have been silent for too long. Then the listener, if it is to be waited for.
+    /// Closes the connections that have been silent for too long. Returns the listener if it is to be waited for.
     pub(super) fn prepare(&mut self, conversations: &mut Vec<Conversation>) -> Option<&'a TcpListener> {
         let (now, rank, warnings) = (Instant::now(), self.rank, &mut self.warnings);
         conversations.retain(|Conversation { address, called, since, .. }| {
-            let keep = called.is_some() || now.duration_since(*since) < HELLO_TIME;
+            let keep = called.is_some() || now.duration_since(*since) < HANDSHAKE_TIME;
             if !keep {
                 warnings
                     .warn(format_args!("rank {rank} closed the connection of {address}, which did not say who it is"));
@@ -43,12 +46,12 @@ impl<'a> Acceptor<'a> {
         (self.paused_until.is_none() && silent(conversations) < SILENT).then_some(self.listener)
     }
 
-    /// How long to wait for what is already connected.
+    /// How long to wait for what is already connected before the listener is looked at again.
     pub(super) fn patience(&self) -> Duration {
         if self.paused_until.is_some() { PAUSE } else { Duration::MAX }
     }
 
-    /// Accepts who has connected.
+    /// Accepts all waiting connections.
     pub(super) fn accept(&mut self, conversations: &mut Vec<Conversation>) -> Result<()> {
         while silent(conversations) < SILENT {
             match self.listener.accept() {
@@ -72,9 +75,10 @@ impl<'a> Acceptor<'a> {
         Ok(())
     }
 
-    /// Warns of a caller that was sent away.
+    /// Warns of a connection that was refused.
     pub(super) fn refuse(&mut self, address: SocketAddr, reason: impl Display) {
-        self.warnings.warn(format_args!("sent {address} away: {reason}"));
+        let rank = self.rank;
+        self.warnings.warn(format_args!("rank {rank} refused a connection from {address}: {reason}"));
     }
 }
 
@@ -102,28 +106,6 @@ fn is_of_one_connection(error: &std::io::Error) -> bool {
                 | Errno::OPNOTSUPP
         )
     )
-}
-
-/// Warnings whose number strangers determine.
-#[derive(Default)]
-struct Warnings {
-    last: Option<Instant>,
-    held_back: usize,
-}
-
-impl Warnings {
-    fn warn(&mut self, text: impl Display) {
-        const INTERVAL: Duration = Duration::from_secs(5);
-        if self.last.is_some_and(|last| last.elapsed() < INTERVAL) {
-            self.held_back += 1;
-            return;
-        }
-        match std::mem::take(&mut self.held_back) {
-            0 => log::warn!("{text}"),
-            count => log::warn!("{text} (and {count} earlier ones of which no warning was written)"),
-        }
-        self.last = Some(Instant::now());
-    }
 }
 
 /// A connection on which a handshake is awaited.

@@ -1,7 +1,6 @@
 //! What is checked on the calling thread, before anything moves.
-use super::group::Channel;
 use crate::Result;
-use crate::backend::call::Call;
+use crate::backend::call::{Call, Channel};
 use crate::backend::{Collective, check};
 use candle_core::Tensor;
 

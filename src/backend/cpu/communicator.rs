@@ -3,13 +3,13 @@ use super::check::check;
 use super::connect::{Connections, Connector};
 use super::control::Control;
 use super::data_path::DataPath;
-use super::group::{Channel, Group};
+use super::group::Group;
 use super::handshake::HandshakeConfig;
 use super::monitor;
 use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
 use super::work_queue::WorkQueue;
-use crate::backend::call::{Call, Operation};
+use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
@@ -24,24 +24,25 @@ use std::thread::JoinHandle;
 /// TCP.
 ///
 /// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
-/// thread when nothing is before them, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
+/// thread if no other call is queued, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
 /// order of their own for each pair and direction, and do not wait for collectives.
 ///
-/// Slices of one tensor may be in several calls at once. If they overlap, one of the calls changes the bytes in common, and
-/// the calls are in different groups or channels, the later one is refused with [`Error::InvalidTensor`]. A tensor's storage
-/// is locked only while bytes move, so a tensor in flight can be read half finished: wait for the call first. A call that
-/// changes a tensor of which the program holds the guard of `storage_and_layout()` cannot end, and times out with an error
-/// that says so.
+/// Slices of one tensor may be in several calls at once. The later of two calls is refused with [`Error::InvalidTensor`] if
+/// the slices overlap, one of the calls changes the bytes in common, and the calls are in different groups or channels. A
+/// tensor's storage is locked only while bytes move, so a tensor in flight can be read half finished: wait for the call
+/// first. A call cannot change a tensor while the program holds the guard that `storage_and_layout()` returned; it then times
+/// out with an error that says so.
 ///
-/// Reductions take the ranks of each host in order and then the hosts in the order of their lowest ranks, f16 and bf16 are
-/// accumulated in f32 and rounded for each host and at the end, and so results are bit-identical on all ranks and from run
-/// to run with the same ranks on the same hosts.
+/// Reductions take the ranks of each host in order, and then the hosts in the order of their lowest ranks. f16 and bf16 are
+/// accumulated in f32 and rounded for each host and at the end. So results are bit-identical on all ranks, and from run to
+/// run with the same ranks on the same hosts.
 ///
 /// The group ends for all its ranks with the first failure: a rank that leaves early or calls something else, a call that
 /// needs more of a rank whose process has ended, or one that takes longer than the time-out. Every rank gets the same
-/// cause, as an [`Error`] that names the culprit. What a rank had given before its process ended arrives.
+/// cause, as an [`Error`] that names the culprit. Data that a rank gave before its process ended still arrives.
 ///
-/// Dropping it waits for what has been started and tells the peers goodbye, or, while panicking, that this rank failed.
+/// Dropping it waits for the calls that were started, and then says goodbye to the peers, or, while panicking, that this rank
+/// failed.
 pub struct CpuCommunicator {
     group: Arc<Group>,
     collectives: WorkQueue,
@@ -54,7 +55,7 @@ pub struct CpuCommunicator {
 impl CpuCommunicator {
     /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are there.
     ///
-    /// `store` is shared by all ranks and private to this group; it is not needed any more afterwards.
+    /// `store` is shared by all ranks and private to this group. It is no longer needed afterwards.
     pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
         Self::within(Construction::default(), store, rank, world_size, options)
     }
@@ -71,7 +72,7 @@ impl CpuCommunicator {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
         if u32::try_from(world_size).is_err() {
-            return Err(Error::invalid("world_size", format!("{world_size} is more than a rank number can hold")));
+            return Err(Error::invalid("world_size", format!("{world_size} ranks cannot be numbered")));
         }
         let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, host } = options;
         let transport = transport.resolve()?;
@@ -122,10 +123,10 @@ impl CpuCommunicator {
         if world_size > 1 {
             communicator.monitor = Some(communicator.start_monitor()?);
         }
-        // From here on a failure is one of the group, which all ranks hear of.
+        // From here on, a failure is one of the group, and all ranks are told of it.
         match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
             Ok(()) => Ok(communicator),
-            // It may have given up before it could tell the group.
+            // The peer may have given up before it could tell the group.
             Err(error @ Error::Group(Failure::PeerGone { .. })) => Err(construction.cause(error)),
             Err(error) => Err(error),
         }
@@ -199,9 +200,9 @@ impl Drop for CpuCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        // Each call has a deadline of its own; together they get no more than one time-out.
+        // Each call has its own deadline; together they get no more than one time-out.
         let deadline = deadline_after(group.timeout);
-        if !self.queues().all(|queue_of| queue_of.drain(deadline)) {
+        if !self.queues().all(|queue| queue.drain(deadline)) {
             self.abort("it left while its calls were not over");
         }
         self.queues().for_each(WorkQueue::close);

@@ -1,8 +1,9 @@
 //! Builds the connections between all ranks.
 //!
-//! Every rank listens and publishes its address and its config in the store; of two ranks, the higher one connects to the lower one.
-//! Both sides send a [handshake](super::handshake): first the one that connected, then the other one in reply. Handshakes and replies are
-//! read in whatever order they come, so that no two ranks wait for each other and a refusal is heard at once.
+//! Every rank listens, and publishes its address and its configuration in the store. Of two ranks, the higher one connects to
+//! the lower one. Both sides send a [handshake](super::handshake): first the one that connected, then the other one in
+//! reply. Handshakes and replies are read in whatever order they come, so that no two ranks wait for each other and a refusal
+//! is noticed at once.
 use super::accept::{Acceptor, Conversation, Heard};
 use super::handshake::{Handshake, HandshakeConfig, HandshakeError, Kind};
 use super::keepalive::{give_up_after, keep_alive};
@@ -25,7 +26,7 @@ pub(super) struct Connections {
     pub(super) control: Vec<Option<TcpStream>>,
 }
 
-/// One rank on its way into the group.
+/// One rank that is connecting to its group.
 pub(super) struct Connector<'a> {
     pub(super) store: &'a dyn Store,
     pub(super) rank: usize,
@@ -35,7 +36,7 @@ pub(super) struct Connector<'a> {
     pub(super) deadline: Instant,
     /// How long a host may be out of reach.
     pub(super) lost_after: Duration,
-    /// Says when ranks do not come that would have.
+    /// Tells when the ranks that are missing will not come.
     pub(super) construction: Construction<'a>,
 }
 
@@ -63,7 +64,7 @@ impl Connector<'_> {
                 nonce = published.nonce;
             }
             if let Some(difference) = published.config.difference(&self.config) {
-                // It should learn of it, too.
+                // The peer should learn of it, too.
                 let _ = self.call(peer, address, self.handshake(nonce, Kind::Control));
                 return Err(self.failed(&[peer], difference));
             }
@@ -112,20 +113,20 @@ impl Connector<'_> {
         Error::Connect { rank: self.rank, peers: peers.to_vec(), timeout: self.timeout, reason: reason.into() }
     }
 
-    /// The error of a peer whose connection has closed, or what is behind that.
+    /// The error of a peer whose connection has closed, or its root cause.
     pub(super) fn gone(&self, peer: usize) -> Error {
         let call = "the construction of the group".to_string();
         self.construction.cause(Failure::PeerGone { rank: self.rank, peer, call }.into())
     }
 
-    /// The address of `peer`, and what it says to everybody.
+    /// The address of `peer`, and the handshake that it published.
     fn look_up(&self, peer: usize) -> Result<(SocketAddr, Handshake)> {
         let key = key(peer);
         match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
             Err(Error::StoreTimeout { operation, store, reason, .. }) => {
                 return Err(match absent_ranks(self.store, 0..self.rank, &self::key) {
                     Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
-                    // It does not answer.
+                    // The store does not answer.
                     Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },
                 });
             }
@@ -141,7 +142,7 @@ impl Connector<'_> {
         }
     }
 
-    /// Connects to `peer` and says handshake.
+    /// Connects to `peer` and sends the handshake.
     fn call(&self, peer: usize, address: SocketAddr, handshake: Handshake) -> Result<TcpStream> {
         const PAUSE: Duration = Duration::from_millis(100);
         let failed = |error: std::io::Error| {
@@ -154,7 +155,7 @@ impl Connector<'_> {
             match TcpStream::connect_timeout(&address, self.slice()) {
                 Ok(socket) => break socket,
                 Err(error) if Instant::now() >= self.deadline => return Err(failed(error)),
-                // Packets get lost, or the peer has more callers than it can accept at once.
+                // Packets may be lost, or the peer may have more callers than it can accept at once.
                 Err(error) if error.kind() == ErrorKind::TimedOut => {}
                 Err(error) if is_shortage(&error) => {
                     if !std::mem::replace(&mut is_warned, true) {
@@ -170,7 +171,7 @@ impl Connector<'_> {
         Ok(socket)
     }
 
-    /// Accepts connections, and reads the handshakes and the replies of all, until there is one of each kind with each peer.
+    /// Accepts connections and reads handshakes and replies until there is a connection of each kind with each peer.
     fn converse(&self, listener: &TcpListener, nonce: u64, mut conversations: Vec<Conversation>) -> Result<Vec<Slots>> {
         let mut slots: Vec<Slots> = (0..self.config.world_size).map(|_| Slots::default()).collect();
         let mut acceptor = Acceptor::new(listener, self.rank);
@@ -224,8 +225,8 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the handshake of a caller and answers it. Strangers are refused; peers that do not fit are an error here,
-    /// and by the reply there.
+    /// Checks the handshake of a caller and answers it. Callers from outside the group are refused. A peer whose
+    /// configuration differs is an error here, and through the reply on that peer as well.
     fn welcome(
         &self,
         caller: Conversation,
@@ -244,7 +245,7 @@ impl Connector<'_> {
             Err(error) => {
                 acceptor.refuse(address, error.describe());
                 if let HandshakeError::Version(_) = error {
-                    // It should learn why; it is not waited for.
+                    // The caller should learn why, but is not waited for.
                     let _ = (&caller.socket).write(&self.handshake(nonce, Kind::Control).encode());
                 }
                 return Ok(());

@@ -17,9 +17,9 @@ pub(super) struct Control {
 
 pub(super) struct Link {
     pub(super) socket: TcpStream,
-    /// What the socket would not take yet.
+    /// What the socket has not taken yet.
     unsent: Mutex<Vec<u8>>,
-    /// From where to where it goes; a socket with an error does not tell any more.
+    /// The addresses of both ends, noted early since a socket with an error no longer tells them.
     hosts: String,
 }
 
@@ -43,7 +43,7 @@ impl Control {
         self.links.get(peer)?.as_ref()
     }
 
-    /// From which address to which the connection to `peer` goes, in words.
+    /// The addresses of both ends of the connection to `peer`, in words.
     pub(super) fn hosts(&self, peer: usize) -> &str {
         self.link(peer).map_or("to itself", |link| &link.hosts)
     }
@@ -80,7 +80,7 @@ impl Link {
         !lock(&self.unsent).is_empty()
     }
 
-    /// Sends what is left over.
+    /// Sends what the socket did not take before.
     pub(super) fn flush(&self) {
         self.write(&mut lock(&self.unsent));
     }

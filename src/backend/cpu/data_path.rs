@@ -7,19 +7,19 @@ use super::transport::Transport;
 use super::transport_error::TransportError;
 use crate::Result;
 
-/// What a rank's data travels through: this rank's share of it.
+/// What a rank's data travels through.
 pub(super) struct DataPath {
-    /// To the ranks of other hosts; all control connections.
+    /// Data and direct connections to the ranks of other hosts, and control connections to all ranks.
     pub(super) connections: Connections,
     pub(super) hosts: Hosts,
-    /// To the ranks of this host, where there are others.
+    /// The memory shared with the other ranks of this host; `None` where there are none.
     pub(super) shm: Option<ShmGroup>,
-    /// That of all groups of the group; `None` where there are none.
+    /// The layout of shared memory on all hosts; `None` if no two ranks share memory.
     pub(super) layout: Option<Layout>,
 }
 
 impl DataPath {
-    /// Of a world of one.
+    /// The data path of a world of one.
     pub(super) fn none() -> Self {
         let connections = Connections { data: vec![], direct: vec![], control: vec![] };
         Self { connections, hosts: Hosts::new(0, 1, |_, _| true), shm: None, layout: None }
@@ -27,8 +27,8 @@ impl DataPath {
 }
 
 impl Connector<'_> {
-    /// Replaces the data and direct connections by shared memory between ranks that have it. `part` is what a slot holds
-    /// for each peer, `label` what to take for the identity of the kernel.
+    /// Replaces the data and direct connections by shared memory between ranks that have it. `part` is the
+    /// number of bytes that a slot holds for each peer, `label` replaces the identity of the running kernel.
     pub(super) fn share(
         &self,
         connections: Connections,

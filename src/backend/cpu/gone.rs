@@ -1,9 +1,9 @@
 //! Peers whose control connection ended without a goodbye.
 //!
 //! What such a peer gave before still counts: bytes in a socket and slots in shared memory outlive the process that
-//! wrote them. So its end alone fails no call, only a call that needs more of it does.
-use super::group::Channel;
-use crate::backend::call::{Call, Operation};
+//! wrote them. So its end fails only those calls that need more of it.
+use crate::backend::call::{Call, Channel, Operation};
+use crate::backend::failure::CallCounts;
 use crate::error::Failure;
 use std::io::{Error, ErrorKind};
 
@@ -14,13 +14,13 @@ pub(super) enum Ended {
     Closed,
     /// An error of the connection.
     Broken(Error),
-    /// The peer sent what is no frame.
+    /// The peer sent bytes that are not a frame.
     Malformed,
 }
 
 impl Ended {
-    /// The failure of a group whose connection to a peer was lost while the peer's process may live on: `hosts` says from
-    /// where to where it went. `None` when the process has ended.
+    /// The failure of a group that lost the connection to `peer` although the peer's process may still be running; `None`
+    /// when that process has ended. `hosts` says between which addresses the connection was.
     pub(super) fn lost(&self, rank: usize, peer: usize, hosts: &str, call: &str) -> Option<Failure> {
         use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
         let reason = match self {
@@ -30,13 +30,15 @@ impl Ended {
                 return None;
             }
             Self::Broken(error) => lost(peer, hosts, call, &error.to_string()),
-            Self::Malformed => format!("rank {peer} sent it what is no message of this engine, during {call}"),
+            Self::Malformed => {
+                format!("rank {peer} sent it something that is not a message of this engine, during {call}")
+            }
         };
         Some(Failure::PeerFailed { peer: rank, reason })
     }
 }
 
-/// In words: the connection to `peer` was lost, and nobody's process need have ended.
+/// Says that the connection to `peer` was lost, although no process need have ended.
 pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String {
     format!(
         "its connection to rank {peer} ({hosts}) was lost during {call}: {error}. The network between the two failed, or \
@@ -46,38 +48,22 @@ pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String 
 
 /// A peer whose process has ended.
 pub(super) struct Gone {
-    /// How far it came, where its memory tells: that of ranks on this host.
-    finished: Option<Finished>,
+    /// How many calls it finished, those with the number 0 included: known of the ranks of this host, whose memory tells.
+    finished: Option<CallCounts>,
     /// What the system said, if that was more than the end of the connection.
     error: Option<String>,
 }
 
-/// How many calls a rank has finished, those with the number 0 included.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Finished {
-    pub(super) collectives: u64,
-    /// Messages to the rank that asks.
-    pub(super) sent: u64,
-    /// Messages from the rank that asks.
-    pub(super) received: u64,
-}
-
 impl Gone {
-    pub(super) fn new(ended: Ended, finished: Option<Finished>) -> Self {
+    pub(super) fn new(ended: Ended, finished: Option<CallCounts>) -> Self {
         let error = if let Ended::Broken(error) = ended { Some(error.to_string()) } else { None };
         Self { finished, error }
     }
 
-    /// Whether it ended before it was through with call number `sequence`; `None` where that is not known. Then it comes
-    /// out at the end of its data.
+    /// Whether it ended before it had finished call number `sequence`; `None` where that is not known. Then the call finds
+    /// out, at the end of the peer's data.
     pub(super) fn missed(&self, channel: Channel, sequence: u64) -> Option<bool> {
-        let Finished { collectives, sent, received } = self.finished?;
-        let count = match channel {
-            Channel::Collectives => collectives,
-            Channel::SendTo(_) => received,
-            Channel::RecvFrom(_) => sent,
-        };
-        Some(count <= sequence)
+        Some(self.finished?.matching(channel) <= sequence)
     }
 
     /// Its last collective, where that is known.
@@ -95,7 +81,7 @@ impl Gone {
     }
 }
 
-/// Whether `peer` cannot be through with `call` as long as rank `rank` has not begun it.
+/// Whether `peer` cannot have finished `call` as long as rank `rank` has not begun it.
 pub(super) fn needs(peer: usize, call: &Call, rank: usize) -> bool {
     match call.operation {
         Operation::Broadcast | Operation::Scatter => call.root == Some(rank),
@@ -134,12 +120,12 @@ mod tests {
             assert!(text.starts_with(begin) && text.contains(words), "{text}");
             assert!(text.ends_with("The network between the two failed, or the host of rank 2 did"), "{text}");
         }
-        assert!(lost(&Ended::Malformed).unwrap().contains("rank 2 sent it what is no message"));
+        assert!(lost(&Ended::Malformed).unwrap().contains("rank 2 sent it something that is not a message"));
     }
 
     #[test]
     fn what_a_rank_that_is_gone_has_finished_is_not_missed() {
-        let finished = Finished { collectives: 5, sent: 3, received: 0 };
+        let finished = CallCounts { collectives: 5, sent: 3, received: 0 };
         let gone = Gone::new(Ended::Closed, Some(finished));
         assert_eq!(gone.last(), Some(4));
         assert_eq!([4, 5].map(|sequence| gone.missed(Channel::Collectives, sequence)), [Some(false), Some(true)]);

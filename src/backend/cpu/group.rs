@@ -1,7 +1,7 @@
-//! What all threads of one rank know about their group: how far it is, who has left, and why it failed.
+//! What all threads of one rank know about their group: how far its calls have come, who has left, and why it failed.
 use super::control::Control;
-use super::frame::{Answer, Frame, ShutdownNotice};
-use super::gone::{self, Ended, Finished, Gone};
+use super::frame::Frame;
+use super::gone::{self, Ended, Gone};
 use super::hosts::Hosts;
 use super::lock;
 use super::shm::{ShmGroup, Sleeper};
@@ -9,9 +9,8 @@ use super::state::{Peer, State};
 use super::storage::LockWaits;
 use super::transport::Transport;
 use crate::Error;
-pub(super) use crate::backend::call::Channel;
-use crate::backend::call::{Call, Header};
-use crate::backend::progress::Progress;
+use crate::backend::call::{Call, Channel, Header};
+use crate::backend::failure::{CallCounts, CallHistory, RankState, left_since};
 use crate::error::Failure;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,15 +25,15 @@ pub(super) struct Group {
     pub(super) hosts: Hosts,
     /// The memory that this rank shares with the others of its host, in place of data and direct connections.
     pub(super) shm: Option<ShmGroup>,
-    /// For collectives.
+    /// The connections for collectives.
     pub(super) data: Transport,
-    /// For `send` and `recv`, which must not wait for a collective.
+    /// The connections for `send` and `recv`, which must not wait for a collective.
     pub(super) direct: Transport,
     pub(super) control: Control,
-    /// For the locks of tensors.
+    /// This rank's waits for the locks of tensors.
     pub(super) locks: LockWaits,
     state: Mutex<State>,
-    /// A failure, an acknowledgement, an answer, or a closed connection.
+    /// Notified of a failure, an acknowledgement, an answer, or a closed connection.
     changed: Condvar,
 }
 
@@ -61,15 +60,15 @@ impl Group {
     pub(super) fn start(&self, channel: Channel, header: Header) -> Result<(), Failure> {
         let mut state = lock(&self.state);
         state.tell()?;
-        state.progress(channel).start(header.sequence, header.call);
+        state.history_mut(channel).start(header.sequence, header.call);
         Ok(())
     }
 
-    /// Notes that a call is being carried out, unless the group has failed or a peer that is needed is not there any more.
+    /// Notes that a call is being carried out, unless the group has failed, or a peer that the call needs has left or ended.
     pub(super) fn begin(&self, channel: Channel, sequence: u64) -> Result<(), Failure> {
         let mut state = lock(&self.state);
         state.tell()?;
-        state.progress(channel).begin(sequence);
+        state.history_mut(channel).begin(sequence);
         let missing = state.missing(self.rank, channel, sequence);
         if let Some(failure) = missing.or_else(|| state.begun_in_vain(self.rank, channel, sequence)) {
             drop(state);
@@ -83,10 +82,10 @@ impl Group {
         if well && let Some((shm, kind)) = self.kind(channel) {
             shm.set_finished(kind, sequence);
         }
-        lock(&self.state).progress(channel).finish();
+        lock(&self.state).history_mut(channel).finish();
     }
 
-    /// What `channel` is in the memory that this rank shares with others; `None` for messages to other hosts.
+    /// The part of shared memory that `channel` uses; `None` for messages to and from other hosts.
     fn kind(&self, channel: Channel) -> Option<(&ShmGroup, Sleeper)> {
         let kind = match channel {
             Channel::Collectives => Sleeper::Collectives,
@@ -96,11 +95,12 @@ impl Group {
         Some((self.shm.as_ref()?, kind))
     }
 
-    /// How far `peer`, whose process is gone, came with what concerns this rank, if it is of this host.
-    fn finished_by(&self, peer: usize, state: &State) -> Option<Finished> {
+    /// How many calls that concern this rank `peer`, whose process has ended, had finished. Known only of ranks on this
+    /// host.
+    fn finished_by(&self, peer: usize, state: &State) -> Option<CallCounts> {
         let (shm, member, own) = (self.shm.as_ref()?, self.hosts.member(peer)?, self.hosts.index());
-        let count = |kind, near: &Progress| shm.finished_by(member, kind, near.current());
-        Some(Finished {
+        let count = |kind, near: &CallHistory| shm.finished_by(member, kind, near.begun());
+        Some(CallCounts {
             collectives: count(Sleeper::Collectives, &state.collectives),
             sent: count(Sleeper::SendTo(own), &state.peers[peer].recvs),
             received: count(Sleeper::RecvFrom(own), &state.peers[peer].sends),
@@ -108,7 +108,7 @@ impl Group {
     }
 
     pub(super) fn call_at(&self, channel: Channel, sequence: u64) -> Option<Call> {
-        lock(&self.state).progress(channel).call_at(sequence)
+        lock(&self.state).history_mut(channel).call_at(sequence)
     }
 
     /// Ends the group with `failure`, unless it has one already; returns the first one.
@@ -118,13 +118,13 @@ impl Group {
             return first.clone();
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
-        // A call that is being carried out returns it, and this rank knows what it did itself.
+        // A call that is being carried out returns the failure, and this rank knows what it did itself.
         let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
         self.changed.notify_all();
-        // First the reason, then the end of the data: peers that see the latter wait for the former.
+        // The reason is sent before the data connections close, since peers that see the latter wait for the reason.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
         self.locks.end();
@@ -134,20 +134,21 @@ impl Group {
         failure
     }
 
-    /// The failure behind a connection of `channel` to `peer` that closed. The monitor knows, or will in a moment.
+    /// Ends the group because a connection of `channel` to `peer` closed, with what the monitor knows, or soon will know, of
+    /// the reason.
     pub(super) fn fail_closed(&self, channel: Channel, peer: usize, reason: &str) -> Failure {
-        /// Within this time the control connection has had its say; it closes with the data connection when a process
-        /// ends.
+        /// Within this time the monitor has read what the peer said last: when a process ends, its control connection closes
+        /// together with its data connection.
         const PATIENCE: Duration = Duration::from_secs(3);
         let deadline = Instant::now() + PATIENCE;
         let known = self.wait_until(deadline, |state| {
-            let call = || state.describe(channel, state.progress_of(channel).current());
+            let call = || state.describe(channel, state.history(channel).begun());
             let gone = || state.peers[peer].gone.as_ref().map(|gone| gone.failure(self.rank, peer, call()));
             let failure = state.failure.clone().or_else(gone);
             // What a peer said before it closed the connection has been read by now.
             (failure.is_some() || state.peers[peer].closed).then_some(failure)
         });
-        let failure = known.flatten().or_else(|| self.left_after_another(channel, &[peer])).unwrap_or_else(|| {
+        let failure = known.flatten().or_else(|| self.left_during(channel, peer)).unwrap_or_else(|| {
             let call = lock(&self.state).activity();
             let reason = gone::lost(peer, self.control.hosts(peer), &call, reason);
             Failure::PeerFailed { peer: self.rank, reason }
@@ -155,34 +156,20 @@ impl Group {
         self.fail(failure)
     }
 
-    /// The failure of the call that `channel` is carrying out when one of `peers`, of which it still wants something, has
-    /// left: it made its calls, as many as this rank, but another one here.
-    pub(super) fn left_after_another(&self, channel: Channel, peers: &[usize]) -> Option<Failure> {
-        let mut state = lock(&self.state);
-        let peer = *peers.iter().find(|peer| state.peers[**peer].shutdown_notice.is_some())?;
-        let progress = state.progress(channel);
-        let sequence = progress.current();
-        let ours = progress.call_at(sequence)?;
-        Some(Failure::Desync {
-            sequence,
-            rank_a: peer,
-            call_a: "something else (it has left since)".into(),
-            rank_b: self.rank,
-            call_b: ours.to_string(),
-        })
+    /// The failure of the call that `channel` is carrying out if `peer` has left instead of taking part in it.
+    fn left_during(&self, channel: Channel, peer: usize) -> Option<Failure> {
+        let state = lock(&self.state);
+        state.peers[peer].left?;
+        let history = state.history(channel);
+        Some(left_since(peer, self.rank, history.begun(), history.call_at(history.begun())?))
     }
 
-    /// Why the group has ended, if it has, or why no more calls of all its ranks can succeed.
+    /// Why the group has failed, or why no more calls of all its ranks can succeed.
     pub(super) fn failure(&self) -> Option<Failure> {
         let state = lock(&self.state);
         let gone =
             |(peer, known): (usize, &Peer)| Some(known.gone.as_ref()?.failure(self.rank, peer, state.activity()));
         state.failure.clone().or_else(|| state.peers.iter().enumerate().find_map(gone))
-    }
-
-    /// Whether the process of `peer` has ended without a goodbye.
-    pub(super) fn is_gone(&self, peer: usize) -> bool {
-        lock(&self.state).peers[peer].gone.is_some()
     }
 
     /// Waits until `found` finds something in the state, at most until `deadline`.
@@ -200,46 +187,39 @@ impl Group {
         }
     }
 
-    /// Asks all peers where they are and what they called at `sequence`. By rank; `None` where no answer came in time.
-    pub(super) fn query(&self, sequence: u64) -> Vec<Option<Answer>> {
-        /// Monitors answer at once: who does not is stopped or out of reach.
+    /// Asks all peers for their progress. By rank, this rank included.
+    pub(super) fn query(&self) -> Vec<RankState> {
+        /// Monitors answer at once: a process that does not is stopped or out of reach.
         const PATIENCE: Duration = Duration::from_secs(1);
         let mut state = lock(&self.state);
         let id = state.next_query;
         state.next_query += 1;
         state.queries.insert(id, vec![None; self.world_size]);
         drop(state);
-        self.peers().for_each(|peer| self.control.send(peer, &Frame::Query { id, sequence }));
+        self.peers().for_each(|peer| self.control.send(peer, &Frame::Query { id }));
         self.wait_until(Instant::now() + PATIENCE, |state| {
             let answers = state.queries.get(&id)?;
             let complete = self.peers().all(|peer| answers[peer].is_some() || state.peers[peer].closed);
             (complete || state.failure.is_some()).then_some(())
         });
         let mut state = lock(&self.state);
-        let mut answers = state.queries.remove(&id).unwrap_or_default();
-        for (answer, peer) in answers.iter_mut().zip(&state.peers) {
-            // Who has left has said where it was, and the memory of a process that is gone may say it.
-            let last = peer.shutdown_notice.map(|shutdown_notice| shutdown_notice.last);
-            let last = last.or_else(|| peer.gone.as_ref().and_then(Gone::last));
-            let left =
-                last.map(|current| Answer { current, current_call: None, asked_call: None, waits_for_lock: false });
-            *answer = answer.or(left);
-        }
-        answers
+        let mut answers = state.queries.remove(&id).unwrap_or_else(|| vec![None; self.world_size]);
+        answers[self.rank] = Some(state.collectives.report(self.locks.any()));
+        answers.into_iter().enumerate().map(|(peer, answer)| state.rank_state(peer, answer)).collect()
     }
 
-    /// Says goodbye to all peers, or nothing when the group has failed and everybody knows. Returns once they have
-    /// read it, or after a short while: closing earlier could make the system throw it away.
+    /// Says goodbye to all peers, unless the group has failed, which they know already. Returns once they have read it, or
+    /// after a short while: closing the connections earlier could make the system discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
-        let mut state = lock(&self.state);
+        let state = lock(&self.state);
         let mut goodbyes = Vec::new();
         if state.failure.is_none() {
-            let last = state.collectives.current();
+            let collectives = state.collectives.begun();
             for peer in self.peers() {
-                let Peer { sends, recvs, .. } = &mut state.peers[peer];
-                let shutdown_notice = ShutdownNotice { last, sent: sends.current(), received: recvs.current() };
-                goodbyes.push((peer, Frame::Goodbye(shutdown_notice)));
+                let Peer { sends, recvs, .. } = &state.peers[peer];
+                let counts = CallCounts { collectives, sent: sends.begun(), received: recvs.begun() };
+                goodbyes.push((peer, Frame::Goodbye(counts)));
             }
         }
         drop(state);
@@ -249,7 +229,7 @@ impl Group {
         });
         let state = lock(&self.state);
         match &state.failure {
-            // After the last call, programs end in many ways.
+            // Programs end in many ways after their last call.
             None | Some(Failure::PeerGone { .. }) => {}
             Some(failure) if state.untold => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));
@@ -276,9 +256,9 @@ impl Group {
                 self.fail(failure);
                 self.control.send(peer, &Frame::Ack);
             }
-            Frame::Goodbye(shutdown_notice) => {
+            Frame::Goodbye(counts) => {
                 let mut state = lock(&self.state);
-                state.peers[peer].shutdown_notice = Some(shutdown_notice);
+                state.peers[peer].left = Some(counts);
                 self.fail_if_needed(state, peer);
                 self.control.send(peer, &Frame::Ack);
             }
@@ -286,29 +266,23 @@ impl Group {
                 lock(&self.state).peers[peer].acknowledged = true;
                 self.changed.notify_all();
             }
-            Frame::Query { id, sequence } => {
-                let mut state = lock(&self.state);
-                let progress = state.progress(Channel::Collectives);
-                let current = progress.current();
-                let current_call = if current == 0 { None } else { progress.call_at(current) };
-                let asked_call = progress.call_at(sequence);
-                let answer = Answer { current, current_call, asked_call, waits_for_lock: self.locks.any() };
-                drop(state);
-                self.control.send(peer, &Frame::Answer { id, answer });
+            Frame::Query { id } => {
+                let report = lock(&self.state).collectives.report(self.locks.any());
+                self.control.send(peer, &Frame::Answer { id, report });
             }
-            Frame::Answer { id, answer } => {
+            Frame::Answer { id, report } => {
                 if let Some(answers) = lock(&self.state).queries.get_mut(&id) {
-                    answers[peer] = Some(answer);
+                    answers[peer] = Some(report);
                 }
                 self.changed.notify_all();
             }
         }
     }
 
-    /// Ends the group if something is under way for which `peer`, which is not there any more, is needed.
+    /// Ends the group if a call is being carried out, or was, that needs `peer`, which has left or ended.
     fn fail_if_needed(&self, state: MutexGuard<State>, peer: usize) {
-        let mut concerned = vec![(Channel::Collectives, Some(state.collectives.current()))];
-        // A message that was sent and never received hurts nobody.
+        let mut concerned = vec![(Channel::Collectives, Some(state.collectives.begun()))];
+        // A message that was sent and will never be received is no failure.
         concerned.push((Channel::SendTo(peer), state.peers[peer].sends.running()));
         concerned.push((Channel::RecvFrom(peer), state.peers[peer].recvs.running()));
         let rank = self.rank;
@@ -323,7 +297,7 @@ impl Group {
     pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
         state.peers[peer].closed = true;
-        if state.peers[peer].shutdown_notice.is_none() {
+        if state.peers[peer].left.is_none() {
             log::debug!("rank {}: the control connection to rank {peer} has ended: {ended:?}", self.rank);
             if let Some(failure) = ended.lost(self.rank, peer, self.control.hosts(peer), &state.activity()) {
                 drop(state);

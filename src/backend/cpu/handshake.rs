@@ -1,7 +1,7 @@
-//! The first words on every connection, in both directions: who is there, and whether the two sides fit together.
+//! The first bytes on every connection, in both directions: who is there, and whether the two sides fit together.
 use crate::backend::wire::{Reader, Writer};
 
-/// What a connection is for. The discriminants travel.
+/// What a connection is for. The discriminants are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Collectives.
@@ -16,10 +16,10 @@ impl Kind {
     pub(super) const ALL: [Self; 3] = [Self::Data, Self::Direct, Self::Control];
 }
 
-/// Who is there.
+/// The identity of a rank on one of its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Handshake {
-    /// Drawn by rank 0 and learnt from the store: who knows it belongs to the group.
+    /// Drawn by rank 0 and read from the store: whoever knows it belongs to the group.
     pub(super) nonce: u64,
     pub(super) rank: usize,
     pub(super) kind: Kind,
@@ -36,7 +36,7 @@ pub(super) struct HandshakeConfig {
     pub(super) small: u64,
 }
 
-/// Bytes that open with another version of the protocol, or are none of ours.
+/// Bytes of another version of the protocol, or of something else.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
     Unknown,
@@ -46,8 +46,8 @@ pub(super) enum HandshakeError {
 impl Handshake {
     pub(super) const BYTES: usize = 48;
     const MAGIC: [u8; 4] = *b"cDDP";
-    /// To be raised with every change of what travels on any of the connections.
-    const VERSION: u32 = 4;
+    /// To be increased with every change to what is sent on any of the connections.
+    const VERSION: u32 = 5;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let mut writer = Writer::default();
@@ -93,7 +93,7 @@ impl HandshakeError {
 }
 
 impl HandshakeConfig {
-    /// What differs, if anything.
+    /// The first difference, in words.
     pub(super) fn difference(&self, other: &Self) -> Option<String> {
         let fields = [
             ("world_size", self.world_size as u64, other.world_size as u64),
@@ -112,7 +112,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_hello_survives_its_journey() {
+    fn a_handshake_can_be_encoded_and_decoded() {
         for (number, kind) in Kind::ALL.into_iter().enumerate() {
             let handshake = Handshake {
                 nonce: 1 << 60,
@@ -123,17 +123,18 @@ mod tests {
             assert_eq!((kind as usize, Handshake::decode(&handshake.encode())), (number, Ok(handshake)));
             let mut newer = handshake.encode();
             newer[4] += 1;
-            assert_eq!(Handshake::decode(&newer), Err(HandshakeError::Version(5)));
+            assert_eq!(Handshake::decode(&newer), Err(HandshakeError::Version(Handshake::VERSION + 1)));
         }
     }
 
     proptest! {
         #[test]
-        fn strangers_do_not_make_it_panic(bytes in prop::array::uniform32(any::<u8>())) {
+        fn no_bytes_make_it_panic(bytes in prop::array::uniform32(any::<u8>())) {
             let mut handshake = [0; Handshake::BYTES];
             handshake[..32].copy_from_slice(&bytes);
             let _ = Handshake::decode(&handshake);
-            handshake[..8].copy_from_slice(b"cDDP\x04\0\0\0");
+            handshake[..4].copy_from_slice(&Handshake::MAGIC);
+            handshake[4..8].copy_from_slice(&Handshake::VERSION.to_le_bytes());
             let _ = Handshake::decode(&handshake);
         }
     }

@@ -1,9 +1,9 @@
 //! Which ranks of a group share memory.
 
-/// The hosts of a group, as one of its ranks sees them: equal on all ranks but for where that rank is.
+/// The hosts of a group, as one of its ranks sees them. All ranks have the same hosts and differ only in their own place.
 ///
-/// A host is a set of ranks that can all map each other's memory. Hosts stand in the order of their lowest ranks, the
-/// ranks of a host in ascending order.
+/// A host is a set of ranks that can all map each other's memory. Hosts are in the order of their lowest ranks, and the ranks
+/// of a host in ascending order.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
     hosts: Vec<Vec<usize>>,
@@ -12,8 +12,8 @@ pub(super) struct Hosts {
 }
 
 impl Hosts {
-    /// From what all ranks know: whether `a` maps the memory of `b`. Ranks of which one does not map the other are on
-    /// different hosts.
+    /// Derives the hosts from `maps(a, b)`, which says whether rank `a` maps the memory of rank `b` and is known to all ranks.
+    /// Two ranks of which one does not map the other's memory are on different hosts.
     pub(super) fn new(rank: usize, world_size: usize, maps: impl Fn(usize, usize) -> bool) -> Self {
         let mut hosts: Vec<Vec<usize>> = Vec::new();
         for newcomer in 0..world_size {
@@ -75,18 +75,18 @@ impl Hosts {
             .map(|(host, ranks)| (host, ranks.as_slice()))
     }
 
-    /// No two ranks share memory.
+    /// Whether no two ranks share memory.
     pub(super) fn are_single(&self) -> bool {
         self.hosts.iter().all(|host| host.len() == 1)
     }
 
-    /// Who sends a rank with the number `index` on its host what comes from a host with these ranks, where everybody
-    /// needs it. Hosts may have different numbers of ranks.
+    /// The rank among `ranks`, those of another host, that sends data which all need to the rank with the number `index` on
+    /// its own host. Hosts may have different numbers of ranks.
     pub(super) fn proxy(ranks: &[usize], index: usize) -> usize {
         ranks[index % ranks.len()]
     }
 
-    /// To which of another host's ranks this rank sends then: whose [`proxy`](Self::proxy) it is.
+    /// The ranks among those of another host to which this rank sends then: those whose [`proxy`](Self::proxy) it is.
     pub(super) fn clients<'a>(&self, ranks: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
         let (index, count) = (self.index(), self.members().len());
         ranks.iter().enumerate().filter(move |(other, _)| other % count == index).map(|(_, rank)| *rank)
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_is_served_once() {
+    fn every_rank_has_one_proxy() {
         let label = |rank: usize| [0, 0, 0, 1, 1, 2, 0][rank];
         let all: Vec<Hosts> = (0..7).map(|rank| Hosts::new(rank, 7, |a, b| label(a) == label(b))).collect();
         for (rank, hosts) in all.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Which bytes of tensors the calls use that were started in this process and are not over.
+//! Which bytes of tensors are used by the calls of this process that were started and are not over.
 //!
-//! Different queues work at the same time, in an order that differs from rank to rank. So a call is refused that would
-//! change what a call in another queue uses, or use what that one changes. What `run` carries out on the calling thread is
-//! compared with what is in flight, and not noted: that would cost small messages more than it finds.
+//! Different queues work at the same time, in an order that differs from rank to rank. So a call is refused if it would
+//! change bytes that a call in another queue uses, or use bytes that such a call changes. Calls that `run` carries out on the
+//! calling thread are compared with those in flight, but not noted: that would slow down small messages and find little.
 use super::lock;
 use crate::backend::Collective;
 use crate::backend::call::Call;
@@ -15,10 +15,10 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// By storage.
+/// The uses of each storage.
 static USES: Mutex<BTreeMap<usize, Vec<Use>>> = Mutex::new(BTreeMap::new());
 
-/// How many calls have uses there.
+/// How many calls have uses in [`USES`].
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 /// The next call's number.
@@ -32,7 +32,7 @@ struct Use {
     ticket: u64,
 }
 
-/// Who makes a call.
+/// A call and the queue it is made in.
 #[derive(Clone, Copy)]
 pub(super) struct Caller {
     /// Identifies the queue that carries it out. Calls in one queue follow each other.
@@ -68,7 +68,8 @@ impl Caller {
 
     /// Whether the call, which is to be carried out at once, conflicts with one that is in flight.
     pub(super) fn compare(self, collective: &Collective) -> Result<()> {
-        // What this thread has started is seen; what others start at this moment is a race of the caller's.
+        // Calls that this thread has started are seen. Calls that other threads start at this moment are a race of the
+        // program's own.
         if CALLS.load(Ordering::Relaxed) == 0 {
             return Ok(());
         }

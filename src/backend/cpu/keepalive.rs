@@ -1,8 +1,8 @@
-//! How a rank finds out that a host is gone without having closed its connections.
+//! How a rank notices that a host has vanished without closing its connections.
 use std::net::TcpStream;
 use std::time::Duration;
 
-/// Has the system probe the connection while nothing comes, and give it up after `lost_after`.
+/// Has the system probe an idle connection, and give it up after `lost_after` without an answer.
 pub(super) fn keep_alive(socket: &TcpStream, lost_after: Duration) {
     use rustix::net::sockopt;
     let (idle, interval, count) = probes(lost_after);
@@ -31,8 +31,8 @@ fn probes(lost_after: Duration) -> (u64, u64, u32) {
     (idle, interval, left.div_ceil(interval).min(MOST) as u32)
 }
 
-/// Has the system give the connection up after `lost_after` in which data on its way is not acknowledged: it sends no
-/// probes then. Not for connections that a busy peer may leave unread, which would be given up as well.
+/// Has the system give the connection up when sent data is not acknowledged for `lost_after`; it sends no probes meanwhile.
+/// Not for connections that a busy peer may leave unread, since those would be given up as well.
 pub(super) fn give_up_after(socket: &TcpStream, lost_after: Duration) {
     #[cfg(target_os = "linux")]
     {

@@ -12,7 +12,7 @@ pub(super) fn run(group: &Group) -> Result<(), Errno> {
     let mut readers: Vec<Option<FrameReader>> =
         (0..group.world_size).map(|peer| group.control.link(peer).map(|_| FrameReader::default())).collect();
     while !group.is_over() {
-        // Whose connections are open, and for what they are polled.
+        // The open connections, and the events for which each is polled.
         let mut open = Vec::new();
         let mut fds = vec![PollFd::new(group.control.woken(), PollFlags::IN)];
         for (peer, _) in readers.iter().enumerate().filter(|(_, reader)| reader.is_some()) {

@@ -2,30 +2,32 @@ use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// How a [`CpuCommunicator`](super::CpuCommunicator) is built and works. All but `address` and `lost_after` must be the same on all ranks.
+/// How a [`CpuCommunicator`](super::CpuCommunicator) is built and works. Options must be the same on all ranks unless they say
+/// otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
     /// How long the construction, and later each call, may take before the group fails. 30 minutes by default, as with
     /// PyTorch's Gloo.
     pub timeout: Duration,
-    /// A host that cannot be reached for this long ends the group, and an outage of the network that is shorter does not
-    /// (but a call that it delays beyond `timeout` ends the group all the same). 2 minutes by default; systems count in
-    /// seconds, and give up connections by themselves after about a quarter of an hour. Need not be the same on all ranks.
+    /// A host that cannot be reached for this long ends the group; a shorter outage of the network does not, unless it delays
+    /// a call beyond `timeout`. 2 minutes by default. Systems count in whole seconds, and give up connections by themselves
+    /// after about a quarter of an hour. Need not be the same on all ranks.
     pub lost_after: Duration,
-    /// The address of this host that its peers connect to. 127.0.0.1, the default, is for groups on one host.
+    /// The address of this host that its peers connect to. The default, 127.0.0.1, is for groups on one host. Need not be the
+    /// same on all ranks.
     pub address: Option<IpAddr>,
     /// What the data travels through. For tests and measurements.
     pub transport: CpuTransport,
-    /// Bytes that travel at a time between two ranks where data is reduced or handed on; by default what the environment
-    /// variable `CANDLE_DDP_CPU_SEGMENT_BYTES` says, or else what was measured to be best for the transport. For tests
-    /// and measurements.
+    /// Bytes that are sent at a time between two ranks where data is reduced or passed on. By default, the value of the
+    /// environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or else what was measured to be best for the transport. For
+    /// tests and measurements.
     pub segment_bytes: Option<usize>,
-    /// Messages are exchanged between all ranks at once while a rank receives no more than this in all; by default what
-    /// the environment variable `CANDLE_DDP_CPU_SMALL_BYTES` says, or else what was measured to be best for the
-    /// transport. For tests and measurements.
+    /// Data is small, and all ranks send all of it to all others, if each rank receives no more bytes than this in total. By
+    /// default, the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or else what was measured to be best for
+    /// the transport. For tests and measurements.
     pub small_bytes: Option<usize>,
-    /// For tests: ranks with different labels are taken to be on different hosts. What the environment variable
-    /// `CANDLE_DDP_CPU_HOST` says by default. Need not be the same on all ranks.
+    /// Ranks with different labels are taken to be on different hosts, for tests. By default, the value of the environment
+    /// variable `CANDLE_DDP_CPU_HOST`. Need not be the same on all ranks.
     #[doc(hidden)]
     pub host: Option<String>,
 }
@@ -48,21 +50,20 @@ impl Default for CpuOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CpuTransport {
-    /// What the environment variable `CANDLE_DDP_CPU_TRANSPORT` says (`auto`, `tcp` or `shm`; for tests and
-    /// measurements). `auto`, the default, is shared memory between ranks that can map each
-    /// other's, TCP between others.
+    /// The value of the environment variable `CANDLE_DDP_CPU_TRANSPORT` (`auto`, `tcp` or `shm`; for tests and measurements).
+    /// The default, `auto`, is shared memory between ranks that can map each other's memory, and TCP between others.
     #[default]
     Auto,
     /// TCP, also between ranks of one host.
     Tcp,
-    /// Shared memory; that ranks cannot share it, for example because they are on different hosts, is an error.
+    /// Shared memory. It is an error if ranks cannot share it, for example because they are on different hosts.
     SharedMemory,
 }
 
 impl CpuTransport {
     const VARIABLE: &'static str = "CANDLE_DDP_CPU_TRANSPORT";
 
-    /// With `Auto` looked up in the environment.
+    /// `Auto` becomes what the environment says.
     pub(super) fn resolve(self) -> Result<Self> {
         let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
         match value.to_str() {
@@ -78,7 +79,7 @@ impl CpuTransport {
     }
 }
 
-/// `bytes`, or else what the environment variable says, if it is set.
+/// `bytes`, or else the value of the environment variable, if it is set.
 pub(super) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
     let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
     let value = value.to_string_lossy().into_owned();

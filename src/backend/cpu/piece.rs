@@ -1,4 +1,4 @@
-//! What an exchange moves.
+//! The pieces of bytes that an exchange moves.
 use super::storage::Region;
 
 /// What is sent: private memory, or a part of a tensor.
@@ -8,7 +8,7 @@ pub(super) enum Piece<'a> {
     Tensor(Region<'a>),
 }
 
-/// Where what comes goes.
+/// Where received bytes go: private memory, or a part of a tensor.
 pub(super) enum PieceMut<'a> {
     Memory(&'a mut [u8]),
     Tensor(Region<'a>),
@@ -70,7 +70,7 @@ impl<'a> From<Region<'a>> for PieceMut<'a> {
     }
 }
 
-/// The pieces that lie beyond the first `done` bytes, at least in part, and how many bytes of each do not.
+/// The pieces that reach beyond the first `done` bytes, and for each the number of its bytes that do not.
 pub(super) fn beyond<P>(
     mut done: usize,
     pieces: impl Iterator<Item = P>,

@@ -1,20 +1,19 @@
-//! What one rank remembers of its group: how far the calls have come, and who is not there any more.
-use super::frame::{Answer, ShutdownNotice};
+//! What one rank remembers of its group: how far its calls have come, and which peers have left or ended.
 use super::gone::{self, Gone};
 use crate::backend::call::Channel;
-use crate::backend::progress::Progress;
+use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
 use crate::error::Failure;
 use std::collections::HashMap;
 use std::ops::Range;
 
 pub(super) struct State {
     pub(super) failure: Option<Failure>,
-    /// No call has returned the failure.
+    /// No call has returned the failure yet.
     pub(super) untold: bool,
-    pub(super) collectives: Progress,
+    pub(super) collectives: CallHistory,
     pub(super) peers: Vec<Peer>,
-    /// Answers to the queries under way, by rank.
-    pub(super) queries: HashMap<u64, Vec<Option<Answer>>>,
+    /// The answers to each open query, by rank.
+    pub(super) queries: HashMap<u64, Vec<Option<ProgressReport>>>,
     pub(super) next_query: u64,
     /// The monitor should end.
     pub(super) over: bool,
@@ -22,13 +21,13 @@ pub(super) struct State {
 
 #[derive(Default)]
 pub(super) struct Peer {
-    pub(super) sends: Progress,
-    pub(super) recvs: Progress,
-    /// It has left in good order.
-    pub(super) shutdown_notice: Option<ShutdownNotice>,
-    /// Its process has ended without that.
+    pub(super) sends: CallHistory,
+    pub(super) recvs: CallHistory,
+    /// It has left in good order, after this many calls.
+    pub(super) left: Option<CallCounts>,
+    /// Its process has ended without a goodbye.
     pub(super) gone: Option<Gone>,
-    /// It has read our last word.
+    /// It has read this rank's goodbye or abort.
     pub(super) acknowledged: bool,
     /// Its control connection is closed.
     pub(super) closed: bool,
@@ -39,7 +38,7 @@ impl State {
         Self {
             failure: None,
             untold: false,
-            collectives: Progress::default(),
+            collectives: CallHistory::default(),
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             queries: HashMap::new(),
             next_query: 0,
@@ -47,7 +46,7 @@ impl State {
         }
     }
 
-    pub(super) fn progress(&mut self, channel: Channel) -> &mut Progress {
+    pub(super) fn history_mut(&mut self, channel: Channel) -> &mut CallHistory {
         match channel {
             Channel::Collectives => &mut self.collectives,
             Channel::SendTo(peer) => &mut self.peers[peer].sends,
@@ -55,7 +54,7 @@ impl State {
         }
     }
 
-    pub(super) fn progress_of(&self, channel: Channel) -> &Progress {
+    pub(super) fn history(&self, channel: Channel) -> &CallHistory {
         match channel {
             Channel::Collectives => &self.collectives,
             Channel::SendTo(peer) => &self.peers[peer].sends,
@@ -63,21 +62,21 @@ impl State {
         }
     }
 
-    /// The failure, for a caller.
+    /// The group's failure, if there is one, to be returned by a call.
     pub(super) fn tell(&mut self) -> Result<(), Failure> {
         self.untold = false;
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// A call that is being carried out: its channel and its sequence number.
+    /// The channel and the sequence number of a call that is being carried out.
     pub(super) fn running(&self) -> Option<(Channel, u64)> {
         let messages = (0..self.peers.len()).flat_map(|peer| [Channel::SendTo(peer), Channel::RecvFrom(peer)]);
         let mut all = std::iter::once(Channel::Collectives).chain(messages);
-        all.find_map(|channel| Some((channel, self.progress_of(channel).running()?)))
+        all.find_map(|channel| Some((channel, self.history(channel).running()?)))
     }
 
-    /// The failure of call number `sequence` of `channel` of rank `rank` for want of a peer that left, or whose process
-    /// ended, before it could take part in it.
+    /// The failure of rank `rank`'s call number `sequence` on `channel` if a peer left, or its process ended, before it took
+    /// part in that call.
     pub(super) fn missing(&self, rank: usize, channel: Channel, sequence: u64) -> Option<Failure> {
         self.concerned(channel).find_map(|peer| {
             self.left_before(peer, channel, sequence).or_else(|| {
@@ -97,42 +96,47 @@ impl State {
     }
 
     fn left_before(&self, peer: usize, channel: Channel, sequence: u64) -> Option<Failure> {
-        let shutdown_notice = self.peers[peer].shutdown_notice.as_ref()?;
-        let left_after = match channel {
-            Channel::Collectives => shutdown_notice.last,
-            Channel::SendTo(_) => shutdown_notice.received,
-            Channel::RecvFrom(_) => shutdown_notice.sent,
+        let counts = self.peers[peer].left?;
+        // The peer missed all collectives from its last one on: the first of them is named.
+        let sequence = match channel {
+            Channel::Collectives => sequence.min(counts.collectives + 1),
+            Channel::SendTo(_) | Channel::RecvFrom(_) => sequence,
         };
-        if left_after >= sequence {
-            return None;
-        }
-        // Collectives in between were missed too; the first one is named.
-        let sequence = if channel == Channel::Collectives { left_after + 1 } else { sequence };
-        Some(Failure::PeerLeft { peer, left_after, call: self.name(channel, sequence), sequence })
+        left_before(peer, counts, channel, sequence, || self.name(channel, sequence))
     }
 
-    /// The failure of call number `sequence` of `channel`, which rank `rank` begins, for want of a peer whose process has
-    /// ended, and which would not have ended its part of the call without this rank's.
+    /// The failure of call number `sequence` on `channel`, which rank `rank` is beginning, if the process of a peer has
+    /// ended that could not have finished its part of the call without this rank's.
     pub(super) fn begun_in_vain(&self, rank: usize, channel: Channel, sequence: u64) -> Option<Failure> {
-        let call = self.progress_of(channel).call_at(sequence)?;
+        let call = self.history(channel).call_at(sequence)?;
         self.concerned(channel).find_map(|peer| {
             let gone = self.peers[peer].gone.as_ref().filter(|_| gone::needs(peer, &call, rank))?;
             Some(gone.failure(rank, peer, self.describe(channel, sequence)))
         })
     }
 
-    /// Call number `sequence` of `channel`, for messages.
+    /// Call number `sequence` on `channel` in words.
     fn name(&self, channel: Channel, sequence: u64) -> String {
-        self.progress_of(channel).call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string())
+        self.history(channel).call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string())
     }
 
     pub(super) fn describe(&self, channel: Channel, sequence: u64) -> String {
         format!("{}, sequence {sequence}", self.name(channel, sequence))
     }
 
-    /// What is going on, for messages.
+    /// The state of `peer` when a call has expired, given its answer to a query.
+    pub(super) fn rank_state(&self, peer: usize, answer: Option<ProgressReport>) -> RankState {
+        match (answer, &self.peers[peer]) {
+            (Some(report), _) => RankState::Running(report),
+            (None, Peer { left: Some(_), .. }) => RankState::Left,
+            (None, Peer { gone: Some(gone), .. }) => RankState::Ended(gone.last()),
+            (None, _) => RankState::Silent,
+        }
+    }
+
+    /// What this rank is doing, in words.
     pub(super) fn activity(&self) -> String {
-        match (self.running(), self.collectives.current()) {
+        match (self.running(), self.collectives.begun()) {
             (Some((channel, sequence)), _) => self.describe(channel, sequence),
             (None, 0) => "the time before the first collective".into(),
             (None, last) => format!("the time after {}", self.describe(Channel::Collectives, last)),

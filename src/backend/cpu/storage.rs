@@ -2,7 +2,7 @@
 //!
 //! candle keeps a tensor's storage behind a lock, and views of one storage share it. A call of the engine that held it
 //! while it waits for a peer would hold up other calls on other slices of the storage, which the peer may be waiting for.
-//! So the algorithms work on [`Region`]s, and whoever moves bytes takes the lock for just that.
+//! So the algorithms work on [`Region`]s, which are locked only while bytes move.
 use super::transport_error::TransportError;
 use crate::backend::check::byte_range;
 use candle_core::{CpuStorage, Storage, StorageMutRef, StorageRef, Tensor};
@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 /// What the threads of one rank share when they wait for locks.
 #[derive(Default)]
 pub(super) struct LockWaits {
-    /// The group has ended: nobody waits any more.
+    /// The group has ended, and no thread waits any more.
     ended: AtomicBool,
-    /// How many have been waiting for longer than candle's own operations should take.
+    /// How many threads have been waiting for longer than candle's own operations should take.
     waiting: AtomicUsize,
 }
 
@@ -40,10 +40,10 @@ pub(super) struct Locking<'a> {
 }
 
 impl Locking<'_> {
-    /// What `attempt` gets, which tries for as long as it is told.
+    /// Calls `attempt` with the time that it may take, until it gets a guard.
     fn acquire<G>(self, attempt: impl Fn(Duration) -> Option<G>) -> Result<G, TransportError> {
-        /// Within this time the end of the group is noticed. A writer that waits keeps new readers out, so it steps back
-        /// as often.
+        /// Within this time the end of the group is noticed. A waiting writer keeps new readers out, so it also gives way
+        /// this often.
         const SLICE: Duration = Duration::from_millis(100);
         const STEP_BACK: Duration = Duration::from_millis(1);
         let mut counted = None;
@@ -61,7 +61,7 @@ impl Locking<'_> {
     }
 }
 
-/// Counted among those that wait, until it is dropped.
+/// Counts a thread among those that wait, until it is dropped.
 struct Counted<'a>(&'a AtomicUsize);
 
 impl<'a> Counted<'a> {
@@ -81,7 +81,7 @@ impl Drop for Counted<'_> {
 #[derive(Clone, Copy)]
 pub(super) struct Region<'a> {
     lock: &'a RwLock<Storage>,
-    /// Within the storage.
+    /// The first byte, within the storage.
     start: usize,
     length: usize,
     locking: Locking<'a>,
@@ -91,7 +91,7 @@ impl<'a> Region<'a> {
     /// All of `tensor`, which has been [checked](super::check): contiguous, on the CPU, of a supported dtype.
     pub(super) fn of(tensor: &'a Tensor, locking: Locking<'a>) -> Self {
         let Range { start, end } = byte_range(tensor);
-        // candle itself gives its lock out only for reading, and without a limit on time.
+        // candle itself locks only for reading, and without a time limit.
         let lock = StorageRef::rwlock(&tensor.storage_and_layout().0);
         Self { lock, start, length: end - start, locking }
     }
@@ -105,7 +105,7 @@ impl<'a> Region<'a> {
         Self { start: self.start + range.start, length: range.len(), ..self }
     }
 
-    /// Gives `work`, which must not wait for anybody, the bytes to read.
+    /// Calls `work`, which must not wait for anything, with the bytes to read.
     pub(super) fn read<R>(self, work: impl FnOnce(&[u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&[]));
@@ -113,7 +113,7 @@ impl<'a> Region<'a> {
         Ok(work(self.bytes(&*self.lock()?)?))
     }
 
-    /// Gives `work`, which must not wait for anybody, the bytes to change.
+    /// Calls `work`, which must not wait for anything, with the bytes to change.
     pub(super) fn write<R>(self, work: impl FnOnce(&mut [u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&mut []));
@@ -123,7 +123,7 @@ impl<'a> Region<'a> {
         Ok(work(bytes))
     }
 
-    /// Gives `work`, which must not wait for anybody, the bytes to change, and those of `input` to read.
+    /// Calls `work`, which must not wait for anything, with the bytes to change and those of `input` to read.
     pub(super) fn write_from<R>(
         self,
         input: Self,
@@ -150,7 +150,7 @@ impl<'a> Region<'a> {
         Ok(work(output, input.bytes(&input_guard)?))
     }
 
-    /// The bytes become those of `input`, which is as long.
+    /// Copies the bytes of `input`, which is as long.
     pub(super) fn copy_from(self, input: Self) -> Result<(), TransportError> {
         if self.shares_lock(input) && self.range() == input.range() {
             return Ok(());
@@ -162,14 +162,14 @@ impl<'a> Region<'a> {
         std::ptr::eq(self.lock, other.lock)
     }
 
-    /// Within the [bytes] of the storage.
+    /// The range of this region within the [bytes] of its storage.
     pub(super) fn range(self) -> Range<usize> {
         self.start..self.start + self.length
     }
 
     /// Locks the storage for reading.
     pub(super) fn lock(self) -> Result<StorageRef<'a>, TransportError> {
-        // The thread may hold it for reading already. A writer that waits in between must not come first then.
+        // The thread may already hold the lock for reading. A waiting writer must not come in between then.
         match self.lock.try_read_recursive() {
             Some(guard) => Ok(guard),
             None => self.locking.acquire(|time| self.lock.try_read_recursive_for(time)),
@@ -184,7 +184,7 @@ impl<'a> Region<'a> {
         }
     }
 
-    /// This region's bytes of its locked storage.
+    /// The bytes of this region in its locked storage.
     pub(super) fn bytes(self, storage: &Storage) -> Result<&[u8], TransportError> {
         bytes(storage)?.get(self.range()).ok_or_else(beyond)
     }
@@ -197,7 +197,7 @@ fn beyond() -> TransportError {
 /// Cuts parts out of the bytes of a storage, one after the other.
 pub(super) struct Cut<'a> {
     rest: &'a mut [u8],
-    /// Where the rest begins.
+    /// Where the rest begins in the storage.
     position: usize,
 }
 
@@ -218,7 +218,7 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// Two ranges that do not overlap, the first one to change.
+/// The bytes of two ranges that do not overlap: the first to change, the second to read.
 fn two(bytes: &mut [u8], output: Range<usize>, input: Range<usize>) -> Option<(&mut [u8], &[u8])> {
     if output.end <= input.start {
         let (low, high) = bytes.split_at_mut_checked(input.start)?;
@@ -229,7 +229,7 @@ fn two(bytes: &mut [u8], output: Range<usize>, input: Range<usize>) -> Option<(&
     }
 }
 
-/// The same code for shared and exclusive borrows of the storages that have a supported dtype.
+/// Borrows the bytes of storages with a supported dtype; the same code serves shared and exclusive borrows.
 macro_rules! bytes {
     ($storage:expr, $cast:path) => {
         match $storage {

@@ -19,20 +19,20 @@ pub(super) struct Transport {
     sockets: Vec<Option<TcpStream>>,
 }
 
-/// Bytes on their way to a peer: the header, if this is the first exchange of a call, then the pieces in order, then
-/// those that need not be over with the exchange.
+/// Bytes to send to a peer: the header, if this is the first exchange of a call, then the pieces in order, then those that
+/// need not be complete when the exchange ends.
 pub(super) struct Outflow<'a> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
     pieces: Vec<Piece<'a>>,
-    /// Bytes that are under way already, the header's included.
+    /// Bytes that were sent already, including the header's.
     done: usize,
-    /// How many must be for the exchange to be over.
+    /// Bytes that must be sent before the exchange ends.
     needed: usize,
     total: usize,
 }
 
-/// Bytes expected from a peer, in the same form.
+/// Bytes expected from a peer, in the same order.
 pub(super) struct Inflow<'a> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
@@ -43,7 +43,7 @@ pub(super) struct Inflow<'a> {
     total: usize,
 }
 
-/// What one attempt to move bytes came to.
+/// The result of one attempt to move bytes.
 enum Progress {
     Complete,
     Blocked,
@@ -62,20 +62,20 @@ impl Transport {
     /// Ends every exchange, now and later, on this rank and (once it has read what came before) on its peers.
     pub(super) fn close(&self) {
         for socket in self.sockets.iter().flatten() {
-            // It fails when the peer has closed already, which is as good.
+            // It fails if the peer has closed already, which is just as good.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
-    /// Sends all that `sends` need and receives all that `recvs` need, each with at most one flow for a peer, until
-    /// `deadline`; and as much of the rest of them as can be without waiting for it.
+    /// Sends what `sends` need and receives what `recvs` need, until `deadline`, and as much of the rest of them as it can
+    /// without waiting. Both have at most one flow for each peer.
     pub(super) fn exchange(
         &self,
         sends: &mut [Outflow],
         recvs: &mut [Inflow],
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        // Most often the sockets take all there is to send, and small messages are there already: no poll then.
+        // Usually the sockets take everything at once, and small messages have arrived already: then no poll is needed.
         let mut sending = Vec::with_capacity(sends.len());
         let mut receiving = Vec::with_capacity(recvs.len());
         for (index, flow) in sends.iter_mut().enumerate() {
@@ -109,7 +109,7 @@ impl Transport {
         }
     }
 
-    /// Waits until at least one of the flows can advance; says which, the sending ones first.
+    /// Waits until at least one of the flows can advance. Returns which ones can, the sending ones first.
     fn wait(
         &self,
         sends: &[Outflow],
@@ -127,7 +127,7 @@ impl Transport {
         }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            // A time beyond what the system can express means to wait without an end.
+            // A time beyond what the system can express stands for no time limit.
             let timeout = Timespec::try_from(left).ok();
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(0) if left.is_zero() => {
@@ -175,19 +175,19 @@ fn retain_blocked(
     result
 }
 
-/// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that calculate. So an
-/// exchange that turns out to be slow is left alone until most of what is missing should be there.
+/// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that compute. So an
+/// exchange that turns out to be slow rests until most of what is missing should be there.
 #[derive(Default)]
 struct Pace {
     waits: usize,
-    /// When the exchange was first seen to move, and what was missing then.
+    /// When the exchange was first seen to move, and how many bytes were missing then.
     start: Option<(Instant, usize)>,
 }
 
 impl Pace {
     /// Shorter rests are not worth it.
     const LEAST: Duration = Duration::from_micros(100);
-    /// Within which the end of the group is noticed.
+    /// Within this time the end of the group is noticed.
     const LONGEST: Duration = Duration::from_millis(2);
 
     /// To be called before each wait, with the number of bytes that are missing.
@@ -227,12 +227,12 @@ impl<'a> Outflow<'a> {
         self.pieces.push(piece);
     }
 
-    /// Leaves out the first `done` bytes, which went ahead with the exchange before.
+    /// Skips the first `done` bytes, which the exchange before has sent ahead.
     pub(super) fn resume(&mut self, done: usize) {
         self.done = done;
     }
 
-    /// Bytes that went beyond what was needed.
+    /// Bytes that were sent beyond those that were needed.
     pub(super) fn ahead(&self) -> usize {
         self.done.saturating_sub(self.needed)
     }
@@ -242,7 +242,7 @@ impl<'a> Outflow<'a> {
     }
 
     fn advance(&mut self, socket: &TcpStream) -> Result<Progress, TransportError> {
-        // Not `write_vectored`: a closed connection must be an error also in programs that do not ignore SIGPIPE.
+        // `write_vectored` would raise SIGPIPE for a closed connection in programs that do not ignore that signal.
         #[cfg(not(target_vendor = "apple"))]
         const FLAGS: SendFlags = SendFlags::NOSIGNAL;
         #[cfg(target_vendor = "apple")]
@@ -251,7 +251,7 @@ impl<'a> Outflow<'a> {
         while self.done < self.total {
             let head = self.head.map(|head| Piece::Memory(head));
             let left = || beyond(self.done, head.into_iter().chain(self.pieces.iter().copied()), |piece| piece.len());
-            // The parts of one tensor at a time, whose storage is locked while they move.
+            // Only the parts of one tensor at a time, since its storage is locked while they move.
             let locked = match left().find_map(|(piece, _)| piece.tensor()) {
                 Some(tensor) => Some((tensor, tensor.lock()?)),
                 None => None,
@@ -296,12 +296,12 @@ impl<'a> Inflow<'a> {
         self.pieces.push(piece);
     }
 
-    /// Leaves out the first `done` bytes, which came ahead with the exchange before.
+    /// Skips the first `done` bytes, which the exchange before has received ahead.
     pub(super) fn resume(&mut self, done: usize) {
         self.done = done;
     }
 
-    /// Bytes that came beyond what was needed.
+    /// Bytes that were received beyond those that were needed.
     pub(super) fn ahead(&self) -> usize {
         self.done.saturating_sub(self.needed)
     }
@@ -314,7 +314,7 @@ impl<'a> Inflow<'a> {
         while self.done < self.total {
             let head = self.head.map_or(0, |head| head.len());
             let after_head = self.done.saturating_sub(head);
-            // As for what is sent.
+            // Only the parts of one tensor at a time, as in sending.
             let tensor =
                 beyond(after_head, self.pieces.iter(), |piece| piece.len()).find_map(|(piece, _)| piece.tensor());
             let mut locked = tensor.map(Region::lock_mut).transpose()?;
@@ -337,8 +337,8 @@ impl<'a> Inflow<'a> {
                 };
                 rest.push(IoSliceMut::new(&mut bytes[skipped..]));
             }
-            // Data is read together with its header, before that is checked: when it is another call's, the group is
-            // over and the contents of its tensors undefined.
+            // Data is read together with its header, before the header is checked. If that is another call's, the group has
+            // failed, and the contents of its tensors are undefined.
             match socket.read_vectored(&mut rest) {
                 Ok(0) => return Err(TransportError::Closed { peer: self.peer, reason: "end of stream".into() }),
                 Ok(received) => {

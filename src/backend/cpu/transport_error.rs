@@ -1,9 +1,9 @@
 use crate::backend::call::Header;
 
-/// Why data did not get to or from a peer.
+/// Why data was not sent to or received from a peer.
 #[derive(Debug)]
 pub(super) enum TransportError {
-    /// The deadline has passed; these peers are being waited for.
+    /// The deadline has passed while waiting for these peers.
     TimedOut { peers: Vec<usize> },
     /// The connection to a peer is closed.
     Closed { peer: usize, reason: String },
@@ -11,6 +11,6 @@ pub(super) enum TransportError {
     Header { peer: usize, received: [u8; Header::BYTES] },
     /// The storage of a tensor was locked until the deadline, or until the group ended.
     Locked,
-    /// The system refused to wait.
+    /// An error of the system.
     System(String),
 }

@@ -1,14 +1,12 @@
-//! A queue_of carries out the calls of one channel, one after the other, in the order in which they were started.
-use super::algorithm::hosts::Bridge;
-use super::algorithm::{self, Scratch, Tuning};
-use super::group::{Channel, Group};
+//! A work queue carries out the calls of one channel, one after the other, in the order in which they were started.
+use super::algorithm::{Flat, Hierarchical, Scratch, Shm, Tuning, dispatch};
+use super::group::Group;
 use super::in_flight::{Caller, InFlight};
-use super::kernels::Reduction;
 use super::lock;
 use super::session::Session;
-use super::shm::ShmGroup;
-use super::storage::Region;
-use crate::backend::call::{Call, Header};
+use super::shm_session::ShmSession;
+use super::tcp_session::TcpSession;
+use crate::backend::call::{Call, Channel, Header};
 use crate::backend::{Collective, Completion, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
@@ -19,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A queue of calls and, once one was started without waiting for it, a thread that works through them.
+/// A queue of calls and, from the first call on that is not waited for at once, a thread that works through them.
 pub(super) struct WorkQueue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -31,7 +29,7 @@ struct Shared {
     tuning: Tuning,
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Locked by whoever has set `busy`.
+    /// Locked by the thread that has set `busy`.
     scratch: Mutex<Scratch>,
 }
 
@@ -40,7 +38,7 @@ struct Queue {
     jobs: VecDeque<Job>,
     /// The sequence number of the last call that was started.
     sequence: u64,
-    /// A thread, the queue_of's or a caller's, is carrying out a call.
+    /// A thread, the queue's own or a caller's, is carrying out a call.
     busy: bool,
     /// No more calls will come.
     closing: bool,
@@ -79,7 +77,7 @@ impl WorkQueue {
         Ok(Work::new(Pending(outcome)))
     }
 
-    /// Carries out the call and waits for it: on the calling thread when no other call is before it.
+    /// Carries out the call and waits for it: on the calling thread if no other call comes before it.
     pub(super) fn run(&self, call: Call, collective: Collective) -> Result<()> {
         self.caller(call).compare(&collective)?;
         let mut queue = lock(&self.shared.queue);
@@ -93,7 +91,7 @@ impl WorkQueue {
         Ok(turn.execute(header, &collective, deadline)?)
     }
 
-    /// The call of sequence number 0, on the calling thread: the end of the construction.
+    /// Carries out the call with sequence number 0, which ends the construction, on the calling thread.
     pub(super) fn run_first(&self, call: Call, collective: &Collective, deadline: Instant) -> Result<()> {
         let header = Header { sequence: 0, call };
         self.shared.group.start(self.shared.channel, header)?;
@@ -122,7 +120,7 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Waits until all calls are over, at most until `deadline`; whether they are.
+    /// Waits until all calls are over, at most until `deadline`. Returns whether they are.
     pub(super) fn drain(&self, deadline: Instant) -> bool {
         let mut queue = lock(&self.shared.queue);
         while queue.busy || !queue.jobs.is_empty() {
@@ -135,7 +133,7 @@ impl WorkQueue {
         true
     }
 
-    /// Ends the thread, after the calls in the queue.
+    /// Ends the thread after the calls in the queue.
     pub(super) fn close(&self) {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_all();
@@ -160,7 +158,7 @@ impl Shared {
         Turn(self)
     }
 
-    /// The queue_of's thread.
+    /// The body of the queue's thread.
     fn work(&self) {
         loop {
             let mut queue = lock(&self.queue);
@@ -182,7 +180,7 @@ impl Shared {
             let span = (begin, Instant::now());
             drop(turn);
             drop(in_flight);
-            // The tensors are the caller's alone before it hears of it.
+            // The caller is told only when the engine holds its tensors no more.
             drop(collective);
             *lock(&outcome.result) = Some((result, span));
             outcome.over.notify_all();
@@ -197,23 +195,20 @@ impl Turn<'_> {
     fn execute(&self, header: Header, collective: &Collective, deadline: Instant) -> Result<(), Failure> {
         let Shared { group, channel, tuning, scratch, .. } = self.0;
         group.begin(*channel, header.sequence)?;
-        // A panic, which would be a mistake in this engine, must not leave those waiting who queue behind it.
+        // A panic would be a bug in this engine. The calls queued behind it must not wait for ever.
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let mut session = Session::new(group, *channel, header, deadline);
-            let hosts = &group.hosts;
-            match (&group.shm, collective) {
-                (Some(shm), Collective::Send { peer, .. } | Collective::Recv { peer, .. })
-                    if hosts.member(*peer).is_some() =>
-                {
-                    execute_shared(&session, shm, *tuning, header.call, collective)
+            let session = Session { group, channel: *channel, header, deadline };
+            let shm = group.shm.as_ref().map(|shm| ShmSession { session, shm });
+            let tuning = *tuning;
+            match shm {
+                Some(shm) if group.hosts.count() == 1 => {
+                    dispatch(session, collective, &mut Shm { session: shm, tuning })
                 }
-                (Some(shm), _) if hosts.count() == 1 => execute_shared(&session, shm, *tuning, header.call, collective),
-                (shm, _) if *channel == Channel::Collectives && !hosts.are_single() => {
-                    let streams = shm.as_ref().map(|shm| session.streams(shm));
-                    let mut bridge = Bridge::new(&mut session, streams, *tuning);
-                    algorithm::hosts::execute(&mut bridge, &mut lock(scratch), header.call, collective)
+                _ if group.hosts.are_single() => {
+                    let (session_over_tcp, scratch) = (TcpSession::new(session), &mut lock(scratch));
+                    dispatch(session, collective, &mut Flat { session: session_over_tcp, scratch, tuning })
                 }
-                _ => execute(&mut session, &mut lock(scratch), *tuning, header.call, collective),
+                shm => dispatch(session, collective, &mut Hierarchical::new(session, shm, &mut lock(scratch), tuning)),
             }
         }));
         group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))));
@@ -231,85 +226,17 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Carries out a call through shared memory.
-fn execute_shared(
-    session: &Session,
-    shm: &ShmGroup,
-    tuning: Tuning,
-    call: Call,
-    collective: &Collective,
-) -> Result<(), Failure> {
-    let locking = session.locking();
-    match collective {
-        Collective::Send { tensor, peer } => session.send_shared(shm, Region::of(tensor, locking), *peer),
-        Collective::Recv { tensor, peer } => session.receive_shared(shm, Region::of(tensor, locking), *peer),
-        _ => {
-            let result = algorithm::shared::execute(&mut session.streams(shm), locking, tuning, call, collective);
-            result.map_err(|error| session.failure_inside(error))
-        }
-    }
-}
-
-/// Carries out a call over TCP.
-fn execute(
-    session: &mut Session,
-    scratch: &mut Scratch,
-    tuning: Tuning,
-    call: Call,
-    collective: &Collective,
-) -> Result<(), Failure> {
-    use algorithm as by;
-    let Some(element) = call.element else { return by::barrier(session) };
-    let is_root = call.root == Some(session.rank());
-    let ranks = session.world_size();
-    let reduction = |op: &_| Reduction { element, op: *op, ranks };
-    let locking = session.locking();
-    let region = |tensor| Region::of(tensor, locking);
-    match collective {
-        Collective::AllReduce { tensor, op } => by::all_reduce(session, scratch, tuning, region(tensor), reduction(op)),
-        Collective::Broadcast { tensor, .. } if is_root => {
-            let owners: Vec<usize> = session.peers().collect();
-            by::broadcast_from_here(session, tuning, &owners, region(tensor), element)
-        }
-        Collective::Broadcast { tensor, root } => {
-            let owners: Vec<usize> = (0..ranks).filter(|rank| rank != root).collect();
-            by::broadcast_to_here(session, tuning, (*root, &owners), region(tensor), element)
-        }
-        Collective::Reduce { tensor, op, .. } if is_root => {
-            by::reduce_to_here(session, scratch, tuning, region(tensor), reduction(op))
-        }
-        Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            by::send(session, region(input), *root)
-        }
-        Collective::Gather { output: Some(output), input, .. } => {
-            by::gather_to_here(session, region(output), region(input))
-        }
-        Collective::Scatter { output, input: Some(input), .. } => {
-            by::scatter_from_here(session, region(output), region(input))
-        }
-        Collective::Scatter { output, input: None, root } => by::receive(session, region(output), *root),
-        Collective::AllGather { output, input } => by::all_gather(session, region(output), region(input)),
-        Collective::ReduceScatter { output, input, op } => {
-            by::reduce_scatter(session, scratch, tuning, (region(output), region(input)), reduction(op))
-        }
-        Collective::AllToAll { output, input } => by::all_to_all(session, region(output), region(input)),
-        Collective::Send { tensor, peer } => by::send(session, region(tensor), *peer),
-        Collective::Recv { tensor, peer } => by::receive(session, region(tensor), *peer),
-        Collective::Barrier => by::barrier(session),
-    }
-}
-
-/// How a call in the queue ended, once it has, and when it was carried out.
+/// How a queued call ended, and when it was carried out; empty until then.
 #[derive(Default)]
 struct Outcome {
     result: Mutex<Option<(Result<(), Failure>, Span)>>,
     over: Condvar,
 }
 
-/// From when to when.
+/// When execution started and finished.
 type Span = (Instant, Instant);
 
-/// The caller's end.
+/// What the caller waits for.
 struct Pending(Arc<Outcome>);
 
 impl Completion for Pending {

@@ -1,4 +1,4 @@
-//! The GPU engine, in a build without it: every way in is an error that says how to get it.
+//! The GPU engine in a build without it: everything returns an error that says how to get it.
 use super::{Collective, Communicator, Work};
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -32,12 +32,12 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
     Err(absent())
 }
 
-/// How an [`NcclCommunicator`] works. The same on all ranks.
+/// How an [`NcclCommunicator`] works. The options must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails.
     pub timeout: Duration,
-    /// A rank that gives no sign of heartbeat for this long is taken for dead, and ends the group.
+    /// A rank that sends no heartbeat for this long is taken for dead, which ends the group.
     pub lost_after: Duration,
 }
 
@@ -47,11 +47,11 @@ impl Default for NcclOptions {
     }
 }
 
-/// One rank of a group whose tensors are on GPUs: there is none in this build.
+/// One rank of a group whose tensors are on GPUs. There is none in this build.
 pub struct NcclCommunicator(Infallible);
 
 impl NcclCommunicator {
-    /// An error that names the feature.
+    /// Always an error, which names the feature.
     #[allow(unused_variables)]
     pub fn new(
         store: Arc<dyn Store>,

@@ -1,4 +1,4 @@
-//! The memory of candle's tensors, as NCCL's calls are given it.
+//! The memory of candle's tensors, as NCCL's calls take it.
 //!
 //! The tensors have been [checked](crate::backend::check): contiguous, on the group's device, of a supported dtype.
 use super::calls::Memory;

@@ -1,10 +1,10 @@
-//! The collectives, as calls on a communicator.
+//! The collectives as methods of a communicator.
 use super::comm::Comm;
 use super::status::{CallResult, NcclFailure, int, status};
 use cudarc::nccl::{result, sys};
 use std::ffi::c_void;
 
-/// A part of a tensor in the GPU's memory, as NCCL wants it.
+/// A part of a tensor in the GPU's memory, as NCCL's calls take it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Memory {
     /// The address on the device of its first element.
@@ -23,7 +23,7 @@ impl Memory {
     }
 
     fn pointer(&self) -> *mut c_void {
-        // An address on the device: never followed on the host.
+        // The address is one on the device, and never dereferenced on the host.
         self.address as *mut c_void
     }
 }
@@ -32,8 +32,8 @@ impl Memory {
 #[derive(Clone, Copy)]
 pub(super) struct Target(pub(super) sys::cudaStream_t);
 
-/// The collectives. Their memory must stay allocated until the stream has passed them, be on the communicator's device,
-/// and have the sizes that NCCL expects.
+/// The collectives. Their memory must lie on the communicator's device, have the sizes that NCCL expects, and stay allocated
+/// until the stream has passed them.
 impl Comm {
     /// Starts several messages at once, so that none waits for another.
     pub(super) fn together(
@@ -42,12 +42,12 @@ impl Comm {
     ) -> CallResult {
         status("ncclGroupStart", result::group_start())?;
         let called = calls(self);
-        // Also after an error: the group belongs to the thread, and must not stay open.
+        // Also after an error, since the group of calls belongs to the thread and must not stay open.
         let ended = status("ncclGroupEnd", result::group_end());
         called.and(ended)
     }
 
-    /// In place.
+    /// `memory` is input and output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
@@ -60,7 +60,7 @@ impl Comm {
         })
     }
 
-    /// In place.
+    /// `memory` is input and output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
@@ -74,7 +74,7 @@ impl Comm {
         })
     }
 
-    /// In place on the root; the other ranks' memory is only read.
+    /// `memory` is input and, on the root, also output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream

@@ -1,4 +1,4 @@
-//! An NCCL communicator, owned: how it is made, waited for, split, and ended.
+//! An owned NCCL communicator: how it is made, waited for, split, and ended.
 use super::group::{Group, SuspectedFailure};
 use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
@@ -7,16 +7,16 @@ use cudarc::nccl::{result, sys};
 use std::ffi::c_int;
 use std::time::Duration;
 
-/// The oldest NCCL that does what this engine needs (`ncclCommSplit`), as NCCL numbers its versions.
+/// The oldest version of NCCL that has what this engine needs (`ncclCommSplit`), as NCCL numbers its versions.
 pub(super) const OLDEST_VERSION: i32 = 21_800;
 /// A rank that takes part in a split without being in any of the new communicators.
 const NO_COLOR: c_int = -1;
 
-/// What ranks need to find each other, made by one of them.
+/// NCCL's unique id: what ranks need to find each other, made by one of them.
 pub(super) struct UniqueId(sys::ncclUniqueId);
 
 impl UniqueId {
-    /// A new one. The process that makes it listens on a port for the others, from then on.
+    /// A new id. The process that makes it listens on a port for the others from then on.
     pub(super) fn new() -> Result<Self, NcclFailure> {
         result::get_uniqueid().map(Self).map_err(|error| NcclFailure::new("ncclGetUniqueId", error))
     }
@@ -33,25 +33,25 @@ impl UniqueId {
 
 /// Why waiting for NCCL ended early.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(super) enum WaitError {
     /// NCCL failed.
     Nccl(NcclFailure),
-    /// The group did, or its time was up.
+    /// The group failed, or its time-out was over.
     Group(Failure),
 }
 
-impl From<NcclFailure> for Stop {
+impl From<NcclFailure> for WaitError {
     fn from(failure: NcclFailure) -> Self {
         Self::Nccl(failure)
     }
 }
 
-impl Stop {
-    /// Makes it known to the whole group; the group's failure.
-    pub(super) fn tell(self, group: &Group) -> Failure {
+impl WaitError {
+    /// Ends the group on all ranks. Returns the group's failure.
+    pub(super) fn end_group(self, group: &Group) -> Failure {
         match self {
             Self::Nccl(failure) => {
-                // What is behind it is known to the peer that caused it.
+                // The peer that caused it knows the root cause.
                 group.suspect(SuspectedFailure::Broken(failure.to_string()));
                 let unknown = || Failure::PeerFailed { peer: group.rank, reason: failure.to_string() };
                 group.root_cause().unwrap_or_else(unknown)
@@ -60,7 +60,7 @@ impl Stop {
         }
     }
 
-    /// For a communicator that has no group yet.
+    /// As an error, where there is no group yet.
     pub(super) fn into_error(self, rank: usize) -> Error {
         match self {
             Self::Nccl(failure) => failure.into_error(rank),
@@ -69,11 +69,11 @@ impl Stop {
     }
 }
 
-/// Asked again and again while waiting for NCCL: an error ends the wait.
-pub(super) type Patience<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
+/// Called again and again while waiting for NCCL; an error ends the wait.
+pub(super) type CancellationCheck<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
 
-/// The beginning of `ncclConfig_t`, as of NCCL 2.18. NCCL reads no more than `size` bytes of it, and takes its defaults
-/// for what newer versions have behind; so one program works with all of them.
+/// The beginning of `ncclConfig_t`, as of NCCL 2.18. NCCL reads no more than `size` bytes of it, and uses its defaults
+/// for the fields that newer versions have behind. So one program works with all of them.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -88,7 +88,7 @@ struct Config {
 }
 
 impl Config {
-    /// Calls return at once, also when peers do not come.
+    /// With this, calls return at once, also when peers do not come.
     fn nonblocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
@@ -105,8 +105,8 @@ impl Config {
     }
 }
 
-/// A nonblocking communicator. It is used by one thread at a time, which `&mut self` makes sure of, and with the device's
-/// context bound to the thread. Dropping it aborts it.
+/// A nonblocking communicator. `&mut self` makes sure that one thread at a time uses it; the device's context must be bound to
+/// that thread. Dropping it aborts it.
 pub(super) struct Comm(pub(super) sys::ncclComm_t);
 
 // SAFETY: NCCL's communicators belong to no thread; only simultaneous use is forbidden.
@@ -118,8 +118,8 @@ impl Comm {
         id: &UniqueId,
         rank: usize,
         world_size: usize,
-        patience: Patience,
-    ) -> std::result::Result<Self, Stop> {
+        check: CancellationCheck,
+    ) -> std::result::Result<Self, WaitError> {
         const CALL: &str = "ncclCommInitRankConfig";
         let mut config = Config::nonblocking();
         let mut comm: sys::ncclComm_t = std::ptr::null_mut();
@@ -140,24 +140,24 @@ impl Comm {
             begun?;
             return Err(NcclFailure::other(CALL, "NCCL made no communicator").into());
         }
-        let mut handle = Self(comm);
+        let mut comm = Self(comm);
         begun?;
-        handle.settle(CALL, patience)?;
-        Ok(handle)
+        comm.settle(CALL, check)?;
+        Ok(comm)
     }
 
-    /// A communicator of those ranks that give a color, numbered in the order of `key`. All ranks call it, none with
-    /// work in work.
+    /// Makes a communicator of those ranks that are members, numbered in the order of `key`. All ranks call it, and none may
+    /// have calls under way.
     pub(super) fn split(
         &mut self,
         member: bool,
         key: usize,
-        patience: Patience,
-    ) -> std::result::Result<Option<Self>, Stop> {
+        check: CancellationCheck,
+    ) -> std::result::Result<Option<Self>, WaitError> {
         const CALL: &str = "ncclCommSplit";
         let (color, key) = (if member { 0 } else { NO_COLOR }, int(CALL, key)?);
-        // A thread of NCCL's writes it, until this communicator has settled: not a variable on the stack, and never
-        // freed when the wait ends early.
+        // A thread of NCCL's may write it until this communicator has settled. So it is not on the stack, and is never freed
+        // when the wait ends early.
         let slot: *mut sys::ncclComm_t = Box::into_raw(Box::new(std::ptr::null_mut()));
         // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
         // communicator's own.
@@ -167,21 +167,21 @@ impl Comm {
             drop(unsafe { Box::from_raw(slot) });
             return Err(failure.into());
         }
-        self.settle(CALL, &mut *patience)?;
+        self.settle(CALL, &mut *check)?;
         // SAFETY: it came from `Box::into_raw`, and NCCL is done with it.
         let comm = *unsafe { Box::from_raw(slot) };
         match (member, comm.is_null()) {
             (false, _) => Ok(None),
             (true, true) => Err(NcclFailure::other(CALL, "NCCL made no communicator").into()),
             (true, false) => {
-                let mut handle = Self(comm);
-                handle.settle(CALL, patience)?;
-                Ok(Some(handle))
+                let mut comm = Self(comm);
+                comm.settle(CALL, check)?;
+                Ok(Some(comm))
             }
         }
     }
 
-    /// How the last call is doing, or what has broken since.
+    /// Whether the last call is over, or the error that has occurred since.
     pub(super) fn status(&mut self, operation: &'static str) -> CallResult {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is valid, `state` is written before the call returns.
@@ -191,7 +191,11 @@ impl Comm {
     }
 
     /// Waits until the communicator can take the next call: spinning at first, since launches take microseconds.
-    pub(super) fn settle(&mut self, operation: &'static str, patience: Patience) -> std::result::Result<(), Stop> {
+    pub(super) fn settle(
+        &mut self,
+        operation: &'static str,
+        check: CancellationCheck,
+    ) -> std::result::Result<(), WaitError> {
         const SPINS: u32 = 200;
         const LONGEST: Duration = Duration::from_millis(1);
         let mut pause = Duration::from_micros(20);
@@ -199,7 +203,7 @@ impl Comm {
             if self.status(operation)? == Status::Done {
                 break;
             }
-            patience().map_err(Stop::Group)?;
+            check().map_err(WaitError::Group)?;
             if round < SPINS {
                 std::thread::yield_now();
             } else {
@@ -210,11 +214,12 @@ impl Comm {
         Ok(())
     }
 
-    /// Leaves in good order: flushes what is under way, and frees everything. Ranks of one host wait for each other.
-    pub(super) fn finalize(mut self, patience: Patience) -> std::result::Result<(), Stop> {
+    /// Ends the communicator in good order: waits for what is under way, and frees everything. Ranks of one host wait for each
+    /// other.
+    pub(super) fn finalize(mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
         // SAFETY: the communicator is valid.
         status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
-        self.settle("ncclCommFinalize", patience)?;
+        self.settle("ncclCommFinalize", check)?;
         let comm = std::mem::replace(&mut self.0, std::ptr::null_mut());
         // SAFETY: the communicator is valid and finalized, and nothing has it any more.
         status("ncclCommDestroy", unsafe { result::comm_destroy(comm) })?;
@@ -239,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_survive_their_journey_and_differ() {
+    fn ids_can_be_encoded_and_decoded_and_differ() {
         let (a, b) = (UniqueId::new().unwrap().to_bytes(), UniqueId::new().unwrap().to_bytes());
         assert_ne!(a, b);
         assert_eq!(UniqueId::from_bytes(&a).unwrap().to_bytes(), a);

@@ -1,6 +1,6 @@
-//! A communicator and the stream that its calls go to: what a collective is started on.
+//! A communicator and the stream for its calls, on which collectives are started.
 use super::calls::Target;
-use super::comm::{Comm, Patience, Stop};
+use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
 use super::lock;
 use super::status::{CallResult, Status};
@@ -15,54 +15,54 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 pub(super) struct CommStream {
-    /// `None` once it was aborted or has left. The lock makes NCCL see one thread at a time.
+    /// `None` once the communicator was aborted or finalized. The lock lets one thread at a time call NCCL.
     open: Mutex<Option<Open>>,
     pub(super) streams: Streams,
 }
 
 struct Open {
-    handle: Comm,
-    /// Calls that have begun and then failed: until the communicator is aborted, NCCL may launch more parts of them.
+    comm: Comm,
+    /// Calls that failed after they had begun: NCCL may launch more parts of them until the communicator is aborted.
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// A link whose turn it is: calls started on it come in the order in which they got it.
+/// Exclusive use of a [`CommStream`]: calls run in the order in which they got it.
 pub(super) struct Turn<'a> {
     open: MutexGuard<'a, Option<Open>>,
     streams: &'a Streams,
 }
 
 impl CommStream {
-    pub(super) fn new(handle: Comm, streams: Streams) -> Self {
-        Self { open: Mutex::new(Some(Open { handle, stranded: Vec::new() })), streams }
+    pub(super) fn new(comm: Comm, streams: Streams) -> Self {
+        Self { open: Mutex::new(Some(Open { comm, stranded: Vec::new() })), streams }
     }
 
     pub(super) fn turn(&self) -> Turn<'_> {
         Turn { open: lock(&self.open), streams: &self.streams }
     }
 
-    /// What has broken since the last call. Nothing while another thread is in a call: it finds out itself.
+    /// The error that has occurred since the last call. `None` while another thread is in a call, which notices it itself.
     pub(super) fn error(&self) -> Option<String> {
         let mut open = match self.open.try_lock() {
             Ok(open) => open,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        open.as_mut()?.handle.status("a collective").err().map(|failure| failure.to_string())
+        open.as_mut()?.comm.status("a collective").err().map(|failure| failure.to_string())
     }
 
-    /// Ends all its calls; those to be [released](Self::release) later. Whoever waits in a call of NCCL's sees that the
-    /// group has failed, and lets the lock go.
+    /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in a call of NCCL's sees
+    /// that the group has failed, and unlocks.
     fn abort(&self) -> Vec<Arc<NcclWork>> {
-        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return Vec::new() };
+        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
-        drop(handle);
+        drop(comm);
         stranded
     }
 
-    /// Lets go of the tensors of `stranded` calls, to which nothing is added any more, once the GPU has passed them.
+    /// Drops the tensors of `stranded` calls once the GPU has passed them. No more parts of them may be launched.
     fn release(&self, stranded: Vec<Arc<NcclWork>>) {
         const PATIENCE: Duration = Duration::from_secs(10);
         const PAUSE: Duration = Duration::from_millis(1);
@@ -70,7 +70,7 @@ impl CommStream {
             return;
         }
         let (last, deadline) = (Done::new(None), Instant::now() + PATIENCE);
-        // After an error of the device nothing runs on it.
+        // After an error of the device, nothing runs on it any more.
         let marked = self.streams.end(&last).is_ok();
         while marked && matches!(last.is_over(), Ok(false)) {
             if Instant::now() >= deadline {
@@ -85,14 +85,14 @@ impl CommStream {
         }
     }
 
-    /// Leaves in good order, or aborts when the group's other ranks on this host do not leave too, or an error comes.
-    pub(super) fn finalize(&self, patience: Patience) {
-        let Some(Open { handle, stranded }) = lock(&self.open).take() else { return };
-        let finalized = self.streams.bind().map_err(cuda_error).map(|()| handle.finalize(patience));
+    /// Leaves in good order, or aborts after an error, or when the group's other ranks on this host do not leave.
+    pub(super) fn finalize(&self, check: CancellationCheck) {
+        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return };
+        let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
             Ok(Ok(())) => {}
-            Ok(Err(Stop::Nccl(failure))) => log::debug!("leaving: {failure}"),
-            Ok(Err(Stop::Group(_))) => {
+            Ok(Err(WaitError::Nccl(failure))) => log::debug!("leaving: {failure}"),
+            Ok(Err(WaitError::Group(_))) => {
                 log::debug!("leaving: the other ranks of this host do not, so the rest is aborted")
             }
             Err(error) => log::debug!("leaving: {error}"),
@@ -102,25 +102,23 @@ impl CommStream {
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream: behind `ready`, and with the work's fence behind them. The host does not wait for
-    /// them, only until NCCL has launched them.
+    /// Puts `calls` on the stream, behind `ready`, and the work's fence behind them. The host waits only until NCCL has
+    /// launched them.
     pub(super) fn launch(
         &mut self,
         group: &Group,
         ready: &CudaEvent,
         work: &Arc<NcclWork>,
         calls: impl FnOnce(&mut Comm, Target) -> CallResult,
-    ) -> Result<(), Stop> {
-        let Some(Open { handle, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
+    ) -> Result<(), WaitError> {
+        let Some(Open { comm, stranded }) = self.open.as_mut() else { return Err(gone(group)) };
         let done = &work.done;
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(ready).map_err(cuda_failure)?;
         self.streams.begin(done).map_err(cuda_failure)?;
-        let launched = match calls(handle, self.streams.target()) {
+        let launched = match calls(comm, self.streams.target()) {
             Ok(Status::Done) => Ok(()),
-            Ok(Status::InProgress) => {
-                handle.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err))
-            }
+            Ok(Status::InProgress) => comm.settle("starting a collective", &mut || group.failure().map_or(Ok(()), Err)),
             Err(failure) => Err(failure.into()),
         };
         if launched.is_err() {
@@ -136,34 +134,34 @@ impl Turn<'_> {
         group: &Group,
         member: bool,
         key: usize,
-        patience: Patience,
-    ) -> Result<Option<Comm>, Stop> {
-        let Some(Open { handle, .. }) = self.open.as_mut() else { return Err(gone(group)) };
+        check: CancellationCheck,
+    ) -> Result<Option<Comm>, WaitError> {
+        let Some(Open { comm, .. }) = self.open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
-        handle.split(member, key, patience)
+        comm.split(member, key, check)
     }
 }
 
-/// The communicator was aborted: the group has failed.
-fn gone(group: &Group) -> Stop {
+/// The error when the communicator was aborted because the group has failed.
+fn gone(group: &Group) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
-    Stop::Group(group.root_cause().unwrap_or_else(closed))
+    WaitError::Group(group.root_cause().unwrap_or_else(closed))
 }
 
-/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They come in
-/// the same order on all ranks, which leave them one after the other.
-pub(super) struct Links(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
+/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They are in the
+/// same order on all ranks, which finalize them one after the other.
+pub(super) struct CommStreams(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
 
 /// From which rank to which; `None` is the communicator of the collectives.
 type Direction = Option<(usize, usize)>;
 
-impl Links {
+impl CommStreams {
     pub(super) fn new(collectives: Arc<CommStream>) -> Self {
         Self(Mutex::new(BTreeMap::from([(None, collectives)])))
     }
 
-    pub(super) fn add(&self, from: usize, to: usize, link: Arc<CommStream>) {
-        lock(&self.0).insert(Some((from, to)), link);
+    pub(super) fn add(&self, from: usize, to: usize, comm_stream: Arc<CommStream>) {
+        lock(&self.0).insert(Some((from, to)), comm_stream);
     }
 
     pub(super) fn all(&self) -> Vec<Arc<CommStream>> {
@@ -171,14 +169,14 @@ impl Links {
     }
 }
 
-impl Watched for Links {
+impl Watched for CommStreams {
     fn error(&self) -> Option<String> {
-        self.all().iter().find_map(|link| link.error())
+        self.all().iter().find_map(|comm_stream| comm_stream.error())
     }
 
     fn abort(&self) {
-        let links = self.all();
-        let stranded: Vec<_> = links.iter().map(|link| link.abort()).collect();
-        links.iter().zip(stranded).for_each(|(link, stranded)| link.release(stranded));
+        let comm_streams = self.all();
+        let stranded: Vec<_> = comm_streams.iter().map(|comm_stream| comm_stream.abort()).collect();
+        comm_streams.iter().zip(stranded).for_each(|(comm_stream, stranded)| comm_stream.release(stranded));
     }
 }

@@ -1,6 +1,6 @@
 use super::calls::Memory;
-use super::comm::{Comm, OLDEST_VERSION, Stop, UniqueId};
-use super::comm_stream::{CommStream, Links};
+use super::comm::{Comm, OLDEST_VERSION, UniqueId, WaitError};
+use super::comm_stream::{CommStream, CommStreams};
 use super::group::{Group, SuspectedFailure};
 use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
@@ -29,21 +29,21 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Tells the id of the communicator, or why there is none.
+/// The key of NCCL's id; its value is empty if rank 0 could not make one.
 const ID: &str = "id";
 /// How long the end of a group waits for the other ranks of this host, which NCCL lets leave together.
 const LEAVING: Duration = Duration::from_secs(10);
-/// How long dropping a communicator waits for what should end at once, and may hang in NCCL or in the store: its threads,
-/// and then the end of NCCL's communicators.
+/// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should end at
+/// once, but may hang in NCCL or in the store.
 const ENDING: Duration = Duration::from_secs(30);
 
-/// How an [`NcclCommunicator`] works. The same on all ranks.
+/// How an [`NcclCommunicator`] works. The options must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails. 10 minutes by default, as with
     /// PyTorch's NCCL.
     pub timeout: Duration,
-    /// A rank that gives no sign of heartbeat for this long is taken for dead, and ends the group. 10 seconds by default.
+    /// A rank that sends no heartbeat for this long is taken for dead, which ends the group. 10 seconds by default.
     pub lost_after: Duration,
 }
 
@@ -57,26 +57,26 @@ impl Default for NcclOptions {
 ///
 /// Collectives are put on a stream of their own in the order in which they are started; messages (`Send`, `Recv`) have
 /// an order of their own for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes
-/// candle's stream wait and not the host; it is to be called on the thread that goes on with the tensors. A barrier, and
-/// [`Work::synchronize`], block the host.
+/// candle's stream wait, but not the host; call it on the thread that goes on with the tensors. A barrier and
+/// [`Work::synchronize`] block the host.
 ///
 /// The group ends for all its ranks with the first failure: an error of NCCL or of a GPU, a rank that dies or leaves
 /// early, a call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the
 /// culprit.
 ///
-/// Dropping it waits for what has been started and leaves in good order, or, while panicking, tells the others that this
-/// rank failed. What hangs in NCCL then is left behind after a minute, with a warning.
+/// Dropping it waits for the calls that were started and leaves in good order, or, while panicking, tells the others that this
+/// rank failed. Threads that hang in NCCL are left behind after a minute, with a warning.
 pub struct NcclCommunicator {
     group: Arc<Group>,
-    /// The one for collectives.
-    link: Arc<CommStream>,
-    links: Arc<Links>,
+    /// For collectives.
+    comm_stream: Arc<CommStream>,
+    comm_streams: Arc<CommStreams>,
     pairs: Mutex<HashMap<Channel, P2p>>,
     device: Device,
     store: Arc<dyn Store>,
     options: NcclOptions,
     token: CudaSlice<f32>,
-    /// If times are measured.
+    /// There once times are measured.
     clock: Mutex<Option<Arc<Clock>>>,
     watchdog: Option<JoinHandle<()>>,
     heartbeat_monitor: Option<JoinHandle<()>>,
@@ -89,8 +89,8 @@ impl NcclCommunicator {
     /// `store` is shared by all ranks and private to this group; the ranks keep in touch through it until the group ends.
     ///
     /// # Errors
-    /// On all ranks alike when one cannot take part, when their versions of NCCL differ, or when two are on one GPU; when
-    /// some do not come in time, they are named.
+    /// All ranks get the same error when one of them cannot take part, when their versions of NCCL differ, or when two of them
+    /// are on one GPU. Ranks that do not come in time are named.
     pub fn new(
         store: Arc<dyn Store>,
         rank: usize,
@@ -103,16 +103,13 @@ impl NcclCommunicator {
         }
         let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?;
         let opened = open(device, rank);
-        let told = identity::tell(&*store, rank, opened.as_ref().map(|(_, identity)| identity));
-        let (streams, _) = opened?;
-        told?;
-        let identities = identity::hear(&*store, rank, world_size, options.timeout)?;
+        let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;
         let group = Arc::new(Group::new(rank, world_size, options.timeout));
         let base = Base { group, streams, store, device: device.clone(), options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        let handle = base.connect();
-        base.assemble(handle, heartbeat_monitor)
+        let comm = base.connect();
+        base.assemble(comm, heartbeat_monitor)
     }
 
     fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
@@ -131,22 +128,22 @@ impl NcclCommunicator {
     }
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
-        let streams = &self.link.streams;
+        let streams = &self.comm_stream.streams;
         let plan = self.plan(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, collective, streams.clone(), blocks_host);
         let started = {
-            let mut turn = self.link.turn();
+            let mut turn = self.comm_stream.turn();
             self.group.begin(Channel::Collectives, call, work.done.clone())?;
-            let marked = streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)));
+            let marked = streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)));
             marked.and_then(|ready| {
-                turn.launch(&self.group, &ready, &work, |handle, target| {
+                turn.launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { plan.start(handle, target) }
+                    unsafe { plan.start(comm, target) }
                 })
             })
         };
-        started.map_err(|stop| stop.tell(&self.group))?;
+        started.map_err(|error| error.end_group(&self.group))?;
         work.done.set_started();
         Ok(work)
     }
@@ -155,19 +152,19 @@ impl NcclCommunicator {
         let mut pairs = lock(&self.pairs);
         let pair = match pairs.entry(channel) {
             Entry::Occupied(pair) => pair.into_mut(),
-            Entry::Vacant(place) => place.insert(self.open_lane(channel)?),
+            Entry::Vacant(place) => place.insert(self.open_p2p(channel)?),
         };
         let plan = self.plan(&collective)?;
         let work = self.work(call, collective, pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
-        let ready = pair.streams.mark().map_err(|error| Stop::Nccl(cuda_failure(error)).tell(&self.group))?;
+        let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
         pair.push(Job { plan, ready, work: work.clone() });
         Ok(work)
     }
 
     fn plan(&self, collective: &Collective) -> Result<Plan> {
         let Group { rank, world_size, .. } = *self.group;
-        let address = self.link.streams.address(&self.token);
+        let address = self.comm_stream.streams.address(&self.token);
         let token = Memory { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
         Ok(Plan::new(collective, &Place { rank, world_size, token })?)
     }
@@ -178,21 +175,21 @@ impl NcclCommunicator {
         Arc::new(NcclWork { group, streams, done, call, blocks_host, _tensors: tensors })
     }
 
-    fn open_lane(&self, channel: Channel) -> Result<P2p> {
+    fn open_p2p(&self, channel: Channel) -> Result<P2p> {
         let own = self.group.rank;
         let (from, to) = match channel {
             Channel::SendTo(peer) => (own, peer),
             Channel::RecvFrom(peer) => (peer, own),
             Channel::Collectives => (own, own),
         };
-        let streams = self.link.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
-        let (group, links, store) = (self.group.clone(), self.links.clone(), self.store.clone());
-        P2p::start(Worker { group, links, store, from, to, streams })
+        let streams = self.comm_stream.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
+        let (group, comm_streams, store) = (self.group.clone(), self.comm_streams.clone(), self.store.clone());
+        P2p::start(Worker { group, comm_streams, store, from, to, streams })
     }
 
-    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Option<Box<dyn Communicator>>> {
-        // NCCL splits a communicator that has nothing to do, and until then nothing new may begin.
-        let mut turn = self.link.turn();
+    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        // NCCL only splits a communicator without calls under way, and no new call may begin before the split.
+        let mut turn = self.comm_stream.turn();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
@@ -200,21 +197,23 @@ impl NcclCommunicator {
         let prepared = place.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
         let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
-        let mut patience = patience(&self.group, what, "not all ranks of the group called it");
-        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut patience);
+        let mut check = cancellation_check(&self.group, what, "not all ranks of the group called it");
+        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut check);
         drop(turn);
-        let handle = split.map_err(|stop| stop.tell(&self.group))?;
-        let (Some(handle), Some(rank), Some(health_store)) = (handle, place, health_store) else { return Ok(None) };
+        let comm = split.map_err(|error| error.end_group(&self.group))?;
+        let (Some(comm), Some(rank), Some(health_store)) = (comm, place, health_store) else {
+            return Ok(Split::NotMember);
+        };
         let driver = |error| cuda_failure(error).into_error(rank);
-        let streams = self.link.streams.another().map_err(driver)?;
+        let streams = self.comm_stream.streams.another().map_err(driver)?;
         let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
-        Ok(Some(Box::new(base.assemble(Ok(handle), heartbeat_monitor)?)))
+        Ok(Split::Member(Box::new(base.assemble(Ok(comm), heartbeat_monitor)?)))
     }
 }
 
-/// Opens the device, and sees who this rank is.
+/// Opens the device, and finds out who this rank is.
 fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     let nccl_version = version()?;
     if nccl_version < OLDEST_VERSION {
@@ -228,8 +227,12 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     Ok((streams, Identity { nccl_version, host: host(), pci_bus_id }))
 }
 
-/// Until the group fails, or its time-out is over.
-fn patience(group: &Group, what: String, reason: &'static str) -> impl FnMut() -> std::result::Result<(), Failure> {
+/// A check that ends a wait when the group has failed, or its time-out is over.
+fn cancellation_check(
+    group: &Group,
+    what: String,
+    reason: &'static str,
+) -> impl FnMut() -> std::result::Result<(), Failure> {
     let deadline = deadline_after(group.timeout);
     move || {
         if let Some(failure) = group.failure() {
@@ -244,7 +247,7 @@ fn patience(group: &Group, what: String, reason: &'static str) -> impl FnMut() -
     }
 }
 
-/// What a group has before its communicator.
+/// What a rank has before its communicator is connected.
 struct Base {
     group: Arc<Group>,
     streams: Streams,
@@ -254,21 +257,21 @@ struct Base {
 }
 
 impl Base {
-    /// Meets the other ranks in NCCL, by the id that rank 0 makes.
-    fn connect(&self) -> std::result::Result<Comm, Stop> {
+    /// Connects to the other ranks in NCCL, by the id that rank 0 makes.
+    fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
-        let cannot = |error: Error| Stop::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
+        let cannot = |error: Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
         if group.rank == 0 {
             let id = UniqueId::new();
-            // Nothing in place of an id: the others then hear of the failure.
+            // Empty if there is no id: then the others fail, too.
             let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
             self.store.set(ID, &bytes).map_err(cannot)?;
             id?;
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
-        let mut patience = patience(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        Comm::connect(&id, group.rank, group.world_size, &mut patience)
+        let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
+        Comm::connect(&id, group.rank, group.world_size, &mut check)
     }
 
     fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {
@@ -278,52 +281,52 @@ impl Base {
         })
     }
 
-    fn start_watchdog(&self, links: &Arc<Links>) -> Result<JoinHandle<()>> {
-        let (group, links, streams) = (self.group.clone(), links.clone(), self.streams.clone());
+    fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
+        let (group, comm_streams, streams) = (self.group.clone(), comm_streams.clone(), self.streams.clone());
         spawn(&self.group, "watchdog", move || {
             if let Err(error) = streams.bind() {
                 group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
             let unasked = |suspected: &SuspectedFailure| super::heartbeat::without_asking(&group, suspected);
-            watchdog::run(&group, &*links, &unasked);
+            watchdog::run(&group, &*comm_streams, &unasked);
         })
     }
 
-    /// The communicator, or the end of the group.
+    /// Makes the communicator, or ends the group.
     fn assemble(
         self,
-        handle: std::result::Result<Comm, Stop>,
+        comm: std::result::Result<Comm, WaitError>,
         heartbeat_monitor: JoinHandle<()>,
     ) -> Result<NcclCommunicator> {
         let rank = self.group.rank;
         let token = self.streams.token();
-        let parts = handle.and_then(|handle| {
+        let parts = comm.and_then(|comm| {
             let token = token.map_err(cuda_failure)?;
-            Ok((handle, token))
+            Ok((comm, token))
         });
-        let (handle, token) = match parts {
+        let (comm, token) = match parts {
             Ok(parts) => parts,
-            Err(stop) => {
-                let failure = match &stop {
-                    Stop::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
-                    Stop::Group(failure) => failure.clone(),
+            Err(error) => {
+                let failure = match &error {
+                    WaitError::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
+                    WaitError::Group(failure) => failure.clone(),
                 };
                 let ours = self.group.fail(failure.clone()) == failure;
                 self.group.leave();
                 join(heartbeat_monitor);
-                // This rank's own error is told as what it is.
+                // This rank's own error is returned as what it is.
                 let other = self.group.failure().filter(|_| !ours);
-                return Err(other.map_or_else(|| stop.into_error(rank), Error::from));
+                return Err(other.map_or_else(|| error.into_error(rank), Error::from));
             }
         };
-        let link = Arc::new(CommStream::new(handle, self.streams.clone()));
-        let links = Arc::new(Links::new(link.clone()));
-        let watchdog = self.start_watchdog(&links)?;
+        let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
+        let comm_streams = Arc::new(CommStreams::new(comm_stream.clone()));
+        let watchdog = self.start_watchdog(&comm_streams)?;
         let Self { group, store, device, options, .. } = self;
         Ok(NcclCommunicator {
             group,
-            link,
-            links,
+            comm_stream,
+            comm_streams,
             pairs: Mutex::default(),
             device,
             store,
@@ -336,7 +339,7 @@ impl Base {
     }
 }
 
-/// Starts one of the group's own threads; its end by a panic is the end of the group.
+/// Starts one of the group's own threads. A panic in it ends the group.
 fn spawn(group: &Arc<Group>, name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let (rank, group) = (group.rank, group.clone());
     std::thread::Builder::new()
@@ -355,7 +358,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// The same, but lets a thread be that is not over at `deadline`: it keeps what it needs.
+/// Like [`join`], but leaves a thread behind that has not ended at `deadline`.
 fn join_until(thread: JoinHandle<()>, deadline: Instant) {
     const PAUSE: Duration = Duration::from_millis(1);
     while !thread.is_finished() {
@@ -391,7 +394,8 @@ impl Communicator for NcclCommunicator {
     fn measure_spans(&self) -> Result<()> {
         let mut clock = lock(&self.clock);
         if clock.as_ref().is_none_or(|clock| clock.is_old()) {
-            let new = self.link.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
+            let new =
+                self.comm_stream.streams.clock().map_err(|error| cuda_failure(error).into_error(self.group.rank))?;
             *clock = Some(Arc::new(new));
         }
         Ok(())
@@ -406,7 +410,13 @@ impl Communicator for NcclCommunicator {
     }
 
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        Ok(self.try_split(ranks, store)?.map_or(Split::NotMember, Split::Member))
+        self.try_split(ranks, store)
+    }
+
+    /// Connects anew: a split would wait for the calls that are under way.
+    fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
+        let Group { rank, world_size, .. } = *self.group;
+        Ok(Split::Member(Box::new(Self::new(store, rank, world_size, &self.device, self.options)?)))
     }
 }
 
@@ -423,17 +433,18 @@ impl Drop for NcclCommunicator {
         for thread in self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()) {
             join_until(thread, deadline);
         }
-        // On a thread of its own: NCCL may not come back from an abort.
-        let (rank, patience, links) = (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.links));
+        // On a thread of its own, since an abort may hang in NCCL.
+        let (rank, patience, comm_streams) =
+            (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));
         let end = move || {
             if failed {
-                links.abort();
+                comm_streams.abort();
                 return;
             }
             let deadline = Instant::now() + patience;
             let late = Failure::PeerFailed { peer: rank, reason: "it left".to_string() };
-            for link in links.all() {
-                link.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
+            for comm_stream in comm_streams.all() {
+                comm_stream.finalize(&mut || if Instant::now() < deadline { Ok(()) } else { Err(late.clone()) });
             }
         };
         match spawn(&self.group, "end", end) {

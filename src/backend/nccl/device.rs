@@ -4,16 +4,16 @@ use candle_core::{Device, DeviceLocation};
 use cudarc::driver::CudaContext;
 use std::ffi::OsStr;
 
-/// Lets several ranks work on one GPU, for tests on a machine that has no more.
+/// Allows several ranks on one GPU, for tests on a machine that has only one.
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
 /// NCCL's own variable for the same, from 2.30 on.
 const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// How many GPUs this process sees (`CUDA_VISIBLE_DEVICES` counts).
+/// How many GPUs this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
 ///
 /// # Errors
-/// [`Error::Unavailable`] when there is none or the driver does not work, with its reason.
+/// [`Error::Unavailable`], with the driver's reason, when there is none or the driver does not work.
 pub fn device_count() -> Result<usize> {
     let reason = match CudaContext::device_count() {
         Ok(count) if count > 0 => return Ok(count as usize),
@@ -34,9 +34,8 @@ pub fn device_count() -> Result<usize> {
     })
 }
 
-/// The device of a rank: the one that was given, else the GPU whose number is the rank's place on its host, among those
-/// that `CUDA_VISIBLE_DEVICES` shows. A process that was shown exactly one GPU by that variable, as Slurm does it, takes
-/// that one.
+/// The device of a rank: `explicit`, or else the GPU whose number, among those that `CUDA_VISIBLE_DEVICES` shows, is the
+/// rank's place on its host. A process to which that variable shows exactly one GPU, as Slurm does, takes that one.
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {
         Some(device) => match device.location() {

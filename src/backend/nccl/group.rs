@@ -1,9 +1,9 @@
 //! What all threads of one rank know about their group: which calls are under way, and why it failed.
+use super::health_store::ShutdownNotice;
 use super::lock;
-use super::report::{ProgressReport, ShutdownNotice};
 use crate::Error;
 use crate::backend::call::{Call, Channel};
-use crate::backend::progress::Progress;
+use crate::backend::failure::{CallHistory, ExpiredCall, ProgressReport};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// How a call under way tells that it is over.
 pub(super) trait Fence: Send + Sync {
-    /// An error is one of the device, which nothing on it survives.
+    /// An error is one of the device, after which nothing runs on it any more.
     fn is_over(&self) -> Result<bool, String>;
 }
 
@@ -28,16 +28,14 @@ pub(super) struct Group {
 
 #[derive(Default)]
 struct State {
-    /// Something is wrong; what is behind it is being looked into.
+    /// Something is wrong, and its root cause is being looked for.
     suspected: Option<SuspectedFailure>,
     failure: Option<Failure>,
-    /// The other ranks know of the failure, or told it.
+    /// The other ranks know of the failure, or this rank heard of it from them.
     published: bool,
-    collectives: Progress,
+    collectives: CallHistory,
     /// The sequence number of the last call on each channel.
     started: HashMap<Channel, u64>,
-    /// The last collective that was seen to be over.
-    finished: u64,
     outstanding: Vec<Outstanding>,
     /// This rank is about to leave in good order.
     leaving: bool,
@@ -53,7 +51,7 @@ struct Outstanding {
     fence: Arc<dyn Fence>,
 }
 
-/// What the watchdog sees.
+/// What the watchdog has noticed, before its root cause is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SuspectedFailure {
     /// NCCL or the device reported an error.
@@ -71,7 +69,7 @@ impl Group {
         lock(&self.state)
     }
 
-    /// Notes that `call` is about to be started, and how it tells its end; its sequence number.
+    /// Notes that `call` is about to be started, with the fence that tells when it is over. Returns its sequence number.
     pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
         if let Some(failure) = self.root_cause() {
             return Err(failure);
@@ -80,26 +78,22 @@ impl Group {
         let sequence = state.started.get(&channel).map_or(1, |last| last + 1);
         state.started.insert(channel, sequence);
         if channel == Channel::Collectives {
+            // On a stream, calls begin in the order in which they are started.
             state.collectives.start(sequence, call);
+            state.collectives.begin(sequence);
         }
         let deadline = deadline_after(self.timeout);
         state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence });
         Ok(sequence)
     }
 
-    /// Forgets calls that are over. The first that has not ended in time, or an error of the device.
+    /// Forgets calls that are over. Returns an error of the device, or else the first call that has expired.
     pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
         let mut state = self.state();
-        let State { outstanding, finished, .. } = &mut *state;
+        let State { outstanding, .. } = &mut *state;
         let mut broken = None;
         outstanding.retain(|call| match call.fence.is_over() {
-            Ok(true) => {
-                if call.channel == Channel::Collectives {
-                    *finished = call.sequence.max(*finished);
-                }
-                false
-            }
-            Ok(false) => true,
+            Ok(is_over) => !is_over,
             Err(reason) => {
                 broken = Some(SuspectedFailure::Broken(reason));
                 true
@@ -115,7 +109,7 @@ impl Group {
         })
     }
 
-    /// Waits until nothing is under way; the failure, if that comes first. Every call has its deadline.
+    /// Waits until no call is under way. Returns the failure if that comes first. Every call has its deadline.
     pub(super) fn drain(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.failure.is_none() && !state.outstanding.is_empty() {
@@ -124,19 +118,19 @@ impl Group {
         state.failure.clone()
     }
 
-    /// Whether any call is under way, as far as it is known without asking the device.
+    /// Whether any call is under way, as far as is known without asking the device.
     pub(super) fn is_busy(&self) -> bool {
         !self.state().outstanding.is_empty()
     }
 
-    /// The collective that a rank which left after number `last` is missed in.
+    /// The first collective under way in which a rank that left after number `last` is missing.
     pub(super) fn missed_by(&self, last: u64) -> Option<(u64, Call)> {
         let state = self.state();
         let collectives = state.outstanding.iter().filter(|call| call.channel == Channel::Collectives);
         collectives.filter(|call| call.sequence > last).map(|call| (call.sequence, call.call)).min_by_key(|call| call.0)
     }
 
-    /// The messages that are under way: where, the number, and the call.
+    /// The messages that are under way: their channels, numbers and calls.
     pub(super) fn messages(&self) -> Vec<(Channel, u64, Call)> {
         let state = self.state();
         let messages = state.outstanding.iter().filter(|call| call.channel != Channel::Collectives);
@@ -144,15 +138,16 @@ impl Group {
     }
 
     pub(super) fn progress_report(&self) -> ProgressReport {
-        const REMEMBERED: u64 = 1000;
-        let state = self.state();
-        let started = state.started.get(&Channel::Collectives).copied().unwrap_or(0);
-        let first = started.saturating_sub(REMEMBERED) + 1;
-        let calls = (first..=started).filter_map(|sequence| state.collectives.call_at(sequence)).collect();
-        ProgressReport { started, finished: state.finished, calls }
+        self.state().collectives.report(false)
     }
 
-    /// Something is wrong: from now on nobody believes that a call went well, until the failure is known.
+    /// A call of this rank's that has expired, to be diagnosed.
+    pub(super) fn expired(&self, channel: Channel, sequence: u64, call: Call) -> ExpiredCall<'static> {
+        let Self { rank, timeout, .. } = *self;
+        ExpiredCall { rank, timeout, channel, sequence, call, awaited: None }
+    }
+
+    /// Notes that something is wrong: from now on no call counts as successful until the failure is known.
     pub(super) fn suspect(&self, suspected: SuspectedFailure) {
         let mut state = self.state();
         if state.failure.is_none() && state.suspected.is_none() {
@@ -162,7 +157,7 @@ impl Group {
         }
     }
 
-    /// Ends the group with `failure`, unless it has one already; the first one.
+    /// Ends the group with `failure`, unless it has one already; returns the first one.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         self.set_failure(failure, false)
     }
@@ -184,7 +179,7 @@ impl Group {
         failure
     }
 
-    /// What is being looked into.
+    /// The suspected failure whose root cause is being looked for.
     pub(super) fn suspected(&self) -> Option<SuspectedFailure> {
         self.state().suspected.clone()
     }
@@ -193,7 +188,7 @@ impl Group {
         self.state().failure.clone()
     }
 
-    /// The failure, after waiting for it when there is suspected.
+    /// The failure. While one is suspected, this waits until its root cause is known.
     pub(super) fn root_cause(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.suspected.is_some() && state.failure.is_none() {
@@ -213,7 +208,7 @@ impl Group {
         self.root_cause().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// For the heartbeat_monitor: waits until there is something to do, or until `tick` is over.
+    /// For the heartbeat monitor: waits until there is something to do, or until `tick` is over.
     pub(super) fn news(&self, tick: Duration) -> News {
         self.wait_until(deadline_after(tick), |state| {
             let news = state.news();
@@ -241,20 +236,20 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// Tells the heartbeat_monitor to say goodbye to the other ranks, and to end.
+    /// Tells the heartbeat monitor to say goodbye to the other ranks, and to end.
     pub(super) fn leave(&self) {
         self.state().leaving = true;
         self.changed.notify_all();
     }
 
-    /// Something that others wait for has happened outside of the state.
+    /// Wakes all waiting threads because something they wait for has happened outside the state.
     pub(super) fn notify(&self) {
         // With the lock, so that nobody is between looking and waiting.
         let _state = self.state();
         self.changed.notify_all();
     }
 
-    /// Waits until `found` finds something or the group is in suspected.
+    /// Waits until `found` finds something. An error if the group has failed, or fails before.
     pub(super) fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
         let mut state = self.state();
         loop {
@@ -269,7 +264,7 @@ impl Group {
         }
     }
 
-    /// `root_cause` always has an answer after suspected; this is for the compiler.
+    /// Never used, since `root_cause` always has an answer while a failure is suspected.
     fn unknown(&self) -> Failure {
         Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
     }
@@ -289,14 +284,14 @@ impl Group {
     }
 }
 
-/// What the heartbeat_monitor has to do.
+/// What the heartbeat monitor has to do.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct News {
-    /// To find out what is behind it.
+    /// Whose root cause it has to find.
     pub(super) suspected: Option<SuspectedFailure>,
-    /// To tell the other ranks.
+    /// What it has to tell the other ranks.
     pub(super) unpublished: Option<Failure>,
-    /// To leave, with these words.
+    /// The notice with which it has to leave.
     pub(super) leaving: Option<ShutdownNotice>,
 }
 

@@ -1,26 +1,26 @@
-//! What the ranks of a group tell each other through the store, beside NCCL: signs of heartbeat, the group's failure, and,
-//! when a call does not end, where everybody is.
-use super::report::{Messages, ProgressReport, ShutdownNotice};
+//! What the ranks of a group tell each other through the store, beside NCCL: heartbeats, the group's failure and, when a
+//! call does not end, how far each rank has come.
 use crate::Result;
-use crate::backend::call::Call;
+use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
 use crate::rendezvous::Store;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The first failure of any rank; empty while all is well.
 const FAILURE: &str = "failure";
-/// Who waits in vain, and in which collective; empty while nobody does.
-const QUESTION: &str = "query";
+/// Which rank asks for all ranks' progress, and which of its collectives has expired; empty while nobody asks.
+const QUERY: &str = "query";
 
 /// The rank that was the first to leave, and after which collective; empty while all are there.
 const DEPARTURE: &str = "departure";
 
-fn life_key(rank: usize) -> String {
+fn heartbeat_key(rank: usize) -> String {
     format!("heartbeat/{rank}")
 }
 
-fn standing_key(rank: usize) -> String {
+fn report_key(rank: usize) -> String {
     format!("report/{rank}")
 }
 
@@ -31,7 +31,7 @@ pub(super) struct HealthStore {
     world_size: usize,
 }
 
-/// A peer's last sign of heartbeat.
+/// A peer's last heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Heartbeat {
     /// A number that changes.
@@ -40,65 +40,82 @@ pub(super) enum Heartbeat {
     Left,
 }
 
-/// Asks every rank for its progress because this collective timed out.
+/// Asks every rank for its progress because this collective of rank `rank` has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProgressQuery {
     pub(super) rank: usize,
     pub(super) sequence: u64,
 }
 
-/// A rank that has left in good order, after this collective. Since a rank leaves when all its collectives are over, none
-/// of those that leave later does so after an earlier one.
+/// A rank that has left in good order, after this collective. A rank leaves when all its collectives are over, so ranks
+/// that leave later have not left after an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ShutdownRecord {
     pub(super) rank: usize,
     pub(super) last: u64,
 }
 
-/// What a look at the health_store shows.
+/// What a rank that leaves has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct ShutdownNotice {
+    /// Its last collective.
+    pub(super) last: u64,
+    /// The numbers of its last messages to and from each peer that it exchanged any with.
+    pub(super) messages: BTreeMap<usize, Messages>,
+}
+
+/// The numbers of a rank's last messages to and from one peer; 0 for none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Messages {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+/// What one request to the store shows.
 #[derive(Debug)]
 pub(super) struct Look {
     pub(super) failure: Option<Failure>,
     pub(super) query: Option<ProgressQuery>,
-    /// The first one.
+    /// The first rank that left.
     pub(super) departure: Option<ShutdownRecord>,
     pub(super) heartbeat: Heartbeat,
 }
 
 impl HealthStore {
-    /// Makes this rank's keys. The others may be looked at once all ranks have done so.
+    /// Makes this rank's keys. The keys of other ranks may be read once all ranks have done so.
     pub(super) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
         let health_store = Self { store, rank, world_size };
         health_store.beat(0)?;
-        // Set to nothing if they are not there, so that they can be looked at without waiting.
+        // Empty values where there are none yet, so that they can be read without waiting.
         health_store.store.compare_set(FAILURE, b"", b"")?;
-        health_store.store.compare_set(QUESTION, b"", b"")?;
+        health_store.store.compare_set(QUERY, b"", b"")?;
         health_store.store.compare_set(DEPARTURE, b"", b"")?;
         Ok(health_store)
     }
 
-    /// A sign of heartbeat.
+    /// Writes this rank's heartbeat.
     pub(super) fn beat(&self, number: u64) -> Result<()> {
-        self.store.set(&life_key(self.rank), &encode_life(Heartbeat::Beats(number)))
+        self.store.set(&heartbeat_key(self.rank), &encode_heartbeat(Heartbeat::Beats(number)))
     }
 
-    /// The goodbye of a rank that leaves in good order.
-    pub(super) fn leave(&self, shutdown_notice: &ShutdownNotice) -> Result<()> {
-        self.store.compare_set(DEPARTURE, b"", &encode_place(self.rank, shutdown_notice.last))?;
-        let mut writer = Writer(encode_life(Heartbeat::Left));
-        for (peer, Messages { sent, received }) in &shutdown_notice.messages {
+    /// Says that this rank leaves in good order.
+    pub(super) fn leave(&self, notice: &ShutdownNotice) -> Result<()> {
+        self.store.compare_set(DEPARTURE, b"", &encode_call(self.rank, notice.last))?;
+        let mut writer = Writer(encode_heartbeat(Heartbeat::Left));
+        writer.u64(notice.last);
+        for (peer, Messages { sent, received }) in &notice.messages {
             writer.u32(*peer as u32).u64(*sent).u64(*received);
         }
-        self.store.set(&life_key(self.rank), &writer.0)
+        self.store.set(&heartbeat_key(self.rank), &writer.0)
     }
 
-    /// The messages between this rank and `peer`, as `peer` counted them, if it has left.
-    pub(super) fn messages_of(&self, peer: usize) -> Result<Option<Messages>> {
-        let value = self.store.get(&life_key(peer))?;
-        Ok((decode_life(&value) == Heartbeat::Left).then(|| decode_messages(&value, self.rank)))
+    /// How many calls that concern this rank `peer` made, if it has left.
+    pub(super) fn counts_of(&self, peer: usize) -> Result<Option<CallCounts>> {
+        let value = self.store.get(&heartbeat_key(peer))?;
+        Ok(if decode_heartbeat(&value) == Heartbeat::Left { decode_counts(&value, self.rank) } else { None })
     }
 
-    /// Tells all ranks of `failure`, unless there was another before; the first one.
+    /// Tells all ranks of `failure`, unless another was published before; returns the first one.
     pub(super) fn publish(&self, failure: &Failure) -> Result<Failure> {
         let mut writer = Writer::default();
         failure.encode(&mut writer);
@@ -106,43 +123,49 @@ impl HealthStore {
         Ok(Failure::decode(&mut Reader(&first)).unwrap_or_else(|| failure.clone()))
     }
 
-    /// Everything that concerns this rank and how `peer` is, in one request.
+    /// Reads everything that concerns this rank, and the heartbeat of `peer`, in one request.
     pub(super) fn look(&self, peer: usize) -> Result<Look> {
-        let values = self.store.multi_get(&[FAILURE, QUESTION, DEPARTURE, &life_key(peer)])?;
+        let values = self.store.multi_get(&[FAILURE, QUERY, DEPARTURE, &heartbeat_key(peer)])?;
         let [failure, query, departure, heartbeat] = &values[..] else { return Ok(Look::nothing()) };
         Ok(Look {
             failure: Failure::decode(&mut Reader(failure)),
-            query: decode_question(query),
+            query: decode_query(query),
             departure: decode_departure(departure),
-            heartbeat: decode_life(heartbeat),
+            heartbeat: decode_heartbeat(heartbeat),
         })
     }
 
-    /// How all ranks are.
+    /// The heartbeats of all ranks.
     pub(super) fn heartbeats(&self) -> Result<Vec<Heartbeat>> {
-        let keys: Vec<String> = (0..self.world_size).map(life_key).collect();
+        let keys: Vec<String> = (0..self.world_size).map(heartbeat_key).collect();
         let values = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
-        Ok(values.iter().map(|value| decode_life(value)).collect())
+        Ok(values.iter().map(|value| decode_heartbeat(value)).collect())
     }
 
-    /// Asks all ranks where they are, unless another did before; the first query.
+    /// Asks all ranks for their progress, unless another rank asked before; returns the first query.
     pub(super) fn ask(&self, sequence: u64) -> Result<ProgressQuery> {
         let query = ProgressQuery { rank: self.rank, sequence };
-        let first = self.store.compare_set(QUESTION, b"", &encode_place(self.rank, sequence))?;
-        Ok(decode_question(&first).unwrap_or(query))
+        let first = self.store.compare_set(QUERY, b"", &encode_call(self.rank, sequence))?;
+        Ok(decode_query(&first).unwrap_or(query))
     }
 
     /// Answers the query.
     pub(super) fn answer(&self, report: &ProgressReport) -> Result<()> {
-        self.store.set(&standing_key(self.rank), &encode_standing(report))
+        let mut writer = Writer::default();
+        report.encode(&mut writer);
+        self.store.set(&report_key(self.rank), &writer.0)
     }
 
     /// The answers of all ranks; `None` where there is none yet.
     pub(super) fn reports(&self) -> Result<Vec<Option<ProgressReport>>> {
         (0..self.world_size)
             .map(|rank| {
-                let key = standing_key(rank);
-                Ok(if self.store.check(&[&key])? { decode_standing(&self.store.get(&key)?) } else { None })
+                let key = report_key(rank);
+                Ok(if self.store.check(&[&key])? {
+                    ProgressReport::decode(&mut Reader(&self.store.get(&key)?))
+                } else {
+                    None
+                })
             })
             .collect()
     }
@@ -154,7 +177,7 @@ impl Look {
     }
 }
 
-fn encode_life(heartbeat: Heartbeat) -> Vec<u8> {
+fn encode_heartbeat(heartbeat: Heartbeat) -> Vec<u8> {
     let mut writer = Writer::default();
     match heartbeat {
         Heartbeat::Beats(number) => writer.u8(0).u64(number),
@@ -163,8 +186,8 @@ fn encode_life(heartbeat: Heartbeat) -> Vec<u8> {
     writer.0
 }
 
-/// What cannot be read counts as a beat: a stray value must not kill a group.
-fn decode_life(bytes: &[u8]) -> Heartbeat {
+/// A value that cannot be read counts as a beat: a stray value must not end a group.
+fn decode_heartbeat(bytes: &[u8]) -> Heartbeat {
     let mut reader = Reader(bytes);
     match (reader.u8(), reader.u64()) {
         (Some(1), _) => Heartbeat::Left,
@@ -172,51 +195,40 @@ fn decode_life(bytes: &[u8]) -> Heartbeat {
     }
 }
 
-/// The messages with rank `rank`, behind a sign of heartbeat that says goodbye.
-fn decode_messages(bytes: &[u8], rank: usize) -> Messages {
-    let mut reader = Reader(bytes.get(1..).unwrap_or_default());
+/// The calls that concern rank `rank`, which follow the heartbeat of a rank that has left.
+fn decode_counts(bytes: &[u8], rank: usize) -> Option<CallCounts> {
+    let mut reader = Reader(bytes.get(1..)?);
+    let collectives = reader.u64()?;
     let next = || Some((reader.rank()?, Messages { sent: reader.u64()?, received: reader.u64()? }));
-    std::iter::from_fn(next).find(|(peer, _)| *peer == rank).map_or_else(Messages::default, |(_, messages)| messages)
+    let Messages { sent, received } =
+        std::iter::from_fn(next).find(|(peer, _)| *peer == rank).map(|(_, messages)| messages).unwrap_or_default();
+    Some(CallCounts { collectives, sent, received })
 }
 
-/// A rank, and a collective.
-fn encode_place(rank: usize, sequence: u64) -> Vec<u8> {
+/// A rank, and the number of one of its collectives.
+fn encode_call(rank: usize, sequence: u64) -> Vec<u8> {
     let mut writer = Writer::default();
     writer.u32(rank as u32).u64(sequence);
     writer.0
 }
 
-fn decode_place(bytes: &[u8]) -> Option<(usize, u64)> {
+fn decode_call(bytes: &[u8]) -> Option<(usize, u64)> {
     let mut reader = Reader(bytes);
     Some((reader.rank()?, reader.u64()?))
 }
 
-fn decode_question(bytes: &[u8]) -> Option<ProgressQuery> {
-    decode_place(bytes).map(|(rank, sequence)| ProgressQuery { rank, sequence })
+fn decode_query(bytes: &[u8]) -> Option<ProgressQuery> {
+    decode_call(bytes).map(|(rank, sequence)| ProgressQuery { rank, sequence })
 }
 
 fn decode_departure(bytes: &[u8]) -> Option<ShutdownRecord> {
-    decode_place(bytes).map(|(rank, last)| ShutdownRecord { rank, last })
-}
-
-fn encode_standing(report: &ProgressReport) -> Vec<u8> {
-    let mut writer = Writer::default();
-    writer.u64(report.started).u64(report.finished).u32(report.calls.len() as u32);
-    report.calls.iter().for_each(|call| call.encode(&mut writer));
-    writer.0
-}
-
-fn decode_standing(bytes: &[u8]) -> Option<ProgressReport> {
-    let mut reader = Reader(bytes);
-    let (started, finished, count) = (reader.u64()?, reader.u64()?, reader.u32()?);
-    let calls = (0..count).map(|_| Call::decode(&mut reader)).collect::<Option<_>>()?;
-    Some(ProgressReport { started, finished, calls })
+    decode_call(bytes).map(|(rank, last)| ShutdownRecord { rank, last })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::call::Operation;
+    use crate::backend::call::{Call, Operation};
     use crate::rendezvous::HashStore;
     use std::time::Duration;
 
@@ -244,25 +256,25 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_life_and_goodbyes_are_seen() {
+    fn heartbeats_and_goodbyes_are_seen() {
         let [a, b] = two_ranks();
         assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(0));
         b.beat(7).unwrap();
         assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(7));
-        assert_eq!(a.messages_of(1).unwrap(), None);
+        assert_eq!(a.counts_of(1).unwrap(), None);
         let messages = |sent, received| Messages { sent, received };
-        let shutdown_notice =
-            ShutdownNotice { last: 40, messages: [(3, messages(1, 2)), (0, messages(3, 1 << 40))].into() };
-        b.leave(&shutdown_notice).unwrap();
+        let notice = ShutdownNotice { last: 40, messages: [(3, messages(1, 2)), (0, messages(3, 1 << 40))].into() };
+        b.leave(&notice).unwrap();
         assert_eq!(a.heartbeats().unwrap(), [Heartbeat::Beats(0), Heartbeat::Left]);
-        assert_eq!(a.messages_of(1).unwrap(), Some(messages(3, 1 << 40)));
+        let counts = CallCounts { collectives: 40, sent: 3, received: 1 << 40 };
+        assert_eq!(a.counts_of(1).unwrap(), Some(counts));
         a.leave(&ShutdownNotice { last: 41, messages: [(3, messages(1, 2))].into() }).unwrap();
         assert_eq!(b.look(0).unwrap().departure, Some(ShutdownRecord { rank: 1, last: 40 }));
-        assert_eq!(b.messages_of(0).unwrap(), Some(Messages::default()));
+        assert_eq!(b.counts_of(0).unwrap(), Some(CallCounts { collectives: 41, ..CallCounts::default() }));
     }
 
     #[test]
-    fn one_question_is_asked_and_all_answers_survive_their_journey() {
+    fn one_query_is_open_and_all_answers_arrive() {
         let [a, b] = two_ranks();
         let query = ProgressQuery { rank: 0, sequence: 9 };
         assert_eq!(a.ask(9).unwrap(), query);
@@ -271,16 +283,9 @@ mod tests {
         assert_eq!(a.reports().unwrap(), [None, None]);
         let nothing = ProgressReport::default();
         let calls = vec![Call::bare(Operation::Barrier), Call { count: 8, ..Call::bare(Operation::AllReduce) }];
-        let further = ProgressReport { started: 12, finished: 9, calls };
-        assert_eq!(
-            [10, 11, 12, 13].map(|sequence| further.call_at(sequence).map(|call| call.count)),
-            [None, Some(0), Some(8), None]
-        );
+        let further = ProgressReport { started: 12, begun: 12, calls, waits_for_lock: false };
         a.answer(&nothing).unwrap();
         b.answer(&further).unwrap();
-        assert_eq!(a.reports().unwrap(), [Some(nothing), Some(further.clone())]);
-        for cut in 0..encode_standing(&further).len() {
-            assert_eq!(decode_standing(&encode_standing(&further)[..cut]), None);
-        }
+        assert_eq!(a.reports().unwrap(), [Some(nothing), Some(further)]);
     }
 }

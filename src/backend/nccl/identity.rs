@@ -1,10 +1,10 @@
-//! Who the ranks are, told before they connect: what NCCL would only refuse, or hang on, is an error with names here.
-use super::comm::{Stop, UniqueId};
+//! Who the ranks are, exchanged before they connect: where NCCL would only refuse or hang, an error here names the ranks.
+use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
 use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
-use crate::rendezvous::{Store, absent_ranks};
+use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::fmt;
@@ -13,66 +13,38 @@ use std::time::Duration;
 /// Facts about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
-    /// As NCCL numbers it.
+    /// The version of NCCL, as NCCL numbers it.
     pub(super) nccl_version: i32,
     pub(super) host: String,
     /// Where the GPU sits, as `nvidia-smi` shows it: `0000:3b:00`.
     pub(super) pci_bus_id: String,
 }
 
-const PRESENT: u8 = 1;
-const ABSENT: u8 = 0;
-
-fn key(rank: usize) -> String {
-    format!("identity/{rank}")
-}
-
-/// Tells the other ranks who this one is, or why it cannot take part.
-pub(super) fn tell(store: &dyn Store, rank: usize, identity: std::result::Result<&Identity, &Error>) -> Result<()> {
-    let mut writer = Writer::default();
-    match identity {
-        Ok(Identity { nccl_version, host, pci_bus_id }) => {
-            writer.u8(PRESENT).u32(nccl_version.cast_unsigned()).text(host).text(pci_bus_id);
-        }
-        Err(error) => {
-            writer.u8(ABSENT).text(&error.to_string());
-        }
-    }
-    store.set(&key(rank), &writer.0)
-}
-
-/// Who all ranks are, once they have told. When any of them cannot take part, all get an error that names it.
-pub(super) fn hear(store: &dyn Store, rank: usize, world_size: usize, timeout: Duration) -> Result<Vec<Identity>> {
-    let keys: Vec<String> = (0..world_size).map(key).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    match store.wait(&keys, Some(timeout)) {
-        Err(Error::StoreTimeout { .. }) => {
-            let peers = absent_ranks(store, 0..world_size, &key)?;
-            let reason = "it has not come to make the group: look for the first error in its output".to_string();
-            return Err(Error::Connect { rank, peers, timeout, reason });
-        }
-        result => result?,
-    }
-    store.multi_get(&keys)?.iter().enumerate().map(|(peer, value)| decode(peer, value)).collect()
-}
-
-fn decode(peer: usize, bytes: &[u8]) -> Result<Identity> {
-    let mut reader = Reader(bytes);
-    let identity = match reader.u8() {
-        Some(ABSENT) => {
-            let reason = reader.text().unwrap_or_default();
-            return Err(Failure::PeerFailed { peer, reason }.into());
-        }
-        _ => (|| {
-            Some(Identity {
-                nccl_version: reader.u32()?.cast_signed(),
-                host: reader.text()?,
-                pci_bus_id: reader.text()?,
-            })
-        })(),
+/// Tells the other ranks who this one is, or why it cannot take part, and returns who all ranks are. If any of them cannot
+/// take part, all get an error that names it. `opened` holds what this rank has opened, and who it is.
+pub(super) fn exchange<T>(
+    store: &dyn Store,
+    rank: usize,
+    world_size: usize,
+    timeout: Duration,
+    opened: Result<(T, Identity)>,
+) -> Result<(T, Vec<Identity>)> {
+    let reports = StoreReports { store, topic: "identity", rank, world_size };
+    let report = opened.as_ref().map(|(_, identity)| identity.encode());
+    let told = reports.tell(report.as_deref().map_err(|error| *error));
+    let (rest, _) = opened?;
+    told?;
+    let missing = |peers, _| {
+        let reason = "it has not come to make the group: look for the first error in its output".to_string();
+        Error::Connect { rank, peers, timeout, reason }
     };
-    let other = || Failure::PeerFailed { peer, reason: "it speaks another version of candle-ddp".to_string() };
-    identity.ok_or_else(|| other().into())
+    let failed = |(peer, reason)| Error::Group(Failure::PeerFailed { peer, reason });
+    let reports = reports.hear(Some(timeout), missing)?.map_err(failed)?;
+    let decode = |(peer, report): (usize, &Vec<u8>)| {
+        let strange = || failed((peer, "it runs another version of candle-ddp".to_string()));
+        Identity::decode(report).ok_or_else(strange)
+    };
+    Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
 }
 
 /// Checks that ranks fit together: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.
@@ -114,19 +86,30 @@ pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
 }
 
 impl Identity {
-    /// Without what makes it unique.
+    fn encode(&self) -> Vec<u8> {
+        let mut writer = Writer::default();
+        writer.u32(self.nccl_version.cast_unsigned()).text(&self.host).text(&self.pci_bus_id);
+        writer.0
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader(bytes);
+        Some(Self { nccl_version: reader.u32()?.cast_signed(), host: reader.text()?, pci_bus_id: reader.text()? })
+    }
+
+    /// The host's name, without what makes it unique.
     fn host_name(&self) -> &str {
         self.host.split(' ').next().unwrap_or(&self.host)
     }
 }
 
-/// A version as NCCL numbers it, in the usual form.
+/// A version of NCCL, displayed in the usual form.
 pub(super) struct Version(pub(super) i32);
 
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(version) = *self;
-        // Up to 2.8 minor versions had one digit.
+        // Up to NCCL 2.8, minor versions had one digit.
         let (major, rest, base) = if version < 10_000 {
             (version / 1000, version % 1000, 100)
         } else {
@@ -136,17 +119,17 @@ impl fmt::Display for Version {
     }
 }
 
-/// The id of NCCL's that another rank leaves under `key`, unless the group fails before it comes.
+/// NCCL's id, which another rank leaves under `key`, unless the group fails before it comes.
 pub(super) fn await_id(
     store: &dyn Store,
     key: &str,
     group: &Group,
     operation: &'static str,
-) -> std::result::Result<UniqueId, Stop> {
-    let cannot = |reason: &dyn fmt::Display| Stop::Nccl(NcclFailure::other(operation, &reason.to_string()));
+) -> std::result::Result<UniqueId, WaitError> {
+    let cannot = |reason: &dyn fmt::Display| WaitError::Nccl(NcclFailure::other(operation, &reason.to_string()));
     let ended = || group.failure().map_or(Ok(()), |failure| Err(Error::from(failure)));
     if let Err(error) = store.wait_cancellable(&[key], Some(group.timeout), &ended) {
-        return Err(group.failure().map_or_else(|| cannot(&error), Stop::Group));
+        return Err(group.failure().map_or_else(|| cannot(&error), WaitError::Group));
     }
     let bytes = store.get(key).map_err(|error| cannot(&error))?;
     UniqueId::from_bytes(&bytes).ok_or_else(|| cannot(&"the other rank could not make one"))
@@ -163,39 +146,46 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(5);
 
+    /// What each of two ranks gets when rank 1 tells `second`.
+    fn exchanged(second: std::result::Result<Identity, &'static str>) -> [Result<Vec<Identity>>; 2] {
+        let store = HashStore::new(TIMEOUT);
+        let (store, second) = (&store, &second);
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                scope.spawn(move || {
+                    let opened = match (rank, second) {
+                        (0, _) => Ok(((), identity(22809, "a", "0000:3b:00"))),
+                        (_, Ok(second)) => Ok(((), second.clone())),
+                        (_, Err(reason)) => Err(Error::invalid("device", *reason)),
+                    };
+                    exchange(store, rank, 2, TIMEOUT, opened).map(|((), identities)| identities)
+                })
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        })
+    }
+
     #[test]
     fn all_ranks_hear_of_each_other() {
-        let store = HashStore::new(TIMEOUT);
-        let identities = [identity(22809, "a", "0000:3b:00"), identity(22809, "b", "0000:3b:00")];
-        std::thread::scope(|scope| {
-            for rank in 0..2 {
-                let (store, identities) = (&store, &identities);
-                scope.spawn(move || {
-                    tell(store, rank, Ok(&identities[rank])).unwrap();
-                    let heard = hear(store, rank, 2, TIMEOUT).unwrap();
-                    assert_eq!(heard, identities);
-                    check(&heard, false).unwrap();
-                });
-            }
-        });
+        let expected = [identity(22809, "a", "0000:3b:00"), identity(22809, "b", "0000:3b:00")];
+        for heard in exchanged(Ok(expected[1].clone())) {
+            let heard = heard.unwrap();
+            assert_eq!(heard, expected);
+            check(&heard, false).unwrap();
+        }
     }
 
     #[test]
     fn a_rank_that_cannot_take_part_is_an_error_on_all() {
-        let store = HashStore::new(TIMEOUT);
-        tell(&store, 0, Ok(&identity(22809, "a", "x"))).unwrap();
-        tell(&store, 1, Err(&Error::invalid("device", "no GPU"))).unwrap();
-        for rank in 0..2 {
-            let error = hear(&store, rank, 2, TIMEOUT).unwrap_err().to_string();
-            assert_eq!(error, "rank 1 ended the group: device: no GPU");
-        }
+        let errors = exchanged(Err("no GPU")).map(|heard| heard.unwrap_err().to_string());
+        assert_eq!(errors, ["rank 1 ended the group: device: no GPU", "device: no GPU"]);
     }
 
     #[test]
     fn a_rank_that_does_not_come_is_named() {
         let store = HashStore::new(TIMEOUT);
-        tell(&store, 1, Ok(&identity(22809, "a", "x"))).unwrap();
-        let error = hear(&store, 1, 3, Duration::from_millis(20)).unwrap_err().to_string();
+        let opened = Ok(((), identity(22809, "a", "x")));
+        let error = exchange(&store, 1, 3, Duration::from_millis(20), opened).unwrap_err().to_string();
         assert!(error.contains("rank 1 has no connection to rank(s) [0, 2]"), "{error}");
     }
 
@@ -208,7 +198,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(50));
             group.fail(failure.clone());
             let stopped = waiting.join().unwrap().err();
-            assert!(matches!(&stopped, Some(Stop::Group(heard)) if *heard == failure), "{stopped:?}");
+            assert!(matches!(&stopped, Some(WaitError::Group(heard)) if *heard == failure), "{stopped:?}");
         });
     }
 

@@ -18,7 +18,6 @@ mod heartbeat;
 mod identity;
 mod p2p;
 mod plan;
-mod report;
 mod status;
 mod stream;
 mod watchdog;

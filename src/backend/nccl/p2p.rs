@@ -1,11 +1,11 @@
 //! Messages between two ranks in one direction.
 //!
-//! NCCL carries out the calls on a communicator one after the other, so that two ranks which both send first and then
-//! receive would wait for each other, and a message behind a collective for all ranks. Messages are promised neither. So
-//! each pair of ranks gets, for each direction in which it has something to say, a communicator of two and a stream of
-//! their own. They are made with the first message; since both ranks have to be there for that, a thread does it.
-use super::comm::{Comm, Stop, UniqueId};
-use super::comm_stream::{CommStream, Links};
+//! NCCL carries out the calls on a communicator one after the other. On one communicator, two ranks that both send first and
+//! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may happen. So
+//! each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends messages. They are
+//! made with the first message, by a thread, since both ranks have to be there for that.
+use super::comm::{Comm, UniqueId, WaitError};
+use super::comm_stream::{CommStream, CommStreams};
 use super::group::Group;
 use super::identity::await_id;
 use super::plan::Plan;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// The messages from one rank to another, on either of them.
+/// The messages from one rank to another, on either of the two.
 pub(super) struct P2p {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
@@ -38,7 +38,7 @@ pub(super) struct Job {
 /// What the thread of a pair needs.
 pub(super) struct Worker {
     pub(super) group: Arc<Group>,
-    pub(super) links: Arc<Links>,
+    pub(super) comm_streams: Arc<CommStreams>,
     pub(super) store: Arc<dyn Store>,
     pub(super) from: usize,
     pub(super) to: usize,
@@ -66,12 +66,12 @@ impl P2p {
         Ok(Self { jobs, thread, streams })
     }
 
-    /// Puts a message behind those before it. A thread that is gone has left the reason in the group.
+    /// Queues a message. If the thread has ended, the group knows the reason.
     pub(super) fn push(&self, job: Job) {
         let _ = self.jobs.send(job);
     }
 
-    /// Ends the thread once everything is started, or the group has failed.
+    /// Ends the thread once all messages are started, or the group has failed.
     pub(super) fn end(self) {
         drop(self.jobs);
         if self.thread.join().is_err() {
@@ -82,24 +82,24 @@ impl P2p {
 
 impl Worker {
     fn run(self, queue: &Receiver<Job>) {
-        let mut link: Option<Arc<CommStream>> = None;
-        // Nobody waits for these: they are kept here until the GPU has passed them.
+        let mut comm_stream: Option<Arc<CommStream>> = None;
+        // Works that nobody waits for are kept here until the GPU has passed them.
         let mut abandoned: Vec<NcclWork> = Vec::new();
         for Job { plan, ready, work } in queue {
-            let opened = match &link {
-                Some(link) => Ok(Arc::clone(link)),
+            let opened = match &comm_stream {
+                Some(comm_stream) => Ok(Arc::clone(comm_stream)),
                 None => self.connect(),
             };
             let started = opened.and_then(|opened| {
-                link = Some(Arc::clone(&opened));
-                opened.turn().launch(&self.group, &ready, &work, |handle, target| {
+                comm_stream = Some(Arc::clone(&opened));
+                opened.turn().launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { plan.start(handle, target) }
+                    unsafe { plan.start(comm, target) }
                 })
             });
-            if let Err(stop) = started {
-                // With the group: who waits for the rest of the queue hears of it.
-                stop.tell(&self.group);
+            if let Err(error) = started {
+                // The whole group fails, so that waits for the rest of the queue end, too.
+                error.end_group(&self.group);
                 break;
             }
             abandoned.retain(|work| !work.is_completed());
@@ -110,11 +110,12 @@ impl Worker {
         }
     }
 
-    /// Meets the peer.
-    fn connect(&self) -> std::result::Result<Arc<CommStream>, Stop> {
+    /// Connects to the peer.
+    fn connect(&self) -> std::result::Result<Arc<CommStream>, WaitError> {
         let sends = self.group.rank == self.from;
         let key = format!("message/{}-{}", self.from, self.to);
-        let cannot = |error: Error| Stop::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()));
+        let cannot =
+            |error: Error| WaitError::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()));
         self.streams.bind().map_err(super::cuda_failure)?;
         let id = if sends {
             let id = UniqueId::new()?;
@@ -123,10 +124,10 @@ impl Worker {
         } else {
             await_id(&*self.store, &key, &self.group, "meeting the peer of a message")?
         };
-        let mut patience = || self.group.failure().map_or(Ok(()), Err);
-        let handle = Comm::connect(&id, usize::from(!sends), 2, &mut patience)?;
-        let link = Arc::new(CommStream::new(handle, self.streams.clone()));
-        self.links.add(self.from, self.to, Arc::clone(&link));
-        Ok(link)
+        let mut check = || self.group.failure().map_or(Ok(()), Err);
+        let comm = Comm::connect(&id, usize::from(!sends), 2, &mut check)?;
+        let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
+        self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream));
+        Ok(comm_stream)
     }
 }

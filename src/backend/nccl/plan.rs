@@ -1,4 +1,4 @@
-//! What a collective is made of: calls of NCCL on the memory of its tensors.
+//! The calls of NCCL that a collective consists of, on the memory of its tensors.
 use super::buffer::{input, output};
 use super::calls::{Memory, Target};
 use super::comm::Comm;
@@ -32,14 +32,14 @@ pub(super) enum Plan {
         input: Memory,
         op: ncclRedOp_t,
     },
-    /// All at once: to each rank a part, from each rank a part.
+    /// A part to each rank and a part from each rank, all at once.
     Messages {
         sends: Vec<(usize, Memory)>,
         recvs: Vec<(usize, Memory)>,
     },
 }
 
-/// Where the calling rank stands.
+/// The calling rank's place in the group.
 pub(super) struct Place {
     pub(super) rank: usize,
     pub(super) world_size: usize,
@@ -80,40 +80,38 @@ impl Plan {
                 },
                 recvs: vec![(*root, output(own)?)],
             },
-            // Between two ranks only: on a communicator whose rank 0 sends and rank 1 receives.
+            // Messages have a communicator of two ranks, whose rank 0 sends and whose rank 1 receives.
             Collective::Send { tensor, .. } => Self::Messages { sends: vec![(1, input(tensor)?)], recvs: Vec::new() },
             Collective::Recv { tensor, .. } => Self::Messages { sends: Vec::new(), recvs: vec![(0, output(tensor)?)] },
             Collective::Barrier => Self::AllReduce { memory: token, op: ncclRedOp_t::ncclSum },
         })
     }
 
-    /// Starts it. Nothing is called for no elements, which all ranks have alike.
+    /// Starts the collective. Without elements, which then no rank has, nothing is called.
     ///
     /// # Safety
     /// The tensors that the plan was made from, or copies of them that share their storage, must live until the stream
     /// has passed it.
-    pub(super) unsafe fn start(&self, handle: &mut Comm, target: Target) -> CallResult {
+    pub(super) unsafe fn start(&self, comm: &mut Comm, target: Target) -> CallResult {
         if self.is_empty() {
             return Ok(Status::Done);
         }
         // SAFETY, of all calls: the memory is that of tensors on the communicator's device, which the caller keeps
         // alive; their sizes were checked.
         match self {
-            Self::AllReduce { memory, op } => unsafe { handle.all_reduce(*memory, *op, target) },
-            Self::Broadcast { memory, root } => unsafe { handle.broadcast(*memory, *root, target) },
-            Self::Reduce { memory, op, root, is_root } => unsafe {
-                handle.reduce(*memory, *op, *root, *is_root, target)
-            },
-            Self::AllGather { output, input } => unsafe { handle.all_gather(*output, *input, target) },
-            Self::ReduceScatter { output, input, op } => unsafe { handle.reduce_scatter(*output, *input, *op, target) },
-            Self::Messages { sends, recvs } => handle.together(|handle| {
+            Self::AllReduce { memory, op } => unsafe { comm.all_reduce(*memory, *op, target) },
+            Self::Broadcast { memory, root } => unsafe { comm.broadcast(*memory, *root, target) },
+            Self::Reduce { memory, op, root, is_root } => unsafe { comm.reduce(*memory, *op, *root, *is_root, target) },
+            Self::AllGather { output, input } => unsafe { comm.all_gather(*output, *input, target) },
+            Self::ReduceScatter { output, input, op } => unsafe { comm.reduce_scatter(*output, *input, *op, target) },
+            Self::Messages { sends, recvs } => comm.together(|comm| {
                 for (peer, memory) in sends {
                     // SAFETY: as above.
-                    unsafe { handle.send(*memory, *peer, target) }?;
+                    unsafe { comm.send(*memory, *peer, target) }?;
                 }
                 for (peer, memory) in recvs {
                     // SAFETY: as above.
-                    unsafe { handle.recv(*memory, *peer, target) }?;
+                    unsafe { comm.recv(*memory, *peer, target) }?;
                 }
                 Ok(())
             }),

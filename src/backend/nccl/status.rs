@@ -8,7 +8,7 @@ use std::fmt;
 pub fn version() -> Result<i32> {
     result::get_nccl_version().map_err(|error| Error::Unavailable {
         what: "NCCL".to_string(),
-        hint: format!("{}: its library does not even tell its version", NcclFailure::new("ncclGetVersion", error)),
+        hint: format!("{}: the library does not tell its version", NcclFailure::new("ncclGetVersion", error)),
     })
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for NcclFailure {
     }
 }
 
-/// Whether a call is over. A communicator takes the next one only then.
+/// Whether a call is over. Only then does a communicator take the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     Done,
@@ -62,7 +62,7 @@ pub(super) enum Status {
 
 pub(super) type CallResult = std::result::Result<Status, NcclFailure>;
 
-/// Tells errors from calls that are still going on.
+/// The status of a call, or its error.
 pub(super) fn status(
     operation: &'static str,
     result: std::result::Result<result::NcclStatus, result::NcclError>,
@@ -75,7 +75,7 @@ pub(super) fn status(
     }
 }
 
-/// `value` as NCCL counts ranks.
+/// A rank or a number of ranks in NCCL's type.
 pub(super) fn int(operation: &'static str, value: usize) -> std::result::Result<c_int, NcclFailure> {
     c_int::try_from(value).map_err(|_| NcclFailure::other(operation, "more ranks than NCCL can count"))
 }

@@ -8,14 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// A stream of NCCL's beside candle's, on the same device.
+/// A stream for NCCL beside candle's, on the same device.
 ///
-/// candle's stream usually is the calling thread's own default stream: what is said of it here is then said of the
-/// thread that calls.
+/// candle's stream usually is each thread's own default stream, so what is said of it here concerns the calling thread.
 #[derive(Clone)]
 pub(super) struct Streams {
-    /// On the device's primary context, as candle's own, but another object: candle's must not learn that there is a
-    /// second stream, or it would track every tensor with events, which does not order them across streams anyway.
+    /// The device's primary context, like candle's, but as another object. If candle's object saw a second stream, it would
+    /// track every tensor with events, which does not order tensors across streams anyway.
     context: Arc<CudaContext>,
     candle: Arc<CudaStream>,
     nccl: Arc<CudaStream>,
@@ -29,12 +28,12 @@ impl Streams {
         Ok(Self { context, candle, nccl })
     }
 
-    /// The same with another stream for NCCL.
+    /// The same device with another stream for NCCL.
     pub(super) fn another(&self) -> Result<Self, DriverError> {
         Ok(Self { nccl: self.context.new_stream()?, ..self.clone() })
     }
 
-    /// Makes the device the calling thread's: NCCL relies on it.
+    /// Binds the device to the calling thread, which NCCL relies on.
     pub(super) fn bind(&self) -> Result<(), DriverError> {
         self.context.bind_to_thread()
     }
@@ -68,7 +67,7 @@ impl Streams {
         Ok(ready)
     }
 
-    /// What comes next on NCCL's stream waits for `ready`.
+    /// Makes what comes next on NCCL's stream wait for `ready`.
     pub(super) fn after(&self, ready: &CudaEvent) -> Result<(), DriverError> {
         self.nccl.wait(ready)
     }
@@ -93,7 +92,7 @@ impl Streams {
         Ok(mark)
     }
 
-    /// Relates the time of the GPU to that of the host, for which it waits for NCCL's stream.
+    /// Relates the time of the GPU to that of the host. Waits for NCCL's stream first.
     pub(super) fn clock(&self) -> Result<Clock, DriverError> {
         const TRIES: usize = 10;
         self.nccl.synchronize()?;
@@ -102,7 +101,7 @@ impl Streams {
             let before = Instant::now();
             let origin = self.mark_nccl(true)?;
             origin.synchronize()?;
-            // The host may have been held up: the quickest try is the most exact.
+            // The host may have been held up, so the quickest try is the most exact.
             let took = before.elapsed();
             if best.as_ref().is_none_or(|(least, _)| took < *least) {
                 best = Some((took, Clock { origin, at: before + took / 2 }));
@@ -111,7 +110,7 @@ impl Streams {
         best.map(|(_, clock)| clock).ok_or(DriverError(CUresult::CUDA_ERROR_UNKNOWN))
     }
 
-    /// What this thread tells candle to do next waits for `done`; the host does not.
+    /// Makes what this thread tells candle to do next wait for `done`. The host does not wait.
     pub(super) fn hand_over(&self, done: &CudaEvent) -> Result<(), DriverError> {
         self.candle.wait(done)
     }
@@ -124,12 +123,13 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// The GPU's times are f32, in milliseconds: after ten seconds they have lost what is below a microsecond.
+    /// Whether it has become inexact: the GPU's times are milliseconds in f32, whose error reaches a microsecond after ten
+    /// seconds.
     pub(super) fn is_old(&self) -> bool {
         self.at.elapsed() >= Duration::from_secs(10)
     }
 
-    /// When the GPU passed `mark`, which it has.
+    /// When the GPU passed `mark`, which must be the case already.
     fn time(&self, mark: &CudaEvent) -> Option<Instant> {
         let milliseconds = self.origin.elapsed_ms(mark).ok()?;
         Some(self.at + Duration::try_from_secs_f32(milliseconds / 1e3).ok()?)
@@ -138,12 +138,12 @@ impl Clock {
 
 /// The second fence of a call.
 pub(super) struct Done {
-    /// Empty while the call is not on the stream yet.
+    /// Empty until the call is on the stream.
     mark: OnceLock<CudaEvent>,
-    /// If there is a clock: where the call begins.
+    /// Where the call begins; set if there is a clock.
     begun: OnceLock<CudaEvent>,
     clock: Option<Arc<Clock>>,
-    /// Nobody but its `Work` has the call any more.
+    /// Nothing but its `Work` holds the call any more.
     started: AtomicBool,
 }
 
@@ -156,7 +156,8 @@ impl Done {
         self.mark.get()
     }
 
-    /// Whoever has started the call has let go of its tensors, or the `Work` has and will never wait.
+    /// To be called when the thread that started the call no longer holds its tensors, or when its `Work` was dropped and
+    /// nobody will wait.
     pub(super) fn set_started(&self) {
         self.started.store(true, Ordering::Release);
     }

@@ -1,4 +1,4 @@
-//! The thread that watches the calls of a group: errors of NCCL, and deadlines. It never waits for the network.
+//! The thread that watches the calls of a group for errors of NCCL and for deadlines. It never waits for the network.
 use super::group::{Group, SuspectedFailure};
 use super::heartbeat::PATIENCE;
 use crate::error::Failure;
@@ -6,16 +6,17 @@ use std::time::{Duration, Instant};
 
 /// What is watched: the group's communicators.
 pub(super) trait Watched {
-    /// What has broken, if anything.
+    /// The first error, if there is one.
     fn error(&self) -> Option<String>;
 
     /// Ends all calls, on the GPU too.
     fn abort(&self);
 }
 
-/// Until the group ends, well or with a failure.
+/// Watches until the group ends, in good order or with a failure.
 ///
-/// `unasked` says what can be said about suspected when the heartbeat_monitor, who asks the other ranks, does not answer in time.
+/// `unasked` gives the failure behind a suspected one when the heartbeat monitor, which asks the other ranks, finds none in
+/// time.
 pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
     const TICK: Duration = Duration::from_millis(20);
     loop {

@@ -16,15 +16,15 @@ pub(super) struct NcclWork {
     pub(super) streams: Streams,
     pub(super) done: Arc<Done>,
     pub(super) call: Call,
-    /// A barrier is one for the host.
+    /// Whether waiting blocks the host, as for a barrier.
     pub(super) blocks_host: bool,
     pub(super) _tensors: Vec<Tensor>,
 }
 
 impl NcclWork {
-    /// The second fence, once the call is on the stream: at once, but for messages, which are put there by a thread. That
-    /// must not be the last to have the tensors: it would free them on a stream that knows nothing of what came after the
-    /// wait.
+    /// The second fence, once the call is on the stream. Only messages are not there at once, since a thread puts them there.
+    /// That thread must not be the last to hold the tensors: it would free them on a stream that is not ordered with what
+    /// follows the wait.
     fn done(&self) -> Result<&CudaEvent> {
         self.group.wait_for(|| self.done.started().map(drop))?;
         self.done.mark().ok_or_else(|| self.failed("its fence is missing"))
@@ -55,7 +55,7 @@ impl Completion for NcclWork {
         let mut pause = Duration::from_micros(20);
         for round in 0.. {
             let over = self.is_over()?;
-            // In this order: an abort ends calls on the GPU too, after the failure is known.
+            // The order matters: an abort also ends calls on the GPU, but only after the failure is known.
             self.group.check()?;
             if over {
                 break;
@@ -80,7 +80,7 @@ impl Completion for NcclWork {
 }
 
 impl Drop for NcclWork {
-    /// A tensor is freed in the order of candle's stream, which has to come after the call, also when nobody waited.
+    /// A tensor is freed in the order of candle's stream, which has to be behind the call, also when nobody waited.
     fn drop(&mut self) {
         if let Some(done) = self.done.mark()
             && !matches!(self.done.is_over(), Ok(true))

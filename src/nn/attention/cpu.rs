@@ -3,7 +3,7 @@ use super::problem::Problem;
 use crate::nn::gemm::{Strides, gemm};
 use crate::nn::rows::{dot, maximum, sum};
 use crate::tensor::borrow::with_slice;
-use crate::tensor::{Element, Real, vectorised};
+use crate::tensor::{Element, Real, vectorise};
 use candle_core::{Result, WithDType};
 use rayon::prelude::*;
 
@@ -187,10 +187,10 @@ fn forward_block<T: Element>(
     Ok(())
 }
 
-vectorised! {
-    /// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys
-    /// so far: the sums of values, the maximum of the scores, and the sum of the weights.
-    fn weigh<'a, T: Real>(scores: &'a mut [T], sums: &'a mut [T], max: &'a mut T, total: &'a mut T) {
+/// Makes weights of the scores of some more keys of a query, e^(score − maximum). Updates what is known of its keys
+/// so far: the sums of values, the maximum of the scores, and the sum of the weights.
+fn weigh<T: Real>(scores: &mut [T], sums: &mut [T], max: &mut T, total: &mut T) {
+    vectorise!(move || {
         let new = maximum(scores, *max);
         if new == T::from_f64(f64::NEG_INFINITY) {
             scores.fill(T::from_f64(0.0));
@@ -208,36 +208,44 @@ vectorised! {
                 *sum *= correction;
             }
         }
-    }
+    })
+}
 
-    fn scale_row<'a, T: Element>(y: &'a mut [T], sums: &'a [T::Real], scale: T::Real) {
+fn scale_row<T: Element>(y: &mut [T], sums: &[T::Real], scale: T::Real) {
+    vectorise!(move || {
         for (y, sum) in y.iter_mut().zip(sums) {
             *y = T::narrow(*sum * scale);
         }
-    }
+    })
+}
 
-    fn weights_of_row<'a, T: Real>(scores: &'a mut [T], normaliser: T) {
+fn weights_of_row<T: Real>(scores: &mut [T], normaliser: T) {
+    vectorise!(move || {
         for score in scores {
             *score = (*score - normaliser).exp();
         }
-    }
+    })
+}
 
-    /// Makes the gradients of scores of weights.
-    fn gradients_of_row<'a, T: Real>(weights: &'a mut [T], gradients: &'a [T], sum: T, scale: T) {
+/// Makes the gradients of scores of weights.
+fn gradients_of_row<T: Real>(weights: &mut [T], gradients: &[T], sum: T, scale: T) {
+    vectorise!(move || {
         for (weight, gradient) in weights.iter_mut().zip(gradients) {
             *weight *= (*gradient - sum) * scale;
         }
-    }
+    })
+}
 
-    fn product_of_rows<'a, T: Element>(y: &'a [T], dy: &'a [T]) -> T::Real {
-        dot(y, dy)
-    }
+fn product_of_rows<T: Element>(y: &[T], dy: &[T]) -> T::Real {
+    vectorise!(move || dot(y, dy))
+}
 
-    fn add<'a, T: Real>(total: &'a mut [T], values: &'a [T]) {
+fn add<T: Real>(total: &mut [T], values: &[T]) {
+    vectorise!(move || {
         for (total, value) in total.iter_mut().zip(values) {
             *total += *value;
         }
-    }
+    })
 }
 
 /// The gradients of q, k and v.

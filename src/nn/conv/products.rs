@@ -29,7 +29,7 @@ pub(super) fn forward<T: Element>(
         let x = &x[part.start * images..part.end * images];
         let geometry = Geometry { n: part.len(), ..*geometry };
         if geometry.is_depthwise() {
-            vectorise(|| depthwise::forward(&geometry, x, weight, bias, y));
+            vectorise!(|| depthwise::forward(&geometry, x, weight, bias, y));
             return Ok(());
         }
         let mut work = Work::new(&geometry);
@@ -37,13 +37,13 @@ pub(super) fn forward<T: Element>(
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let columns = &mut work.columns[..geometry.taps() * count];
-                vectorise(|| im2col::<T>(&geometry, group, rows.clone(), x, columns));
+                vectorise!(|| im2col::<T>(&geometry, group, rows.clone(), x, columns));
                 let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.group_outputs(), count, geometry.taps());
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
                 let (weight, columns) = ((weight, Strides::rows(geometry.taps())), (&*columns, Strides::rows(count)));
                 gemm(extents, outputs, false, weight, columns, threads)?;
-                vectorise(|| scatter(&geometry, group, rows.clone(), outputs, bias, y));
+                vectorise!(|| scatter(&geometry, group, rows.clone(), outputs, bias, y));
             }
         }
         Ok(())
@@ -59,7 +59,7 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
         let dy = &dy[part.start * images..part.end * images];
         let geometry = Geometry { n: part.len(), ..*geometry };
         if geometry.is_depthwise() {
-            vectorise(|| depthwise::backward_data(&geometry, dy, weight, dx));
+            vectorise!(|| depthwise::backward_data(&geometry, dy, weight, dx));
             return Ok(());
         }
         let mut work = Work::new(&geometry);
@@ -67,14 +67,14 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
             let count = rows.len() * geometry.output[1];
             for group in 0..geometry.groups {
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
-                vectorise(|| collect::<T>(&geometry, group, rows.clone(), dy, outputs));
+                vectorise!(|| collect::<T>(&geometry, group, rows.clone(), dy, outputs));
                 let weight = group_weight(&geometry, group, weight);
                 let extents = (geometry.taps(), count, geometry.group_outputs());
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let (weight, outputs) =
                     ((weight, Strides::transposed(geometry.taps())), (&*outputs, Strides::rows(count)));
                 gemm(extents, columns, false, weight, outputs, threads)?;
-                vectorise(|| col2im(&geometry, group, rows.clone(), columns, dx));
+                vectorise!(|| col2im(&geometry, group, rows.clone(), columns, dx));
             }
         }
         Ok(())
@@ -93,7 +93,7 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
         let geometry = Geometry { n: part.len(), ..*geometry };
         let mut sum = vec![zero; size];
         if geometry.is_depthwise() {
-            vectorise(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
+            vectorise!(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
             return Ok(sum);
         }
         let mut work = Work::new(&geometry);
@@ -102,7 +102,7 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
             for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
                 let columns = &mut work.columns[..geometry.taps() * count];
                 let outputs = &mut work.outputs[..geometry.group_outputs() * count];
-                vectorise(|| {
+                vectorise!(|| {
                     im2col::<T>(&geometry, group, rows.clone(), x, columns);
                     collect::<T>(&geometry, group, rows.clone(), dy, outputs);
                 });

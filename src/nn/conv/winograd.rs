@@ -111,7 +111,7 @@ fn convolve<A: Tile, T: Element>(
         let mut work = Work::<T::Real>::new::<A>(&geometry);
         for rows in blocks::<A>(&geometry) {
             let lanes = lanes::<A>(&geometry, &rows);
-            vectorise(|| transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work));
+            vectorise!(|| transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work));
             for point in 0..A::POINTS {
                 // Turned weights go from the outputs to the inputs of the convolution that they are from.
                 let strides = if turned { Strides::transposed(co) } else { Strides::rows(ci) };
@@ -120,7 +120,7 @@ fn convolve<A: Tile, T: Element>(
                 let outputs = &mut work.outputs[point * co * lanes..][..co * lanes];
                 gemm((co, lanes, ci), outputs, false, weights, inputs, threads)?;
             }
-            vectorise(|| transform_outputs::<A, T>(&geometry, rows.clone(), &mut work, bias, y));
+            vectorise!(|| transform_outputs::<A, T>(&geometry, rows.clone(), &mut work, bias, y));
         }
         Ok(())
     })?;
@@ -139,7 +139,7 @@ fn filter<A: Tile, T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result
         let mut sum = vec![zero; A::POINTS * ci * co];
         for rows in blocks::<A>(&geometry) {
             let lanes = lanes::<A>(&geometry, &rows);
-            vectorise(|| {
+            vectorise!(|| {
                 transform_inputs::<A, T>(&geometry, rows.clone(), x, &mut work);
                 transform_gradients::<A, T>(&geometry, rows.clone(), dy, &mut work);
             });
@@ -212,7 +212,7 @@ fn transform_weights<A: Tile, R: Real>(geometry: &Geometry, weight: &[R], turned
     let pairs = geometry.ci * geometry.co;
     let mut points = vec![R::default(); A::POINTS * pairs];
     let mut block = vec![R::default(); A::POINTS * LANES];
-    vectorise(|| {
+    vectorise!(|| {
         for (start, weights) in (0..pairs).step_by(LANES).zip(weight.chunks(9 * LANES)) {
             let count = weights.len() / 9;
             let mut taps = [[R::default(); LANES]; 9];
@@ -235,7 +235,7 @@ fn transform_back<A: Tile, R: Real>(geometry: &Geometry, points: &[R]) -> Vec<R>
     let pairs = geometry.ci * geometry.co;
     let mut weight = vec![R::default(); 9 * pairs];
     let mut block = vec![R::default(); A::POINTS * LANES];
-    vectorise(|| {
+    vectorise!(|| {
         for (start, weights) in (0..pairs).step_by(LANES).zip(weight.chunks_mut(9 * LANES)) {
             let count = weights.len() / 9;
             for (point, values) in block.chunks_exact_mut(LANES).enumerate() {

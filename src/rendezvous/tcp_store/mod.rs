@@ -15,7 +15,6 @@ mod shared;
 mod state;
 #[cfg(test)]
 mod tests;
-mod warnings;
 
 pub use client::TcpStore;
 pub(crate) use listen::Listening;

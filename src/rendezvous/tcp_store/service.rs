@@ -4,8 +4,8 @@ use super::options::TcpStoreServerOptions;
 use super::output::Output;
 use super::protocol::{Decoder, Malformed, READY, Request};
 use super::state::{ClientId, State, is_greeting};
-use super::warnings::Warnings;
 use crate::deadline::deadline_after;
+use crate::warnings::Warnings;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read};
@@ -152,7 +152,7 @@ impl Service {
             state,
             scratch: vec![0; 1 << 16],
             pause: None,
-            warnings: Warnings::default(),
+            warnings: Warnings::new("the store's server"),
         }
     }
 
@@ -192,7 +192,7 @@ impl Service {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if let Err(errno) = poll(&mut fds, timeout.as_ref()) {
             if errno != rustix::io::Errno::INTR {
-                self.warnings.say(format_args!("the store's server cannot poll: {errno}"));
+                self.warnings.warn(format_args!("the store's server cannot poll: {errno}"));
                 std::thread::sleep(PAUSE);
             }
             return None;
@@ -247,7 +247,7 @@ impl Service {
         let Some(client) = self.clients.remove(&id) else { return };
         self.held -= client.held;
         if let Leave::Malformed(reason) = leave {
-            self.warnings.say(format_args!("the store's server closes the connection of {}: {reason}", client.peer));
+            self.warnings.warn(format_args!("the store's server closes the connection of {}: {reason}", client.peer));
         }
     }
 
@@ -283,7 +283,7 @@ impl Service {
                     Err(error) => {
                         // There are no file descriptors left; new connections wait in the listen queue.
                         let text = "the store's server cannot accept a connection";
-                        self.warnings.say(format_args!("{text}: {error}. Is `ulimit -n` too small for this job?"));
+                        self.warnings.warn(format_args!("{text}: {error}. Is `ulimit -n` too small for this job?"));
                         self.pause = Some(Instant::now() + PAUSE);
                         return;
                     }
@@ -297,7 +297,7 @@ impl Service {
             self.close_oldest_ungreeted();
         }
         if self.clients.len() >= self.options.max_clients {
-            self.warnings.say(format_args!(
+            self.warnings.warn(format_args!(
                 "the store's server refuses {peer}: it has {} clients, its maximum, which `ulimit -n` also limits",
                 self.options.max_clients
             ));

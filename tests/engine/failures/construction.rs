@@ -76,16 +76,19 @@ fn strangers_do_not_disturb() {
         let silent = connect();
         let mut talker = connect();
         talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
+        let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
+        let handshake: Vec<u8> = (0..hello.len() / 2).map(byte).collect();
+        let mut newer_handshake = handshake.clone();
+        newer_handshake[4] += 1;
         let mut newer = connect();
-        newer.write_all(&[b"cDDP\x05\0\0\0".as_slice(), &[0; 40]].concat()).unwrap();
+        newer.write_all(&newer_handshake).unwrap();
         let mut reply = Vec::new();
         // It is told which version it met, and then the connection closes.
         newer.read_to_end(&mut reply).unwrap();
-        assert_eq!(reply[..8], *b"cDDP\x04\0\0\0");
+        assert_eq!(reply[..8], handshake[..8]);
         drop(connect());
         // Rank 1 of another group: all is right but the nonce.
-        let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
-        let mut other: Vec<u8> = (0..hello.len() / 2).map(byte).collect();
+        let mut other = handshake;
         other[8] ^= 1;
         other[16] = 1;
         let mut namesake = connect();

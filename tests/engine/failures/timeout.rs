@@ -17,7 +17,7 @@ fn a_rank_that_does_not_call_is_named() {
         let text = error.to_string();
         assert!(text.contains("broadcast(f32[12]), sequence 2, timed out after 1.5s"), "{text}");
         assert!(
-            text.contains("rank 2 is not in this collective: its last was sequence 1, all_reduce(f32[10])"),
+            text.contains("rank 2 has not started this collective: its last was sequence 1, all_reduce(f32[10])"),
             "{text}"
         );
     }

@@ -1,28 +1,27 @@
-//! How each collective is made of exchanges.
+//! How each collective is carried out over each data path.
 //!
-//! All algorithms work on the bytes of the tensors, which they lock only while bytes move, and follow a schedule that depends on nothing but the call, the world
-//! size and the [`Tuning`], which are the same on all ranks. Reductions always take the ranks in order.
-mod all_reduce;
-mod broadcast;
-mod direct;
-pub(super) mod hosts;
-pub(super) mod shared;
+//! All algorithms work on the bytes of the tensors, whose storages they lock only while bytes move. Their schedules depend
+//! on nothing but the call, the world size and the [`Tuning`], which are the same on all ranks. Reductions always take the
+//! ranks in order.
+mod dispatch;
+mod flat;
+mod hierarchical;
+mod shm;
 
-pub(super) use all_reduce::all_reduce;
-pub(super) use broadcast::{broadcast_from_here, broadcast_to_here};
-pub(super) use direct::{
-    all_gather, all_to_all, barrier, gather_to_here, receive, reduce_scatter, reduce_to_here, scatter_from_here, send,
-};
+pub(super) use dispatch::dispatch;
+pub(super) use flat::Flat;
+pub(super) use hierarchical::Hierarchical;
+pub(super) use shm::Shm;
 
 use super::shm::Layout;
 use std::ops::Range;
 
-/// Sizes that decide on algorithms.
+/// Sizes that choose between algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
-    /// Bytes that travel at a time where data is reduced or handed on.
+    /// Bytes that are sent at a time where data is reduced or passed on.
     pub(super) segment: usize,
-    /// Up to this many bytes, every rank sends its data to every other one.
+    /// If a rank receives no more bytes than this in total, every rank sends all its data to every other one.
     pub(super) small: usize,
 }
 
@@ -63,7 +62,7 @@ impl Tuning {
     }
 }
 
-/// Memory for what comes from the peers: one slot for each, aligned for every element type.
+/// Memory for the data of the peers: one slot for each, aligned for every element type.
 #[derive(Default)]
 pub(super) struct Scratch(Vec<u64>);
 
@@ -81,20 +80,20 @@ impl Scratch {
     }
 }
 
-/// The bytes of chunk `index` of `count`, of `elements` elements of `size` bytes: as equal as can be.
+/// The bytes of chunk `index` of `count` chunks, of nearly equal size, of `elements` elements of `size` bytes.
 fn chunk(elements: usize, size: usize, index: usize, count: usize) -> Range<usize> {
     let (each, more) = (elements / count, elements % count);
     let start = |index: usize| (index * each + index.min(more)) * size;
     start(index)..start(index + 1)
 }
 
-/// The part of `range` that travels in step `step`, of at most `length` bytes; empty beyond its end.
+/// The part of `range` that is sent in step `step`, of at most `length` bytes; empty beyond its end.
 fn segment(range: &Range<usize>, length: usize, step: usize) -> Range<usize> {
     let start = range.start.saturating_add(length.saturating_mul(step)).min(range.end);
     start..start.saturating_add(length).min(range.end)
 }
 
-/// The part of `range` that travelled in the step before `step`; empty at its start before the first.
+/// The part of `range` that was sent in the step before `step`; empty in the first step.
 fn segment_before(range: &Range<usize>, length: usize, step: usize) -> Range<usize> {
     match step {
         0 => range.start..range.start,
@@ -102,7 +101,7 @@ fn segment_before(range: &Range<usize>, length: usize, step: usize) -> Range<usi
     }
 }
 
-/// Segments must hold whole elements.
+/// The largest number of bytes up to `segment` that holds whole elements, but at least one.
 fn whole_elements(segment: usize, size: usize) -> usize {
     (segment / size).max(1) * size
 }

@@ -1,8 +1,8 @@
-//! How ranks find out with whom they can share memory, and do.
+//! How ranks find out with which others they can share memory.
 //!
-//! Every rank makes a file for its memory and tells the others, over TCP, where it is; every rank tries to map those of
-//! the others, and tells which ones it could. Who maps whom then is known to all, and so are the hosts. Nothing is
-//! configured and no host is named: who can map the memory of that random name shares it.
+//! Every rank makes a file for its memory and tells the others, over TCP, where it is. Every rank tries to map the files of
+//! the others, and tells which ones it could. Then all ranks know who maps whose memory, and so what the hosts are. Nothing is
+//! configured, and host names play no part: ranks that can map each other's memory share it.
 use super::group::ShmGroup;
 use super::layout::Layout;
 use super::peer_info::{PeerInfo, SegmentInfo, name};
@@ -16,40 +16,40 @@ use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What came of it.
+/// The result of the discovery.
 pub(crate) struct Discovered {
     pub(crate) hosts: Hosts,
     /// `None` on a rank that is alone on its host.
     pub(crate) shm: Option<ShmGroup>,
-    /// Of all groups of the group; `None` where no two ranks could share memory.
+    /// The layout of shared memory on all hosts; `None` if no two ranks could share memory.
     pub(crate) layout: Option<Layout>,
-    /// Ranks under the same kernel that are not on the same host all the same.
+    /// Ranks that run on the same kernel but could not share memory with this one.
     pub(crate) apart: Vec<usize>,
-    /// Why ranks are not on the same host, as far as this one knows.
+    /// Why they could not, as far as this rank knows.
     pub(crate) complaints: Vec<String>,
 }
 
 /// How long to wait for the other ranks before asking whether this was cancelled.
 const SLICE: Duration = Duration::from_millis(500);
 
-/// Who meets, and how.
+/// One rank's part in the discovery.
 pub(crate) struct Discovery<'a> {
     pub(crate) transport: &'a Transport,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
     /// Whether this rank shares memory, or wants TCP.
     pub(crate) shares: bool,
-    /// What a slot holds for each peer.
+    /// Bytes that a slot holds for each peer.
     pub(crate) part: usize,
-    /// What to take for the identity of the running kernel.
+    /// Replaces the identity of the running kernel, for tests.
     pub(crate) label: Option<&'a str>,
     pub(crate) deadline: Instant,
-    /// Asked while other ranks are waited for.
+    /// Called while waiting for other ranks.
     pub(crate) is_cancelled: &'a dyn Fn() -> bool,
 }
 
 impl Discovery<'_> {
-    /// Meets the other ranks.
+    /// Finds the hosts, together with all other ranks.
     pub(crate) fn meet(&self) -> Result<Discovered, TransportError> {
         let Self { rank, world_size, .. } = *self;
         let mut complaints = Vec::new();
@@ -131,7 +131,7 @@ impl Discovery<'_> {
         }
         loop {
             match transport.exchange(&mut sends, &mut recvs, deadline.min(Instant::now() + SLICE)) {
-                // What has travelled is not sent again.
+                // What has been sent or received already is skipped.
                 Err(TransportError::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
                 result => break result?,
             }
@@ -141,7 +141,7 @@ impl Discovery<'_> {
     }
 }
 
-/// How many ranks offer memory under the kernel of `info`, which is one of them: nobody else can share theirs.
+/// How many ranks offer memory on the same kernel as `info`, including that one: only they can share it.
 fn candidates(infos: &[Option<PeerInfo>], info: Option<&PeerInfo>) -> usize {
     let Some(info) = info.filter(|info| info.offer.is_some()) else { return 0 };
     infos.iter().flatten().filter(|other| other.kernel == info.kernel && other.offer.is_some()).count()
@@ -152,13 +152,13 @@ fn open(offer: &SegmentInfo, layout: &Layout) -> Result<Segment, String> {
     Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
 }
 
-/// Of the running kernel; zeros where the system does not tell.
+/// The boot id of the running kernel; zeros if the system does not tell.
 fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes()
 }
 
-/// The same for the same label.
+/// A boot id made from a label: equal labels give equal ids.
 fn hash(label: &str) -> [u8; 16] {
     let mut hasher = DefaultHasher::new();
     hasher.write(label.as_bytes());

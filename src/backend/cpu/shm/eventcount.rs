@@ -1,4 +1,4 @@
-//! How a thread waits for a peer: first awake, then asleep until the peer rings its eventcount.
+//! How a thread waits for a peer: first spinning, then asleep until the peer rings its eventcount.
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
 use crate::backend::cpu::transport_error::TransportError;
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 /// The eventcount of one thread of one rank, in that rank's segment.
 ///
-/// The sleeper notes for whom it waits before it looks a last time and sleeps; a peer changes what is waited for before
-/// it looks whether somebody waits for it. Each does so with a sequentially consistent fence in between, so that one of
-/// them sees the other. A number that changes with every ring makes a ring between the last look and the sleep end the
-/// sleep, too.
+/// The sleeper notes for whom it waits before it looks a last time and sleeps. A peer makes its change before it looks
+/// whether the sleeper waits for it. Both have a sequentially consistent fence in between, so that at least one of them sees
+/// the other. A sequence number that changes with every ring lets a ring between the last look and the sleep end the sleep,
+/// too.
 pub(super) struct Eventcount {
     segment: Arc<Segment>,
     rings: usize,
@@ -35,7 +35,7 @@ impl Eventcount {
         self.segment.word(self.awaited)
     }
 
-    /// After rank `rank` has changed what the sleeper may wait for: wakes it if it does.
+    /// To be called after rank `rank` has made a change: wakes the sleeper if it waits for that rank.
     pub(super) fn ring_if_awaited(&self, rank: usize) {
         fence(Ordering::SeqCst);
         if self.awaited().load(Ordering::Relaxed) == rank as u32 + 1 {
@@ -60,7 +60,7 @@ impl Eventcount {
 const SPIN: Duration = Duration::from_micros(1);
 const YIELD: Duration = Duration::from_micros(50);
 
-/// What a thread waits with.
+/// What a thread needs to wait.
 pub(super) struct Waiter<'a> {
     pub(super) eventcount: &'a Eventcount,
     /// The group has failed.
@@ -69,7 +69,7 @@ pub(super) struct Waiter<'a> {
 }
 
 impl Waiter<'_> {
-    /// Returns once `ready` says so, which `peer` makes happen.
+    /// Returns once `ready` is true, which is up to rank `peer`.
     pub(super) fn wait(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
         /// Looks between two looks at the clock.
         const LOOKS: usize = 32;
@@ -102,7 +102,7 @@ impl Waiter<'_> {
     }
 
     fn sleep(&self, peer: usize, ready: impl Fn() -> bool) -> Result<(), TransportError> {
-        /// A peer that was killed between its change and the eventcount leaves no trace but the change.
+        /// A peer that was killed between its change and the ring leaves only the change, which is found this often.
         const LONGEST: Duration = Duration::from_millis(100);
         loop {
             let rings = self.eventcount.rings().load(Ordering::Acquire);
@@ -128,9 +128,9 @@ impl Waiter<'_> {
     }
 }
 
-/// Wakes who sleeps on `word`, in any process.
+/// Wakes the thread that sleeps on `word`, in any process.
 fn wake(word: &AtomicU32) {
-    // It fails for no reason that could be helped, and sleepers look again now and then.
+    // Nothing could be done about an error, and sleepers look again now and then.
     #[cfg(target_os = "linux")]
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), 1);
     #[cfg(not(target_os = "linux"))]
@@ -149,7 +149,7 @@ fn sleep(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), Transpor
     }
 }
 
-/// Not reached: these systems make no segments.
+/// Never called, since there are no segments on these systems.
 #[cfg(not(target_os = "linux"))]
 fn sleep(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), TransportError> {
     std::thread::sleep(longest.min(Duration::from_millis(1)));

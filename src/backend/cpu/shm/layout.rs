@@ -1,4 +1,4 @@
-//! Where what lies in a segment.
+//! The layout of a segment.
 use std::ops::Range;
 
 /// The layout of every rank's segment: equal on all ranks of a group, on all its hosts, and a function of these numbers
@@ -25,11 +25,11 @@ pub(super) struct Ring {
     pub(super) capacity: usize,
 }
 
-/// What different ranks write stands two cache lines apart, since processors fetch lines in pairs.
+/// Words that different ranks write are two cache lines apart, since processors fetch lines in pairs.
 const LINE: usize = 128;
 const PAGE: usize = 4096;
 
-/// What one thread of a rank works through: the thread that sleeps, and whose progress others read.
+/// The threads of a rank that may sleep, and whose progress others read: one for each channel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Sleeper {
     Collectives,
@@ -51,12 +51,13 @@ impl Layout {
     /// How many slots a rank can fill before the slowest reader has read the first.
     const SLOTS: usize = 8;
     const DIRECT_SLOTS: usize = 4;
-    /// The most that all outboxes of a rank take, per kind; a rank pair's are 4 MiB and 1 MiB at most.
+    /// The most bytes that all outboxes of a rank take, for collectives and for messages; those of a pair of ranks take at
+    /// most 4 MiB and 1 MiB.
     const LARGEST_SLOT: usize = 2 << 20;
     const LARGEST_DIRECT: usize = 4 << 20;
     const DIRECT_SLOT: usize = 128 << 10;
 
-    /// For slots that hold `part` bytes for each peer, on hosts of at most `ranks`, which are at least two.
+    /// The layout for slots that hold `part` bytes for each peer, on hosts of at most `ranks` ranks, which is two or more.
     pub(crate) fn new(ranks: usize, part: usize) -> Self {
         let peers = ranks - 1;
         let capacity = part.saturating_mul(peers).min(Self::LARGEST_SLOT.max(part)).max(LINE * peers);
@@ -97,7 +98,7 @@ impl Layout {
         LINE * (1 + 3 * self.ranks + peer)
     }
 
-    /// A word: how many calls this rank has finished, which says how far it came when its process is gone.
+    /// A word: how many calls this rank has finished, which tells how far it came after its process has ended.
     pub(super) fn finished(&self, sleeper: Sleeper) -> usize {
         LINE * (1 + 4 * self.ranks + sleeper.index())
     }
@@ -118,14 +119,14 @@ impl Layout {
         self.direct(to - usize::from(to > from))
     }
 
-    /// Bytes of a segment. Absurd sizes are the system's to refuse.
+    /// Bytes of a segment. The system refuses absurd sizes.
     pub(super) fn size(&self) -> usize {
         self.direct(self.ranks - 1).offset
     }
 }
 
 impl Ring {
-    /// Where the stamp and the header of a slot stand.
+    /// Where the stamp and the header of a slot are.
     pub(super) fn line(&self, position: u32) -> usize {
         self.offset + LINE * self.index(position)
     }

@@ -4,7 +4,7 @@ use crate::backend::wire::{Reader, Writer};
 /// One rank's info.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PeerInfo {
-    /// Of the running kernel: ranks that share memory have the same one.
+    /// The boot id of the running kernel, which is equal on ranks that share memory.
     pub(super) kernel: [u8; 16],
     /// `None` when this rank has no memory to offer, or was told to use TCP.
     pub(super) offer: Option<SegmentInfo>,
@@ -15,8 +15,8 @@ pub(super) struct PeerInfo {
 pub(super) struct SegmentInfo {
     pub(super) pid: u32,
     pub(super) fd: u32,
-    /// Random, and part of the memory's name: whoever finds that name under the process and the number looks at this
-    /// very memory.
+    /// A random part of the memory's name: whoever finds that name under the process and the descriptor has found this very
+    /// memory.
     pub(super) token: u128,
 }
 
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_survives_its_journey() {
+    fn peer_infos_can_be_encoded_and_decoded() {
         let offer = SegmentInfo { pid: 7, fd: 8, token: 1 << 100 };
         for offer in [None, Some(offer)] {
             let info = PeerInfo { kernel: [3; 16], offer };

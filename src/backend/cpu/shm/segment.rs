@@ -6,7 +6,7 @@ use std::io::{Error, Result};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
-/// A mapping of shared memory. It has no name in any file system: it is gone with the last process that maps it.
+/// A mapping of shared memory. It has no name in any file system, and vanishes with the last process that maps it.
 pub(super) struct Segment {
     base: NonNull<u8>,
     size: usize,
@@ -22,15 +22,15 @@ unsafe impl Sync for Segment {}
 const LARGEST: usize = 256 << 20;
 
 impl Segment {
-    /// Makes a file without any memory yet. Peers find it under `/proc`, by its name.
+    /// Makes a file that has no memory yet. Peers find it under `/proc`, by its name.
     pub(super) fn announce(name: &str) -> Result<OwnedFd> {
         file::create(name)
     }
 
-    /// Gives the file that was announced `size` bytes of zeros, all of them reserved: that there is not enough memory
-    /// comes out here, and not as a signal later.
+    /// Gives the announced file `size` bytes of zeros, all of them reserved: a lack of memory is an error here, and not a
+    /// signal later.
     pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<Self> {
-        // The system would reserve page after page, until it has to end a process for want of memory.
+        // The system would reserve page after page until it runs out of memory and kills a process.
         if size > LARGEST {
             return Err(Error::other(format!("that is more than the {LARGEST} that a rank may take")));
         }
@@ -45,7 +45,7 @@ impl Segment {
         Ok((Self::reserve(&fd, size)?, fd))
     }
 
-    /// Maps the segment that process `pid` made as `fd`, if it is there, and is what it should be.
+    /// Maps the segment that process `pid` made as `fd`, if that file exists and is the right one.
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<Self> {
         Self::map(&file::open(pid, fd, name, size)?, size)
     }
@@ -62,7 +62,7 @@ impl Segment {
         Ok(Self { base, size })
     }
 
-    /// The word at `offset`, for which the layout is responsible.
+    /// The word at `offset`, which comes from the layout.
     pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.size, "no word at {offset} of {}", self.size);
         // SAFETY: within the mapping, which lives as long as `self`, and aligned, since mappings begin at pages. Words
@@ -96,12 +96,12 @@ mod file {
     use rustix::io::Errno;
     use std::io::{Error, Result};
 
-    /// What its size can no longer do: nobody can take the memory away under a peer, which would die of it.
+    /// The seals that fix its size: no process can take memory away from a peer, which would be killed by a signal.
     const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
     pub(super) fn create(name: &str) -> Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Systems may insist on memory that cannot be executed; those before Linux 6.3 do not know the flag.
+        // Some systems insist on memory that cannot be executed. Linux before 6.3 does not know the flag.
         match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
             Err(Errno::INVAL) => Ok(rustix::fs::memfd_create(name, flags)?),
             result => Ok(result?),
@@ -109,7 +109,7 @@ mod file {
     }
 
     pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<()> {
-        // The limit holds for memory files as well, and the system ends a process that goes beyond it, by a signal.
+        // The limit on file sizes holds for memory files, too, and a process that exceeds it is killed by a signal.
         let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
         if let Some(limit) = limit.filter(|limit| *limit < size as u64) {
             return Err(Error::other(format!("files may have {limit} bytes here: raise the limit with ulimit -f")));
@@ -121,7 +121,7 @@ mod file {
 
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<OwnedFd> {
         let path = format!("/proc/{pid}/fd/{fd}");
-        // In another process namespace the same numbers stand for something else, which must not be touched.
+        // In another process namespace the same numbers belong to something else, which must not be opened.
         let link = rustix::fs::readlink(&path, Vec::new())?;
         let expected = format!("/memfd:{name} (deleted)");
         if link.as_bytes() != expected.as_bytes() {
@@ -136,7 +136,7 @@ mod file {
     }
 }
 
-/// Other systems have no such files: their ranks use TCP.
+/// Other systems have no such files, and their ranks use TCP.
 #[cfg(not(target_os = "linux"))]
 mod file {
     use super::OwnedFd;

@@ -1,13 +1,14 @@
-use super::{Tuning, chunk, segment, segment_before, whole_elements};
 use crate::backend::call::Element;
+use crate::backend::cpu::algorithm::{Tuning, chunk, segment, segment_before, whole_elements};
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::{Recvs, Session};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 use std::ops::Range;
 
-/// How a large message is handed on: the root gives every other rank a chunk, which that one gives to the others, segment
-/// by segment: while one segment comes, the one before it is handed on. Nobody sends more than the data once.
+/// How a large message is passed on: the root gives every other rank a chunk, which that rank passes on to the others,
+/// segment by segment. While one segment comes, the one before it is passed on. No rank sends more bytes than the message
+/// has.
 struct Plan<'a> {
     /// The ranks that have chunks, in the order of their chunks.
     owners: &'a [usize],
@@ -19,7 +20,7 @@ struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// `None` when the root sends `bytes` to every other rank itself, which are `owners`.
+    /// For a message of `bytes` to the ranks `owners`; `None` when the root had better send it to each of them itself.
     fn new(owners: &'a [usize], tuning: Tuning, bytes: usize, element: Element) -> Option<Self> {
         if owners.len() <= 1 || bytes * owners.len() <= tuning.small {
             return None;
@@ -35,7 +36,7 @@ impl<'a> Plan<'a> {
 
 /// This rank is the root: its `data` goes to the ranks `owners`.
 pub(crate) fn broadcast_from_here(
-    session: &mut Session,
+    session: &mut TcpSession,
     tuning: Tuning,
     owners: &[usize],
     data: Region,
@@ -55,7 +56,7 @@ pub(crate) fn broadcast_from_here(
 
 /// `data` becomes that of `root`, which sends it to the ranks `owners`, of which this one is one.
 pub(crate) fn broadcast_to_here(
-    session: &mut Session,
+    session: &mut TcpSession,
     tuning: Tuning,
     (root, owners): (usize, &[usize]),
     data: Region,
@@ -66,7 +67,7 @@ pub(crate) fn broadcast_to_here(
         return session.exchange(&[], vec![(root, data.into())]);
     };
     for step in 0..=plan.steps {
-        // Of every chunk: the segment that came in the step before (empty in the first step) and is now handed on, and
+        // Of every chunk: the segment that came in the step before (empty in the first step) and is now passed on, and
         // the one that comes in this step (empty in the last).
         let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(plan.owners.len());
         let mut recvs = Recvs::with_capacity(plan.owners.len());

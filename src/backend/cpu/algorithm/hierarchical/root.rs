@@ -1,8 +1,8 @@
-//! Data of one rank for all, or of all for one.
+//! Collectives in which one rank sends to all, or all send to one.
 use super::Bridge;
 use crate::backend::call::Element;
-use crate::backend::cpu::algorithm::shared::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
-use crate::backend::cpu::algorithm::{broadcast_from_here, broadcast_to_here};
+use crate::backend::cpu::algorithm::flat::{broadcast_from_here, broadcast_to_here};
+use crate::backend::cpu::algorithm::shm::{Parts, copy_from, publish, publish_parts, publish_to, scatter_to_here};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
 use crate::backend::cpu::shm::pieces;
@@ -10,21 +10,20 @@ use crate::backend::cpu::storage::Region;
 use crate::error::Failure;
 use std::ops::Range;
 
-impl Bridge<'_, '_> {
-    /// The number of that rank of this host through which it is connected with `root`: `root` itself, if it is here.
+impl Bridge<'_> {
+    /// The number, on this host, of the rank that exchanges data with `root` for all ranks here; `root` itself, if it is here.
     pub(super) fn gateway(&self, root: usize) -> usize {
         self.hosts.find(root).1 % self.hosts.members().len()
     }
 
-    /// The gateways of all hosts but that of `root`.
+    /// The gateways of all hosts except that of `root`.
     fn gateways(&self, root: usize) -> Vec<usize> {
         let (home, index) = self.hosts.find(root);
         let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
         others.map(|(_, ranks)| Hosts::proxy(ranks, index)).collect()
     }
 
-    /// Bytes that are sent over the network before they are passed on through shared memory, where that goes on while
-    /// the next are sent.
+    /// Bytes that are sent over the network before they are passed on through shared memory, while the next are being sent.
     fn block(&self, element: Element) -> usize {
         8 * self.length(element.size())
     }
@@ -35,7 +34,7 @@ impl Bridge<'_, '_> {
         for block in pieces(data.len(), self.block(element)) {
             let data = data.part(block);
             self.inside(|streams| publish(streams, data))?;
-            broadcast_from_here(self.session, self.tuning, &gateways, data, element)?;
+            broadcast_from_here(&mut self.session, self.tuning, &gateways, data, element)?;
         }
         Ok(())
     }
@@ -49,7 +48,7 @@ impl Bridge<'_, '_> {
                 self.inside(|streams| copy_from(streams, gateway, data))?;
                 continue;
             }
-            broadcast_to_here(self.session, self.tuning, (root, &gateways), data, element)?;
+            broadcast_to_here(&mut self.session, self.tuning, (root, &gateways), data, element)?;
             self.inside(|streams| publish(streams, data))?;
         }
         Ok(())

@@ -1,28 +1,21 @@
-//! Collectives whose data goes straight from the rank that has it to the rank that wants it.
-use super::{Scratch, Tuning, segment, whole_elements};
-use crate::backend::cpu::kernels::{self, Reduction};
+//! Collectives whose data is sent straight from the rank that has it to the rank that needs it.
+use crate::backend::cpu::algorithm::{Scratch, Tuning, segment, whole_elements};
 use crate::backend::cpu::piece::{Piece, PieceMut};
-use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::reduction::Reduction;
+use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 
 /// Returns once all ranks have come.
-pub(crate) fn barrier(session: &mut Session) -> Result<(), Failure> {
+pub(super) fn barrier(session: &mut TcpSession) -> Result<(), Failure> {
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, Piece::Memory(&[]))).collect();
     session.exchange(&sends, session.peers().map(|peer| (peer, PieceMut::Memory(&mut []))).collect())
 }
 
-pub(crate) fn send(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
-    session.exchange(&[(peer, data.into())], vec![])
-}
-
-pub(crate) fn receive(session: &mut Session, data: Region, peer: usize) -> Result<(), Failure> {
-    session.exchange(&[], vec![(peer, data.into())])
-}
-
-/// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`send`].
-pub(crate) fn reduce_to_here(
-    session: &mut Session,
+/// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others send.
+pub(super) fn reduce_to_here(
+    session: &mut TcpSession,
     scratch: &mut Scratch,
     tuning: Tuning,
     data: Region,
@@ -34,14 +27,14 @@ pub(crate) fn reduce_to_here(
     for step in 0..data.len().div_ceil(length).max(1) {
         let now = segment(&whole, length, step);
         let parts = collect(session, &mut slots, now.len(), &[])?;
-        session.move_bytes(data.part(now).write(|data| kernels::reduce(reduction, &parts, data)))?;
+        session.move_bytes(data.part(now).write(|data| reduce(reduction, &parts, data, None)))?;
     }
     Ok(())
 }
 
 /// `output` becomes this rank's part of the reduction of all ranks' inputs.
-pub(crate) fn reduce_scatter(
-    session: &mut Session,
+pub(super) fn reduce_scatter(
+    session: &mut TcpSession,
     scratch: &mut Scratch,
     tuning: Tuning,
     (output, input): (Region, Region),
@@ -56,36 +49,36 @@ pub(crate) fn reduce_scatter(
         let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, part_of(peer).into())).collect();
         let parts = collect(session, &mut slots, now.len(), &sends)?;
         session.move_bytes(output.part(now.clone()).write_from(part_of(own), |output, input| {
-            let mut parts: Vec<Option<&[u8]>> = parts;
-            parts[own] = Some(input);
-            kernels::reduce(reduction, &parts, output);
+            let mut parts: Vec<Source> = parts;
+            parts[own] = Source::Private(input);
+            reduce(reduction, &parts, output, None);
         }))?;
     }
     Ok(())
 }
 
-/// Receives `length` bytes from each peer, while `sends` go out; `None` stands for this rank.
+/// Receives `length` bytes from each peer, while `sends` go out. By rank; of this rank it is what the output holds.
 fn collect<'a>(
-    session: &mut Session,
+    session: &mut TcpSession,
     slots: &'a mut [&mut [u8]],
     length: usize,
     sends: &[(usize, Piece)],
-) -> Result<Vec<Option<&'a [u8]>>, Failure> {
+) -> Result<Vec<Source<'a>>, Failure> {
     let own = session.rank();
     let recvs = slots.iter_mut().enumerate().filter(|(peer, _)| *peer != own);
     session.exchange(sends, recvs.map(|(peer, slot)| (peer, (&mut slot[..length]).into())).collect())?;
-    Ok(slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&slot[..length])).collect())
+    Ok(Source::by_rank(own, slots, length))
 }
 
 /// `output` becomes all ranks' inputs in rank order.
-pub(crate) fn all_gather(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(super) fn all_gather(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, input.into())).collect();
     let recvs = parts_of_peers(session, output, input)?;
     session.exchange(&sends, recvs)
 }
 
 /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
-pub(crate) fn all_to_all(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+pub(super) fn all_to_all(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let each = input.len() / session.world_size();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, part_of(peer).into())).collect();
@@ -93,14 +86,14 @@ pub(crate) fn all_to_all(session: &mut Session, output: Region, input: Region) -
     session.exchange(&sends, recvs)
 }
 
-/// This rank is the root: `output` becomes all ranks' inputs, which the others [`send`], in rank order.
-pub(crate) fn gather_to_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+/// This rank is the root: `output` becomes all ranks' inputs, which the others send, in rank order.
+pub(super) fn gather_to_here(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let recvs = parts_of_peers(session, output, input)?;
     session.exchange(&[], recvs)
 }
 
-/// This rank is the root: every rank's part of `input` goes there, where the others [`receive`] it.
-pub(crate) fn scatter_from_here(session: &mut Session, output: Region, input: Region) -> Result<(), Failure> {
+/// This rank is the root: every rank's part of `input` goes there, where the others receive it.
+pub(super) fn scatter_from_here(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let each = output.len();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
     session.move_bytes(output.copy_from(part_of(session.rank())))?;
@@ -110,7 +103,7 @@ pub(crate) fn scatter_from_here(session: &mut Session, output: Region, input: Re
 
 /// Copies `own` into this rank's part of `output`, which has one of the same length for each rank, and returns those of
 /// the others.
-fn parts_of_peers<'a>(session: &Session, output: Region<'a>, own: Region) -> Result<Recvs<'a>, Failure> {
+fn parts_of_peers<'a>(session: &TcpSession, output: Region<'a>, own: Region) -> Result<Recvs<'a>, Failure> {
     let each = own.len();
     let part_of = |rank: usize| output.part(rank * each..(rank + 1) * each);
     session.move_bytes(part_of(session.rank()).copy_from(own))?;

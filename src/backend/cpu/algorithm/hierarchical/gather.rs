@@ -1,17 +1,17 @@
 use super::Bridge;
 use crate::backend::call::Element;
-use crate::backend::cpu::algorithm::shared::{Parts, publish_parts};
+use crate::backend::cpu::algorithm::shm::{Parts, publish_parts};
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::Recvs;
 use crate::backend::cpu::shm::pieces;
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::Recvs;
 use crate::error::Failure;
 use std::ops::Range;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// `output` becomes all ranks' inputs in rank order. Every input goes to one rank of each other host, which passes
-    /// it on there; while it does, the next piece is on its way.
+    /// it on there while the next piece is being sent.
     pub(super) fn all_gather(&mut self, output: Region, input: Region, element: Element) -> Result<(), Failure> {
         let (hosts, each, rank) = (self.hosts, input.len(), self.session.rank());
         let length = self.length(element.size());

@@ -1,57 +1,96 @@
-//! The collectives over shared memory.
+//! The collectives between the ranks of one host, through shared memory.
 //!
 //! Every rank has a stream of slots that all others read (`shm/stream.rs`). Where ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
+use super::dispatch::ByteCollectives;
 use super::{Tuning, chunk, segment};
-use crate::backend::Collective;
-use crate::backend::call::Call;
-use crate::backend::cpu::kernels::Reduction;
+use crate::backend::call::Element;
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, Streams, pieces, reduce};
-use crate::backend::cpu::storage::{Locking, Region};
+use crate::backend::cpu::shm_session::ShmSession;
+use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
+use crate::error::Failure;
 use std::ops::Range;
 
-/// Carries out a collective; `Send` and `Recv` are none.
-pub(crate) fn execute(
-    streams: &mut Streams,
-    locking: Locking,
-    tuning: Tuning,
-    call: Call,
-    collective: &Collective,
-) -> Result<(), TransportError> {
-    let Some(element) = call.element else { return barrier(streams) };
-    let ranks = streams.world_size();
-    let reduction = |op: &_| Reduction { element, op: *op, ranks };
-    let is_root = call.root == Some(streams.rank());
-    let region = |tensor| Region::of(tensor, locking);
-    match collective {
-        Collective::AllReduce { tensor, op } => all_reduce(streams, tuning, region(tensor), reduction(op)),
-        Collective::Broadcast { tensor, .. } if is_root => publish(streams, region(tensor)),
-        Collective::Broadcast { tensor, root } => copy_from(streams, *root, region(tensor)),
-        Collective::Reduce { tensor, op, .. } if is_root => reduce_to_here(streams, region(tensor), reduction(op)),
-        Collective::Reduce { tensor: input, root, .. } | Collective::Gather { output: None, input, root } => {
-            publish_to(streams, *root, region(input), streams.capacity())
-        }
-        Collective::Gather { output: Some(output), input, .. } => {
-            gather_to_here(streams, region(output), region(input))
-        }
-        Collective::Scatter { output, input: Some(input), .. } => {
-            scatter_from_here(streams, region(output), region(input))
-        }
-        Collective::Scatter { output, input: None, root } => scatter_to_here(streams, *root, region(output)),
-        Collective::AllGather { output, input } => all_gather(streams, region(output), region(input)),
-        Collective::ReduceScatter { output, input, op } => {
-            reduce_scatter(streams, region(output), region(input), reduction(op))
-        }
-        Collective::AllToAll { output, input } => all_to_all(streams, region(output), region(input)),
-        Collective::Barrier => barrier(streams),
-        Collective::Send { .. } | Collective::Recv { .. } => {
-            Err(TransportError::System("messages do not travel with the collectives".into()))
-        }
+/// One call through shared memory.
+pub(crate) struct Shm<'a> {
+    pub(crate) session: ShmSession<'a>,
+    pub(crate) tuning: Tuning,
+}
+
+impl Shm<'_> {
+    /// Does `work` with the streams of the collectives.
+    fn with_streams(&self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
+        // The streams are unlocked before the root cause is looked for.
+        let result = work(&mut self.session.streams());
+        result.map_err(|error| self.session.session.failure_inside(error))
+    }
+
+    fn is_here(&self, root: usize) -> bool {
+        root == self.session.session.rank()
     }
 }
 
-/// Where in a slot a peer's part lies.
+impl ByteCollectives for Shm<'_> {
+    fn all_reduce(&mut self, data: Region, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| all_reduce(streams, self.tuning, data, reduction))
+    }
+
+    fn broadcast(&mut self, data: Region, root: usize, _: Element) -> Result<(), Failure> {
+        self.with_streams(|streams| match self.is_here(root) {
+            true => publish(streams, data),
+            false => copy_from(streams, root, data),
+        })
+    }
+
+    fn reduce(&mut self, data: Region, root: usize, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| match self.is_here(root) {
+            true => reduce_to_here(streams, data, reduction),
+            false => publish_to(streams, root, data, streams.capacity()),
+        })
+    }
+
+    fn all_gather(&mut self, output: Region, input: Region, _: Element) -> Result<(), Failure> {
+        self.with_streams(|streams| all_gather(streams, output, input))
+    }
+
+    fn reduce_scatter(&mut self, output: Region, input: Region, reduction: Reduction) -> Result<(), Failure> {
+        self.with_streams(|streams| reduce_scatter(streams, output, input, reduction))
+    }
+
+    fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure> {
+        self.with_streams(|streams| all_to_all(streams, output, input))
+    }
+
+    fn gather(&mut self, output: Option<Region>, input: Region, root: usize) -> Result<(), Failure> {
+        self.with_streams(|streams| match output {
+            Some(output) => gather_to_here(streams, output, input),
+            None => publish_to(streams, root, input, streams.capacity()),
+        })
+    }
+
+    fn scatter(&mut self, output: Region, input: Option<Region>, root: usize) -> Result<(), Failure> {
+        self.with_streams(|streams| match input {
+            Some(input) => scatter_from_here(streams, output, input),
+            None => scatter_to_here(streams, root, output),
+        })
+    }
+
+    fn send(&mut self, data: Region, peer: usize) -> Result<(), Failure> {
+        self.session.send(data, peer)
+    }
+
+    fn recv(&mut self, data: Region, peer: usize) -> Result<(), Failure> {
+        self.session.recv(data, peer)
+    }
+
+    fn barrier(&mut self) -> Result<(), Failure> {
+        self.with_streams(barrier)
+    }
+}
+
+/// Where each peer's part lies in a slot.
 #[derive(Clone, Copy)]
 pub(super) struct Parts {
     own: usize,
@@ -88,7 +127,7 @@ fn all_reduce(streams: &mut Streams, tuning: Tuning, data: Region, reduction: Re
     }
 }
 
-/// Everybody publishes everything, and reduces it.
+/// Every rank publishes all its data, and reduces that of all ranks.
 fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     streams.publish(|slot, _| slot.write_from(data))?;
     streams.receive_all()?;
@@ -98,9 +137,9 @@ fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction)
     Ok(())
 }
 
-/// Rank `c` reduces chunk `c`, step by step: everybody publishes its parts of all chunks; rank `c` reduces its part
-/// straight from the slots of all, and publishes the result, which the others copy. Parts are published one step ahead
-/// and results copied one step behind, so that nobody waits for what the others are doing right now.
+/// Rank `c` reduces chunk `c`, step by step: every rank publishes its parts of all chunks; rank `c` reduces its part straight
+/// from the slots of all ranks, and publishes the result, which the others copy. Parts are published one step ahead and
+/// results copied one step behind, so that no rank waits for what the others are doing at the moment.
 fn all_reduce_in_chunks(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     let (own, world_size, size) = (streams.rank(), streams.world_size(), reduction.element.size());
     let parts = Parts::new(streams);
@@ -143,7 +182,7 @@ pub(super) fn publish_parts<'a>(
     })
 }
 
-/// Copies from a slot of every peer what belongs to the range of `data` that `place` gives for it.
+/// Copies a slot of every peer to the range of `data` that `place` gives for that peer.
 fn copy_results(
     streams: &mut Streams,
     data: Region,
@@ -201,7 +240,7 @@ fn all_gather(streams: &mut Streams, output: Region, input: Region) -> Result<()
     Ok(())
 }
 
-/// Publishes `data` for everybody.
+/// Publishes `data` for all ranks.
 pub(super) fn publish(streams: &mut Streams, data: Region) -> Result<(), TransportError> {
     pieces(data.len(), streams.capacity())
         .try_for_each(|piece| streams.publish(|slot, _| slot.write_from(data.part(piece))))

@@ -1,23 +1,24 @@
-use super::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
-use crate::backend::cpu::kernels::{self, Reduction};
+use crate::backend::cpu::algorithm::{Scratch, Tuning, chunk, segment, segment_before, whole_elements};
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::reduction::Reduction;
+use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 
 /// `data` becomes the reduction of all ranks' data.
-pub(crate) fn all_reduce(
-    session: &mut Session,
+pub(super) fn all_reduce(
+    session: &mut TcpSession,
     scratch: &mut Scratch,
     tuning: Tuning,
     data: Region,
     reduction: Reduction,
 ) -> Result<(), Failure> {
     if session.world_size() == 1 {
-        // Nothing to add: without memory for what comes from peers, and without a pass over the data.
+        // There is nothing to add, so neither memory for the peers' data nor a pass over the data is needed.
         return Ok(());
     }
-    // The traffic of everybody to everybody grows with the square of the ranks: keep the limit on what one receives.
+    // The limit is on what one rank receives, since the traffic between all ranks grows with the square of their number.
     if data.len() * (session.world_size() - 1) <= tuning.small {
         at_once(session, scratch, data, reduction)
     } else {
@@ -25,22 +26,21 @@ pub(crate) fn all_reduce(
     }
 }
 
-/// Everybody sends everything to everybody, and reduces it.
-fn at_once(session: &mut Session, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
+/// Every rank sends all its data to every other one, and reduces that of all ranks.
+fn at_once(session: &mut TcpSession, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
     let mut slots = scratch.slots(session.world_size(), data.len());
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, data.into())).collect();
     let own = session.rank();
     let recvs = slots.iter_mut().enumerate().filter(|(peer, _)| *peer != own);
     session.exchange(&sends, recvs.map(|(peer, slot)| (peer, (&mut **slot).into())).collect())?;
-    let parts: Vec<Option<&[u8]>> =
-        slots.iter().enumerate().map(|(rank, slot)| (rank != own).then_some(&**slot)).collect();
-    session.move_bytes(data.write(|data| kernels::reduce(reduction, &parts, data)))
+    let parts = Source::by_rank(own, &slots, data.len());
+    session.move_bytes(data.write(|data| reduce(reduction, &parts, data, None)))
 }
 
 /// Rank `c` reduces chunk `c` and gives the result to all, segment by segment: while one segment is collected, the one
 /// before it, reduced, goes out. Every rank sends and receives 2 (world size - 1) / world size times the data.
 fn in_chunks(
-    session: &mut Session,
+    session: &mut TcpSession,
     scratch: &mut Scratch,
     tuning: Tuning,
     data: Region,
@@ -71,9 +71,8 @@ fn in_chunks(
         let [reduced, _] = both(own);
         sends.extend(session.peers().map(|peer| (peer, reduced.into())));
         session.exchange(&sends, recvs)?;
-        let parts: Vec<Option<&[u8]>> =
-            (slots.iter().enumerate()).map(|(rank, slot)| (rank != own).then_some(&slot[..collected.len()])).collect();
-        session.move_bytes(data.part(collected).write(|data| kernels::reduce(reduction, &parts, data)))?;
+        let parts = Source::by_rank(own, &slots, collected.len());
+        session.move_bytes(data.part(collected).write(|data| reduce(reduction, &parts, data, None)))?;
     }
     Ok(())
 }

@@ -1,10 +1,22 @@
-//! How a group's failure travels to the other ranks.
-use super::wire::{Reader, Writer};
+//! Why a group ended, and how that is found out.
+//!
+//! Both engines collect the same facts, the CPU engine over its control connections and the NCCL engine through the store:
+//! what every rank has called ([`ProgressReport`]), and who does not answer. What follows from them is one pure function,
+//! [`diagnose`].
+mod diagnose;
+mod history;
+mod report;
+
+pub(crate) use diagnose::{ExpiredCall, RankState, desync, diagnose, left_before, left_since};
+pub(crate) use history::CallHistory;
+pub(crate) use report::{CallCounts, ProgressReport};
+
+use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
 use std::time::Duration;
 
 impl Failure {
-    pub(super) fn encode(&self, writer: &mut Writer) {
+    pub(crate) fn encode(&self, writer: &mut Writer) {
         match self {
             Self::PeerGone { rank, peer, call } => {
                 writer.u8(0).u32(*rank as u32).u32(*peer as u32).text(call);
@@ -25,7 +37,7 @@ impl Failure {
         }
     }
 
-    pub(super) fn decode(reader: &mut Reader) -> Option<Self> {
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
         Some(match reader.u8()? {
             0 => Self::PeerGone { rank: reader.rank()?, peer: reader.rank()?, call: reader.text()? },
             1 => Self::PeerLeft {
@@ -59,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_failure_survives_its_journey() {
+    fn every_failure_can_be_encoded_and_decoded() {
         let call = || "all_reduce(f32[3])".to_string();
         for failure in [
             Failure::PeerGone { rank: 1, peer: 2, call: call() },

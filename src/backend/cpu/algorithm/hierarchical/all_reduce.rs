@@ -1,16 +1,16 @@
 use super::{Bridge, between};
-use crate::backend::cpu::algorithm::shared::{Parts, publish_parts};
+use crate::backend::cpu::algorithm::shm::{Parts, publish_parts};
 use crate::backend::cpu::algorithm::{Scratch, chunk, segment};
 use crate::backend::cpu::hosts::Hosts;
-use crate::backend::cpu::kernels::Reduction;
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::{Recvs, Session};
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 use std::ops::Range;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// `data` becomes the reduction of all ranks' data.
     pub(super) fn all_reduce(
         &mut self,
@@ -50,8 +50,8 @@ impl Bridge<'_, '_> {
 
     /// The ranks with the same number on all hosts form a rail, as many as the smallest host has ranks; the data is
     /// divided into a chunk for each rail. Segment by segment, the rank on the rail reduces its host's data, the rail
-    /// reduces that of the hosts, and the result goes to the other ranks of the host. Shared memory and network are at
-    /// work at the same time: while a segment is on its way between hosts, the next one is reduced inside.
+    /// reduces that of the hosts, and the result goes to the other ranks of the host. Shared memory and network are in use
+    /// at the same time: while a segment is sent between hosts, the next one is reduced inside.
     fn all_reduce_in_chunks(
         &mut self,
         scratch: &mut Scratch,
@@ -64,10 +64,10 @@ impl Bridge<'_, '_> {
         let length = self.length(size);
         // The first chunk is the longest.
         let steps = chunks[0].len().div_ceil(length).max(1);
-        // Ranks beyond the rails have none.
+        // Ranks beyond the rails have no chunk.
         let piece = |rank: usize, step: usize| chunks.get(rank).map_or(0..0, |chunk| segment(chunk, length, step));
         let mut rail = chunks.get(own).map(|chunk| Rail::new(self.hosts, scratch, reduction, chunk.clone(), length));
-        // By how many steps results come after the reduction inside.
+        // By how many steps the results follow the reduction inside the host.
         let delay = Rail::delay(self.hosts);
         let parts = self.streams.as_ref().map(Parts::new);
         let offer = |bridge: &mut Self, step: usize| {
@@ -96,7 +96,7 @@ impl Bridge<'_, '_> {
             if let Some(rail) = &mut rail
                 && step < steps + delay
             {
-                rail.exchange(self.session, data, step)?;
+                rail.exchange(&mut self.session, data, step)?;
                 if let Some(done) = step.checked_sub(delay) {
                     self.inside(|streams| streams.publish(|slot, _| slot.write_from(data.part(piece(own, done)))))?;
                 }
@@ -121,7 +121,7 @@ struct Rail<'a> {
     reduction: Reduction,
     chunk: Range<usize>,
     length: usize,
-    /// Of the segments of even and of odd numbers: reduced inside this host, and what comes from every host.
+    /// For segments with even and with odd numbers: what was reduced inside this host, and what comes from every host.
     partial: [&'a mut [u8]; 2],
     theirs: [Vec<&'a mut [u8]>; 2],
 }
@@ -152,17 +152,18 @@ impl<'a> Rail<'a> {
         Self { hosts, reduction, chunk, length, partial: [even, odd], theirs }
     }
 
-    /// How many steps after its reduction inside the hosts a segment is complete.
+    /// By how many steps a segment is complete after its reduction inside the hosts.
     fn delay(hosts: &Hosts) -> usize {
         if is_direct(hosts) { 1 } else { 3 }
     }
 
-    /// Where the reduction inside this host of the segment of `step` goes.
+    /// Where the segment of `step`, reduced inside this host, is stored.
     fn partial(&mut self, step: usize, length: usize) -> &mut [u8] {
         &mut self.partial[step % 2][..length]
     }
 
-    /// By host: what it reduces of the segment of `step`, within the segment; empty where there is no such step.
+    /// By host: the part of the segment of `step` that it reduces, as a range within the segment; empty if there is no such
+    /// step.
     fn shares(&self, step: Option<usize>) -> Vec<Range<usize>> {
         let length = step.map_or(0, |step| self.segment(step).len());
         (0..self.hosts.count()).map(|host| share(self.hosts, self.reduction, length, host)).collect()
@@ -172,25 +173,26 @@ impl<'a> Rail<'a> {
         segment(&self.chunk, self.length.max(1), step)
     }
 
-    /// The same within the tensor.
+    /// Like [`shares`](Self::shares), but as ranges within the tensor.
     fn places(&self, step: Option<usize>) -> Vec<Range<usize>> {
         let start = step.map_or(0, |step| self.segment(step).start);
         self.shares(step).into_iter().map(|share| start + share.start..start + share.end).collect()
     }
 
-    /// The exchange of step `step`: it waits for the first wave of the segment before and for the second wave of the one
-    /// two before that, and sends those of this step ahead. Then the share of this host in the segment before is reduced.
-    fn exchange(&mut self, session: &mut Session, data: Region, step: usize) -> Result<(), Failure> {
+    /// The exchange of step `step`. It waits for the first wave of segment `step` - 1 and for the second wave of segment
+    /// `step` - 3, and sends the waves that are due in the next step ahead. Then this host's share of segment `step` - 1 is
+    /// reduced.
+    fn exchange(&mut self, session: &mut TcpSession, data: Region, step: usize) -> Result<(), Failure> {
         let (hosts, own) = (self.hosts, self.hosts.own());
         let peer = |host: usize| hosts.all()[host][hosts.index()];
         let others = || (0..hosts.count()).filter(move |host| *host != own);
         let before = step.checked_sub(1);
-        // Of both waves: what is due now, and what goes ahead.
+        // For both waves: what is due now, and what is sent ahead.
         let first = [self.shares(before), self.shares(Some(step))];
         let second = [step.checked_sub(3), step.checked_sub(2)].map(|step| step.map(|step| self.places(Some(step))));
         let mut sends: [Vec<(usize, Piece)>; 2] = [Vec::new(), Vec::new()];
         let mut recvs = [Recvs::new(), Recvs::new()];
-        // Segments that follow each other are of different parity.
+        // Consecutive segments use different memory.
         let [even, odd] = &mut self.theirs;
         let theirs = if step.is_multiple_of(2) { [odd, even] } else { [even, odd] };
         for (when, theirs) in theirs.into_iter().enumerate() {
@@ -200,7 +202,7 @@ impl<'a> Rail<'a> {
             recvs[when].extend(slots.map(|(host, slot)| (peer(host), (&mut slot[..first[when][own].len()]).into())));
         }
         if !is_direct(hosts) {
-            // From the tensor and into it.
+            // The second wave goes from the tensor of one host into those of the others.
             for (when, places) in second.into_iter().enumerate() {
                 for (host, place) in places.into_iter().flatten().enumerate() {
                     let part = data.part(place);
@@ -227,12 +229,12 @@ impl<'a> Rail<'a> {
     }
 }
 
-/// Both of two hosts reduce everything.
+/// Whether there are two hosts, which both reduce everything.
 fn is_direct(hosts: &Hosts) -> bool {
     hosts.count() == 2
 }
 
-/// What `host` reduces of a segment of `length` bytes.
+/// The part of a segment of `length` bytes that `host` reduces.
 fn share(hosts: &Hosts, reduction: Reduction, length: usize, host: usize) -> Range<usize> {
     let size = reduction.element.size();
     if is_direct(hosts) { 0..length } else { chunk(length / size, size, host, hosts.count()) }

@@ -1,17 +1,17 @@
 use super::{Bridge, between};
 use crate::backend::cpu::algorithm::Scratch;
-use crate::backend::cpu::algorithm::shared::{Parts, publish_parts, publish_to};
+use crate::backend::cpu::algorithm::shm::{Parts, publish_parts, publish_to};
 use crate::backend::cpu::hosts::Hosts;
-use crate::backend::cpu::kernels::Reduction;
 use crate::backend::cpu::piece::Piece;
-use crate::backend::cpu::session::Recvs;
+use crate::backend::cpu::reduction::Reduction;
 use crate::backend::cpu::shm::{Source, pieces, reduce};
 use crate::backend::cpu::storage::Region;
+use crate::backend::cpu::tcp_session::Recvs;
 use crate::error::Failure;
 
-impl Bridge<'_, '_> {
+impl Bridge<'_> {
     /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others
-    /// [`reduce_to`](Self::reduce_to) it. One rank of every other host sends that of its host.
+    /// [`reduce_to`](Self::reduce_to) it. One rank of every other host sends the reduction of its host.
     pub(super) fn reduce_to_here(
         &mut self,
         scratch: &mut Scratch,
@@ -34,7 +34,7 @@ impl Bridge<'_, '_> {
         Ok(())
     }
 
-    /// `data` is reduced into that of rank `root`.
+    /// This rank's part of a reduction to rank `root`.
     pub(super) fn reduce_to(
         &mut self,
         root: usize,
@@ -81,7 +81,7 @@ impl Bridge<'_, '_> {
                 if let Some(parts) = parts {
                     self.inside(|streams| publish_parts(streams, parts, proxied_part))?;
                 }
-                // A rank without a proxied_part in this round gives back the slots that it does not need.
+                // A rank without a part in this round gives back the slots that it does not need.
                 let (own, mut none) = (proxied_part(hosts.index()), [].as_mut_slice());
                 let out = reduced.get_mut(round).map_or(&mut none, |slot| slot);
                 let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, own.len()));

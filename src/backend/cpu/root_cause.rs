@@ -1,0 +1,66 @@
+//! What is behind an error of the transport: the failure of the group.
+use super::session::Session;
+use super::transport_error::TransportError;
+use crate::backend::call::{Channel, Header};
+use crate::backend::failure::{ExpiredCall, RankState, desync, diagnose};
+use crate::error::Failure;
+
+impl Session<'_> {
+    /// Finds out what is behind `error`, and ends the group with it.
+    pub(super) fn failure(&self, error: TransportError) -> Failure {
+        let failure = match error {
+            TransportError::Closed { peer, reason } => {
+                return self.group.fail_closed(self.channel, peer, &reason);
+            }
+            TransportError::Locked => self.expired(&[]).locked(),
+            TransportError::System(reason) => Failure::PeerFailed { peer: self.rank(), reason },
+            TransportError::Header { peer, received } => self.mismatch(peer, &received),
+            TransportError::TimedOut { peers } => diagnose(&self.expired(&peers), &self.group.query()),
+        };
+        self.group.fail(failure)
+    }
+
+    /// The same for an error in shared memory, where ranks have the numbers that they have on this host.
+    pub(super) fn failure_inside(&self, error: TransportError) -> Failure {
+        let members = self.hosts().members();
+        self.failure(match error {
+            TransportError::TimedOut { peers } => {
+                TransportError::TimedOut { peers: peers.into_iter().map(|peer| members[peer]).collect() }
+            }
+            TransportError::Closed { peer, reason } => TransportError::Closed { peer: members[peer], reason },
+            TransportError::Header { peer, received } => TransportError::Header { peer: members[peer], received },
+            error @ (TransportError::Locked | TransportError::System(_)) => error,
+        })
+    }
+
+    fn expired<'p>(&self, awaited: &'p [usize]) -> ExpiredCall<'p> {
+        let Header { sequence, call } = self.header;
+        let (rank, timeout, channel) = (self.rank(), self.group.timeout, self.channel);
+        ExpiredCall { rank, timeout, channel, sequence, call, awaited: Some(awaited) }
+    }
+
+    /// A peer is in another call.
+    fn mismatch(&self, peer: usize, received: &[u8; Header::BYTES]) -> Failure {
+        let Header { sequence, call: ours } = self.header;
+        let Some(theirs) = Header::decode(received) else {
+            let reason =
+                format!("the data from rank {peer} does not come from this engine: it begins with {received:02x?}");
+            return Failure::PeerFailed { peer: self.rank(), reason };
+        };
+        if theirs.sequence < sequence
+            && let Some(ours) = self.group.call_at(self.channel, theirs.sequence)
+        {
+            // This rank's call of that number did not read what the peer sent.
+            return desync(theirs.sequence, (self.rank(), ours), (peer, theirs.call));
+        }
+        if theirs.sequence > sequence
+            && self.channel == Channel::Collectives
+            && let RankState::Running(report) = &self.group.query()[peer]
+            && let Some(theirs) = report.call_at(sequence)
+        {
+            // The peer's call of this number sent this rank nothing, and the peer has gone on.
+            return desync(sequence, (self.rank(), ours), (peer, theirs));
+        }
+        desync(sequence, (self.rank(), ours), (peer, theirs.call))
+    }
+}

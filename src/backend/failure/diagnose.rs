@@ -1,0 +1,354 @@
+//! Who caused a collective to fail, from what all ranks reported.
+use super::{CallCounts, Failure, ProgressReport};
+use crate::backend::call::{Call, Channel};
+use std::time::Duration;
+
+/// A call that was not over at its deadline.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpiredCall<'a> {
+    /// Whose call it is.
+    pub(crate) rank: usize,
+    /// How long it was given.
+    pub(crate) timeout: Duration,
+    pub(crate) channel: Channel,
+    pub(crate) sequence: u64,
+    pub(crate) call: Call,
+    /// The ranks whose part is missing; `None` where the engine cannot tell.
+    pub(crate) awaited: Option<&'a [usize]>,
+}
+
+/// What is known of a rank when a call has expired.
+#[derive(Clone, Debug)]
+pub(crate) enum RankState {
+    /// It answered.
+    Running(ProgressReport),
+    /// It left in good order, after as many calls as this rank made.
+    Left,
+    /// Its process has ended; how many collectives it finished, where its memory tells.
+    Ended(Option<u64>),
+    /// It did not answer in time.
+    Silent,
+}
+
+/// The failure behind `expired`. `ranks` has what is known of every rank, its own included; it is empty when the ranks
+/// could not be asked.
+///
+/// Ranks that called different things once may have gone on since: with little data one call may be taken for another. So
+/// the first difference that both remember counts, and not what they are in now.
+pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
+    if let Some(failure) = first_difference(expired, ranks) {
+        return failure;
+    }
+    let left = |peer: &&usize| matches!(ranks.get(**peer), Some(RankState::Left));
+    if let Some(peer) = expired.awaited.unwrap_or_default().iter().find(left) {
+        return left_since(*peer, expired.rank, expired.sequence, expired.call);
+    }
+    let peers = ranks.iter().enumerate().filter(|(peer, _)| *peer != expired.rank);
+    let mut reasons: Vec<String> = peers.filter_map(|(peer, state)| reason(expired, peer, state)).collect();
+    if reasons.is_empty() {
+        reasons.push(match (expired.channel, expired.awaited) {
+            (Channel::SendTo(peer) | Channel::RecvFrom(peer), _) => {
+                format!("rank {peer} did not make the matching call")
+            }
+            (Channel::Collectives, _) if ranks.is_empty() => "the other ranks cannot be asked why".to_string(),
+            (Channel::Collectives, Some(peers)) => {
+                format!("all ranks have started it, but ranks {peers:?} are too slow, or the network is")
+            }
+            (Channel::Collectives, None) => {
+                "all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string()
+            }
+        });
+    }
+    expired.timed_out(reasons.join("; "))
+}
+
+/// The earliest collective at which a rank is known to have called something else than this one.
+fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failure> {
+    let RankState::Running(ours) = ranks.get(expired.rank)? else { return None };
+    let differences = ranks.iter().enumerate().filter_map(|(peer, state)| {
+        let RankState::Running(theirs) = state else { return None };
+        let last = ours.started.min(theirs.started);
+        let first = last.saturating_sub(ours.calls.len() as u64);
+        (first..=last).find_map(|sequence| {
+            let (our_call, their_call) = (ours.call_at(sequence)?, theirs.call_at(sequence)?);
+            (our_call != their_call).then_some((sequence, (expired.rank, our_call), (peer, their_call)))
+        })
+    });
+    // The collectives alone are compared: messages of two ranks have an order of their own.
+    let (sequence, ours, theirs) =
+        differences.filter(|_| expired.channel == Channel::Collectives).min_by_key(|(sequence, _, _)| *sequence)?;
+    Some(desync(sequence, ours, theirs))
+}
+
+/// Why `expired` cannot go on, as far as `peer` is concerned.
+fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<String> {
+    let report = match state {
+        RankState::Silent => {
+            return Some(format!("rank {peer} does not answer: its process is stopped, or its host cannot be reached"));
+        }
+        RankState::Ended(Some(finished)) if *finished >= expired.sequence => return None,
+        RankState::Ended(_) => return Some(format!("the process of rank {peer} has ended")),
+        RankState::Left => return None,
+        RankState::Running(report) => report,
+    };
+    let last = || match report.call_at(report.begun) {
+        Some(call) => format!("its last was sequence {}, {call}", report.begun),
+        None => format!("its last was sequence {}", report.begun),
+    };
+    if expired.channel != Channel::Collectives {
+        let is_awaited = expired.awaited.is_some_and(|awaited| awaited.contains(&peer));
+        return match is_awaited {
+            false => None,
+            true if report.waits_for_lock => Some(locked(&format!("rank {peer}"))),
+            true if report.begun == 0 => {
+                Some(format!("rank {peer} did not make the matching call, nor any collective"))
+            }
+            true => Some(format!("rank {peer} did not make the matching call; of the collectives, {}", last())),
+        };
+    }
+    if report.waits_for_lock {
+        Some(locked(&format!("rank {peer}")))
+    } else if report.begun >= expired.sequence {
+        None
+    } else if report.started >= expired.sequence {
+        Some(format!("rank {peer} has started this collective but is not in it: {}", last()))
+    } else if report.begun == 0 {
+        Some(format!("rank {peer} has not started any collective"))
+    } else {
+        Some(format!("rank {peer} has not started this collective: {}", last()))
+    }
+}
+
+impl ExpiredCall<'_> {
+    /// The failure of this call, with a reason.
+    pub(crate) fn timed_out(&self, reason: String) -> Failure {
+        let Self { rank, timeout, sequence, call, .. } = *self;
+        Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason }
+    }
+
+    /// The failure of this call when its own program keeps its tensor locked.
+    pub(crate) fn locked(&self) -> Failure {
+        self.timed_out(locked("this rank"))
+    }
+}
+
+/// Why `rank` makes no progress.
+fn locked(rank: &str) -> String {
+    format!(
+        "{rank} waits for the storage of its tensor, which its own program keeps locked: drop the guard that \
+         storage_and_layout() returns before the call"
+    )
+}
+
+/// Two ranks called different things. The higher rank is named first, so that all ranks say the same.
+pub(crate) fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
+    let (a, b) = if ours.0 > theirs.0 { (ours, theirs) } else { (theirs, ours) };
+    let (call_a, call_b) = a.1.describe_both(&b.1);
+    Failure::Desync { sequence, rank_a: a.0, call_a, rank_b: b.0, call_b }
+}
+
+/// `peer` left after as many calls as this rank made, without giving what `call` needs of it: it called something else.
+pub(crate) fn left_since(peer: usize, rank: usize, sequence: u64, call: Call) -> Failure {
+    let call_a = "something else (it has left since)".to_string();
+    Failure::Desync { sequence, rank_a: peer, call_a, rank_b: rank, call_b: call.to_string() }
+}
+
+/// The failure of call number `sequence` on `channel` if `peer`, which left after `counts` calls, did not take part in it.
+pub(crate) fn left_before(
+    peer: usize,
+    counts: CallCounts,
+    channel: Channel,
+    sequence: u64,
+    call: impl FnOnce() -> String,
+) -> Option<Failure> {
+    let left_after = counts.matching(channel);
+    (left_after < sequence).then(|| Failure::PeerLeft { peer, left_after, call: call(), sequence })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+    use crate::backend::Label;
+    use crate::backend::call::Operation;
+
+    const BARRIER: Call = Call {
+        operation: Operation::Barrier,
+        element: None,
+        reduction: None,
+        root: None,
+        count: 0,
+        label: Label::NONE,
+    };
+    const ALL_REDUCE: Call = Call { operation: Operation::AllReduce, count: 20, ..BARRIER };
+
+    /// Rank 0 waits in an all-reduce, its call number 17, after 16 barriers.
+    fn expired<'a>(channel: Channel, awaited: Option<&'a [usize]>) -> ExpiredCall<'a> {
+        let timeout = Duration::from_secs(7);
+        ExpiredCall { rank: 0, timeout, channel, sequence: 17, call: ALL_REDUCE, awaited }
+    }
+
+    fn calls() -> Vec<Call> {
+        [BARRIER; 16].into_iter().chain([ALL_REDUCE]).collect()
+    }
+
+    /// A rank that has started and begun all of `calls`.
+    fn running(calls: &[Call]) -> RankState {
+        let started = calls.len() as u64;
+        RankState::Running(ProgressReport { started, begun: started, calls: calls.to_vec(), waits_for_lock: false })
+    }
+
+    fn queued(calls: &[Call], begun: u64) -> RankState {
+        let started = calls.len() as u64;
+        RankState::Running(ProgressReport { started, begun, calls: calls.to_vec(), waits_for_lock: false })
+    }
+
+    fn locked_out() -> RankState {
+        RankState::Running(ProgressReport { started: 2, begun: 2, calls: vec![BARRIER; 2], waits_for_lock: true })
+    }
+
+    fn text(expired: &ExpiredCall, others: Vec<RankState>) -> String {
+        let ranks: Vec<RankState> = std::iter::once(running(&calls())).chain(others).collect();
+        Error::from(diagnose(expired, &ranks)).to_string()
+    }
+
+    /// What it is about, the ranks whose part is missing, the other ranks, and what the failure says.
+    type Case = (&'static str, Option<&'static [usize]>, Vec<RankState>, &'static str);
+
+    #[test]
+    fn a_collective_that_expired_is_explained() {
+        let mut early = vec![BARRIER; 20];
+        early[4] = ALL_REDUCE;
+        let mut saved = calls();
+        saved[16].label = Label::SAVE;
+        let cases: [Case; 14] = [
+            (
+                "another call",
+                Some(&[1]),
+                vec![running(&[BARRIER; 18]), RankState::Silent],
+                "rank 1 called barrier() where rank 0 called all_reduce(), sequence 17",
+            ),
+            (
+                "the same call for something else",
+                Some(&[1]),
+                vec![running(&saved)],
+                "rank 1 called all_reduce() for save_distributed where rank 0 called all_reduce(), sequence 17",
+            ),
+            (
+                "the first difference counts, whoever it is with",
+                None,
+                vec![running(&[BARRIER; 18]), running(&early)],
+                "rank 2 called all_reduce() where rank 0 called barrier(), sequence 5",
+            ),
+            (
+                "a rank that is behind",
+                None,
+                vec![running(&calls()), running(&[BARRIER; 16])],
+                "timed out after 7s: rank 2 has not started this collective: its last was sequence 16, barrier()",
+            ),
+            ("a rank that never came", None, vec![running(&[])], "after 7s: rank 1 has not started any collective"),
+            (
+                "a rank whose queue is held up",
+                Some(&[1]),
+                vec![queued(&calls(), 9)],
+                "after 7s: rank 1 has started this collective but is not in it: its last was sequence 9, barrier()",
+            ),
+            (
+                "a locked tensor",
+                Some(&[1]),
+                vec![locked_out()],
+                "after 7s: rank 1 waits for the storage of its tensor, which its own program keeps locked",
+            ),
+            (
+                "no answer",
+                Some(&[1, 2]),
+                vec![RankState::Silent, running(&calls())],
+                "after 7s: rank 1 does not answer: its process is stopped, or its host cannot be reached",
+            ),
+            ("an end", Some(&[1]), vec![RankState::Ended(None)], "after 7s: the process of rank 1 has ended"),
+            ("an early end", Some(&[1]), vec![RankState::Ended(Some(16))], "after 7s: the process of rank 1 has ended"),
+            (
+                "an end after the call",
+                Some(&[2]),
+                vec![RankState::Ended(Some(17)), running(&calls())],
+                "after 7s: all ranks have started it, but ranks [2] are too slow, or the network is",
+            ),
+            (
+                "a rank that left, of which something is missing",
+                Some(&[2, 1]),
+                vec![RankState::Left, RankState::Silent],
+                "rank 1 called something else (it has left since) where rank 0 called all_reduce(), sequence 17",
+            ),
+            (
+                "a rank that left and gave its part",
+                Some(&[2]),
+                vec![RankState::Left, running(&calls()[..3])],
+                "after 7s: rank 2 has not started this collective: its last was sequence 3, barrier()",
+            ),
+            (
+                "nobody is missing",
+                None,
+                vec![running(&calls())],
+                "after 7s: all ranks have started it: a GPU or the network between them is too slow, or is stuck",
+            ),
+        ];
+        for (case, awaited, others, expected) in cases {
+            let text = text(&expired(Channel::Collectives, awaited), others);
+            assert!(text.contains(expected), "{case}: {text}");
+        }
+    }
+
+    #[test]
+    fn every_culprit_is_named() {
+        let others = vec![running(&[]), running(&calls()), RankState::Silent, running(&calls()[..4])];
+        let text = text(&expired(Channel::Collectives, None), others);
+        for expected in ["rank 1 has not started any", "; rank 3 does not answer", "; rank 4 has not started this"] {
+            assert!(text.contains(expected), "{text}");
+        }
+        assert!(!text.contains("rank 2 "), "{text}");
+    }
+
+    #[test]
+    fn a_message_that_expired_is_explained() {
+        let cases: [(RankState, &str); 5] = [
+            // What the collectives say does not matter.
+            (
+                running(&[BARRIER; 17]),
+                "rank 1 did not make the matching call; of the collectives, its last was sequence 17",
+            ),
+            (running(&[]), "rank 1 did not make the matching call, nor any collective"),
+            (locked_out(), "rank 1 waits for the storage of its tensor"),
+            (RankState::Left, "rank 1 called something else (it has left since)"),
+            (RankState::Silent, "rank 1 does not answer"),
+        ];
+        for (state, expected) in cases {
+            let text = text(&expired(Channel::RecvFrom(1), Some(&[1])), vec![state, running(&[])]);
+            assert!(text.contains(expected) && !text.contains("rank 2"), "{expected}: {text}");
+        }
+    }
+
+    #[test]
+    fn what_can_be_said_without_the_other_ranks_is_said() {
+        let text = |channel| Error::from(diagnose(&expired(channel, None), &[])).to_string();
+        assert!(text(Channel::Collectives).ends_with("the other ranks cannot be asked why"));
+        assert!(text(Channel::SendTo(3)).ends_with("rank 3 did not make the matching call"));
+    }
+
+    #[test]
+    fn a_rank_that_left_is_missed_in_later_calls_only() {
+        let counts = CallCounts { collectives: 4, sent: 2, received: 3 };
+        let cases = [
+            (Channel::Collectives, 4, None),
+            (Channel::Collectives, 5, Some(4)),
+            (Channel::SendTo(1), 3, None),
+            (Channel::SendTo(1), 4, Some(3)),
+            (Channel::RecvFrom(1), 3, Some(2)),
+        ];
+        for (channel, sequence, left_after) in cases {
+            let failure = left_before(1, counts, channel, sequence, || BARRIER.to_string());
+            let call = BARRIER.to_string();
+            let expected = left_after.map(|left_after| Failure::PeerLeft { peer: 1, left_after, call, sequence });
+            assert_eq!(failure, expected, "{channel:?}, {sequence}");
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What ranks tell each other about their calls.
+use crate::backend::call::{Call, Channel};
+use crate::backend::wire::{Reader, Writer};
+
+/// How far the collectives of one rank have come.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ProgressReport {
+    /// The last collective that was started; it may still be queued. 0 before the first.
+    pub(crate) started: u64,
+    /// The last one that the rank began to carry out. 0 before the first.
+    pub(crate) begun: u64,
+    /// The last collectives up to `started`, as far back as they are remembered.
+    pub(crate) calls: Vec<Call>,
+    /// A call is held up because the program keeps the storage of its tensor locked.
+    pub(crate) waits_for_lock: bool,
+}
+
+impl ProgressReport {
+    /// What was called at `sequence`, if it is remembered.
+    pub(crate) fn call_at(&self, sequence: u64) -> Option<Call> {
+        let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
+        self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
+    }
+
+    pub(crate) fn encode(&self, writer: &mut Writer) {
+        writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock)).u32(self.calls.len() as u32);
+        self.calls.iter().for_each(|call| call.encode(writer));
+    }
+
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
+        let (started, begun, waits_for_lock) = (reader.u64()?, reader.u64()?, reader.u8()? != 0);
+        let count = reader.u32()?;
+        let calls = (0..count).map(|_| Call::decode(reader)).collect::<Option<_>>()?;
+        Some(Self { started, begun, calls, waits_for_lock })
+    }
+}
+
+/// How many calls a rank has made, as far as they concern one peer. Calls are numbered from 1 on, so these are also the
+/// numbers of its last ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CallCounts {
+    pub(crate) collectives: u64,
+    /// Messages to that peer.
+    pub(crate) sent: u64,
+    /// Messages from that peer.
+    pub(crate) received: u64,
+}
+
+impl CallCounts {
+    /// Those that pair up with the peer's own calls on `channel`.
+    pub(crate) fn matching(self, channel: Channel) -> u64 {
+        match channel {
+            Channel::Collectives => self.collectives,
+            Channel::SendTo(_) => self.received,
+            Channel::RecvFrom(_) => self.sent,
+        }
+    }
+
+    pub(crate) fn encode(self, writer: &mut Writer) {
+        writer.u64(self.collectives).u64(self.sent).u64(self.received);
+    }
+
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
+        Some(Self { collectives: reader.u64()?, sent: reader.u64()?, received: reader.u64()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Label;
+    use crate::backend::call::Operation;
+
+    #[test]
+    fn reports_can_be_encoded_and_decoded() {
+        let calls = vec![
+            Call::bare(Operation::Barrier),
+            Call { count: 8, label: Label::SAVE, ..Call::bare(Operation::AllReduce) },
+        ];
+        let report = ProgressReport { started: 12, begun: 11, calls, waits_for_lock: true };
+        let counts = [10, 11, 12, 13].map(|sequence| report.call_at(sequence).map(|call| call.count));
+        assert_eq!(counts, [None, Some(0), Some(8), None]);
+        let mut writer = Writer::default();
+        report.encode(&mut writer);
+        assert_eq!(ProgressReport::decode(&mut Reader(&writer.0)), Some(report));
+        for cut in 0..writer.0.len() {
+            assert_eq!(ProgressReport::decode(&mut Reader(&writer.0[..cut])), None, "cut at {cut}");
+        }
+    }
+}

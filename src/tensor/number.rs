@@ -1,0 +1,128 @@
+//! Elements of CPU tensors of every dtype that is reduced between ranks: the [`Element`]s, and integers.
+use super::Element;
+use half::{bf16, f16};
+
+/// What a tensor of numbers consists of.
+pub(crate) trait Number: Copy {
+    /// What is calculated with: f32 for f16 and bf16, otherwise the type itself.
+    type Wide: Arithmetic;
+
+    /// The same value.
+    fn widen(self) -> Self::Wide;
+
+    /// The nearest value that can be stored.
+    fn narrow(value: Self::Wide) -> Self;
+}
+
+/// The operations of reductions. Integers wrap; NaN wins in `min` and `max`. Where both operands are NaN, the first one's
+/// bits remain.
+pub(crate) trait Arithmetic: Copy + Default {
+    fn plus(self, other: Self) -> Self;
+    fn times(self, other: Self) -> Self;
+    fn smaller(self, other: Self) -> Self;
+    fn larger(self, other: Self) -> Self;
+
+    /// 1 / `count`; only floating-point numbers are averaged.
+    fn reciprocal(count: usize) -> Self;
+}
+
+macro_rules! float {
+    ($($kind:ty),*) => {$(
+        impl Number for $kind {
+            type Wide = <$kind as Element>::Real;
+
+            #[inline(always)]
+            fn widen(self) -> Self::Wide {
+                Element::widen(self)
+            }
+
+            #[inline(always)]
+            fn narrow(value: Self::Wide) -> Self {
+                <$kind as Element>::narrow(value)
+            }
+        }
+    )*};
+}
+
+float!(f32, f64, f16, bf16);
+
+macro_rules! real {
+    ($($kind:ty),*) => {$(
+        impl Arithmetic for $kind {
+            #[inline(always)]
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+
+            #[inline(always)]
+            fn times(self, other: Self) -> Self {
+                self * other
+            }
+
+            // The comparison is false when `other` is NaN, which then wins.
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                if self < other || self.is_nan() { self } else { other }
+            }
+
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                if self > other || self.is_nan() { self } else { other }
+            }
+
+            #[inline(always)]
+            fn reciprocal(count: usize) -> Self {
+                1.0 / count as Self
+            }
+        }
+    )*};
+}
+
+real!(f32, f64);
+
+macro_rules! integer {
+    ($($kind:ty),*) => {$(
+        impl Number for $kind {
+            type Wide = Self;
+
+            #[inline(always)]
+            fn widen(self) -> Self {
+                self
+            }
+
+            #[inline(always)]
+            fn narrow(value: Self) -> Self {
+                value
+            }
+        }
+
+        impl Arithmetic for $kind {
+            #[inline(always)]
+            fn plus(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+
+            #[inline(always)]
+            fn times(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                self.min(other)
+            }
+
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                self.max(other)
+            }
+
+            #[inline(always)]
+            fn reciprocal(_: usize) -> Self {
+                1
+            }
+        }
+    )*};
+}
+
+integer!(i64, u32, u8);

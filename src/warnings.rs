@@ -1,0 +1,55 @@
+//! Rate-limited warnings, for those that strangers can cause, for example by connecting to a port: they must not flood the
+//! log.
+use std::fmt::Arguments;
+use std::time::{Duration, Instant};
+
+/// The maximum number of warnings per [`PERIOD`].
+const BURST: u32 = 10;
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// Writes warnings to the log, at most [`BURST`] in each [`PERIOD`], and then how many it suppressed.
+pub(crate) struct Warnings {
+    /// Whose warnings these are, for the log.
+    source: String,
+    /// The start of the period.
+    start: Option<Instant>,
+    written: u32,
+    suppressed: u64,
+}
+
+impl Warnings {
+    pub(crate) fn new(source: impl Into<String>) -> Self {
+        Self { source: source.into(), start: None, written: 0, suppressed: 0 }
+    }
+
+    pub(crate) fn warn(&mut self, warning: Arguments<'_>) {
+        if self.start.is_none_or(|start| start.elapsed() >= PERIOD) {
+            if self.suppressed > 0 {
+                log::warn!("{} suppressed {} more warnings", self.source, self.suppressed);
+            }
+            (self.start, self.written, self.suppressed) = (Some(Instant::now()), 0, 0);
+        }
+        if self.written < BURST {
+            self.written += 1;
+            log::warn!("{warning}");
+        } else {
+            self.suppressed += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_counted() {
+        let mut warnings = Warnings::new("a test");
+        (0..25).for_each(|_| warnings.warn(format_args!("again")));
+        assert_eq!((warnings.written, warnings.suppressed), (10, 15));
+        // After the period, the suppressed warnings are reported.
+        warnings.start = Instant::now().checked_sub(PERIOD);
+        warnings.warn(format_args!("once more"));
+        assert_eq!((warnings.written, warnings.suppressed), (1, 0));
+    }
+}

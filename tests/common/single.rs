@@ -1,0 +1,63 @@
+//! A world of one rank without an engine: `Backend::Single` on any device.
+use crate::common::{assert_close, fill, floats, ranks, tensor, var};
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_nn::{Linear, Module, ModuleT, VarBuilder, VarMap, linear};
+use std::time::Duration;
+
+struct Net(Linear, SyncBatchNorm, Linear);
+
+impl ModuleT for Net {
+    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+        self.2.forward(&self.1.forward_t(&self.0.forward(x)?, train)?)
+    }
+}
+
+/// Three steps of DDP over a layer that communicates in its forward pass; the final weights of the first layer.
+fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
+    let varmap = VarMap::new();
+    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net> {
+        let norm = sync_batch_norm(pg, 6, 1e-5, vb.pp("norm"))?;
+        Ok(Net(linear(4, 6, vb.pp("first"))?, norm, linear(6, 2, vb.pp("last"))?))
+    };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, DdpOptions::default())?;
+    fill(&varmap, 5);
+    let x = tensor(&[8, 4], 1).to_device(pg.device())?;
+    for _ in 0..3 {
+        let grads = ddp.backward(&ddp.forward_t(&x, true)?.sqr()?.mean_all()?)?;
+        for (_, var) in ddp.named_parameters() {
+            var.set(&(var.as_tensor() - (grads.get(&var).unwrap() * 0.1)?)?)?;
+        }
+    }
+    Ok(floats(&var(&varmap, "first.weight")))
+}
+
+/// A group of one rank on `device` trains like one of the CPU engine, and can do all that groups can.
+pub(crate) fn works_on(device: &Device, backend: Backend) {
+    let folder = tempfile::tempdir().unwrap();
+    let options = InitOptions {
+        backend,
+        init_method: format!("file://{}", folder.path().join("store").display()),
+        rank: Some(0),
+        world_size: Some(1),
+        timeout: Duration::from_secs(20),
+        device: Some(device.clone()),
+        ..Default::default()
+    };
+    let pg = init_process_group(options).unwrap();
+    assert_eq!((pg.rank(), pg.world_size(), pg.backend()), (0, 1, Backend::Single));
+    assert!(pg.device().same_device(device));
+    let expected = ranks(1, |pg| train(&pg)).unwrap();
+    assert_close(&train(&pg).unwrap(), &expected[0], 1e-5, "as with the CPU engine");
+
+    let sub = pg.new_group(&[0]).unwrap().unwrap();
+    let (input, output) = (tensor(&[4], 3).to_device(device).unwrap(), tensor(&[4], 4).to_device(device).unwrap());
+    let work = sub.all_gather_async(&output, &input).unwrap();
+    work.synchronize().unwrap();
+    assert_eq!(floats(&output), floats(&input));
+    sub.barrier().unwrap();
+    pg.abort("no more data");
+    assert_eq!(pg.barrier().unwrap_err().to_string(), "rank 0 ended the group: no more data");
+    sub.barrier().unwrap();
+}
