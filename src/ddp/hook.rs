@@ -20,7 +20,7 @@ pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: u
     let hook = move |gradient: &Tensor| {
         // It ends with the replica.
         let _held = &held;
-        Ok(reducer.autograd_hook(index, gradient)?)
+        reducer.autograd_hook(index, gradient)
     };
     let (replica, token) = function::leaf(var, copy, hook)?;
     // Every graph that uses the replica contains its token, but not always the replica itself.

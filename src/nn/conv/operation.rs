@@ -27,7 +27,9 @@ impl Settings {
             Self { stride: 0, .. } => "a stride of 0 never gets on".to_string(),
             Self { dilation: 0, .. } => "a dilation of 0 puts the whole kernel at one place: 1 is none".to_string(),
             _ if kernel == 0 => "a kernel of size 0 sees nothing".to_string(),
-            Self { groups, .. } if *groups == 0 || inputs % groups != 0 || outputs % groups != 0 => {
+            Self { groups, .. }
+                if *groups == 0 || !inputs.is_multiple_of(*groups) || !outputs.is_multiple_of(*groups) =>
+            {
                 format!("{groups} groups do not divide {inputs} input channels and {outputs} output channels")
             }
             Self { output_padding, stride, dilation, .. }
