@@ -36,8 +36,10 @@ impl Descendants {
     pub(super) fn adopt() -> Self {
         let own = getpid();
         let own_group = read(own.as_raw_nonzero().get()).and_then(|process| process.group);
-        let mut descendants = Self { own, own_group, earlier: Vec::new() };
+        // Whatever group they are in: a child of the shell that became ddprun may be about to start a session of its own.
+        let mut descendants = Self { own, own_group: None, earlier: Vec::new() };
         descendants.earlier = descendants.list().into_iter().map(|process| process.pid).collect();
+        descendants.own_group = own_group;
         // If this fails, orphans become children of the init process and survive the run.
         let _ = set_child_subreaper(Some(descendants.own));
         descendants

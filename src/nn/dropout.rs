@@ -1,7 +1,7 @@
 //! Dropout whose masks can be repeated.
 use super::attach::attach;
 use crate::Error;
-use crate::seed::{Draw, Generator};
+use crate::seed::{Draw, Generator, draw};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
@@ -29,7 +29,7 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     if p == 0.0 || x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    let draw = generator.draw(x.elem_count());
+    let draw = draw(|| generator.draw(x.elem_count()));
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
     let x = x.contiguous()?;
     if x.device().is_cpu() { op1(&x, mask) } else { on_gpu(&x, mask) }

@@ -6,6 +6,7 @@
 //! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
 //! - Functions: activations, pooling, [`interpolate`], [`softmax`], [`cross_entropy`], [`rope`],
 //!   [`scaled_dot_product_attention`].
+//! - [`checkpoint()`]: activation checkpointing.
 //!
 //! On CUDA, LayerNorm and RMSNorm have kernels of their own; everything else is made of those candle operations whose
 //! gradients are right. `docs/migrating.md` lists the ones that are not.
@@ -15,6 +16,7 @@ mod attention;
 mod avg_pool;
 mod batch_norm;
 mod channels;
+mod checkpoint;
 mod conv;
 mod cross_entropy;
 mod dropout;
@@ -38,6 +40,7 @@ pub use activation::{gelu, gelu_erf, relu, silu};
 pub use attention::{AttentionOptions, scaled_dot_product_attention};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, batch_norm};
+pub use checkpoint::checkpoint;
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,

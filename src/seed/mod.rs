@@ -3,10 +3,12 @@
 mod generator;
 mod init;
 mod philox;
+mod replay;
 
 pub use generator::{Draw, Generator};
 pub(crate) use init::get;
 pub use init::{init, var_builder};
+pub(crate) use replay::{Replay, draw};
 
 use crate::Result;
 use candle_core::Device;

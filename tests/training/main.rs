@@ -28,6 +28,7 @@ mod golden_model;
 mod init_seed;
 mod loader;
 mod messages;
+mod nn_checkpoint;
 mod nn_conv;
 mod nn_dropout;
 mod nn_layers;

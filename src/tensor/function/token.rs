@@ -1,26 +1,11 @@
-//! Differentiable functions of any number of tensors, as `torch.autograd.Function` makes them.
-//!
-//! candle's own custom operations take three arguments at most, and candle adds every gradient that one returns to zeros
-//! before it goes on. Between the functions of this module gradients travel beside candle's graph instead, and are not
-//! touched on their way:
-//!
-//! ```text
-//!   x ──(Lift)── token ─┐                         token of y ──(Attach)── y ── candle's operations
-//!   y' (Attach) ─ token ┴──(Backward: function)──┘    └──(Backward: next function)── token ── …
-//! ```
-//!
-//! A token is a tensor of one element that stands for a result in candle's graph, so that candle comes to a function
-//! after everything that uses its result. A result's gradient is collected in a [`Slot`]: by the functions that use the
-//! result, and by `Attach`, to which candle gives what its own operations add. An argument that no function of this
-//! module has made is lifted: its gradient leaves the slot for candle's graph.
+//! Tokens: what stands for arguments and results in candle's graph.
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, TensorId,
-    Var,
 };
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 /// A function's backward pass.
 pub(crate) trait Function: Send + Sync + 'static {
@@ -32,10 +17,8 @@ pub(crate) trait Function: Send + Sync + 'static {
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Makes a tensor of `storage`, which is contiguous, of shape `shape` and on the device of the arguments, whose gradient
-/// goes through `function` to `arguments`.
-pub(crate) fn apply(arguments: &[&Tensor], result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
-    let edges = arguments.iter().map(|argument| Edge::new(argument)).collect::<Result<Vec<_>>>()?;
+/// Makes the tensor of `result`, whose gradient goes through `function` along `edges`.
+pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
     let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
     if tokens.is_empty() {
         return Ok(Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
@@ -47,122 +30,12 @@ pub(crate) fn apply(arguments: &[&Tensor], result: (Storage, Shape), function: i
     attach(result, token, slot)
 }
 
-/// [`Tensor::apply_op1`], whose gradient goes on without candle's sums.
-pub(crate) fn op1(x: &Tensor, op: impl CustomOp1 + Send + Sync + 'static) -> Result<Tensor> {
-    let result = {
-        let (storage, layout) = x.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(x) => op.cpu_fwd(x, layout).map(|(storage, shape)| (Storage::Cpu(storage), shape)),
-            Storage::Cuda(x) => op.cuda_fwd(x, layout).map(|(storage, shape)| (Storage::Cuda(storage), shape)),
-            Storage::Metal(x) => op.metal_fwd(x, layout).map(|(storage, shape)| (Storage::Metal(storage), shape)),
-        }?
-    };
-    let (name, arg) = (op.name(), x.detach());
-    operation(name, &[x], result, move |result, gradient| Ok(vec![op.bwd(&arg, result, gradient)?]))
-}
-
-/// [`Tensor::apply_op2`], whose gradients go on without candle's sums.
-pub(crate) fn op2(a: &Tensor, b: &Tensor, op: impl CustomOp2 + Send + Sync + 'static) -> Result<Tensor> {
-    let result = {
-        let ((a, a_layout), (b, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
-        match (&*a, &*b) {
-            (Storage::Cpu(a), Storage::Cpu(b)) => {
-                op.cpu_fwd(a, a_layout, b, b_layout).map(|(storage, shape)| (Storage::Cpu(storage), shape))
-            }
-            (Storage::Cuda(a), Storage::Cuda(b)) => {
-                op.cuda_fwd(a, a_layout, b, b_layout).map(|(storage, shape)| (Storage::Cuda(storage), shape))
-            }
-            _ => candle_core::bail!(
-                "{}: its arguments are on different devices, or on a kind it does not know",
-                op.name()
-            ),
-        }?
-    };
-    let (name, args) = (op.name(), [a.detach(), b.detach()]);
-    operation(name, &[a, b], result, move |result, gradient| {
-        let (a, b) = op.bwd(&args[0], &args[1], result, gradient)?;
-        Ok(vec![a, b])
-    })
-}
-
-/// [`Tensor::apply_op3`], whose gradients go on without candle's sums.
-pub(crate) fn op3(a: &Tensor, b: &Tensor, c: &Tensor, op: impl CustomOp3 + Send + Sync + 'static) -> Result<Tensor> {
-    let result = {
-        let (a, b, c) = (a.storage_and_layout(), b.storage_and_layout(), c.storage_and_layout());
-        match (&*a.0, &*b.0, &*c.0) {
-            (Storage::Cpu(x), Storage::Cpu(y), Storage::Cpu(z)) => {
-                op.cpu_fwd(x, a.1, y, b.1, z, c.1).map(|(storage, shape)| (Storage::Cpu(storage), shape))
-            }
-            (Storage::Cuda(x), Storage::Cuda(y), Storage::Cuda(z)) => {
-                op.cuda_fwd(x, a.1, y, b.1, z, c.1).map(|(storage, shape)| (Storage::Cuda(storage), shape))
-            }
-            _ => candle_core::bail!(
-                "{}: its arguments are on different devices, or on a kind it does not know",
-                op.name()
-            ),
-        }?
-    };
-    let (name, args) = (op.name(), [a.detach(), b.detach(), c.detach()]);
-    operation(name, &[a, b, c], result, move |result, gradient| {
-        let (a, b, c) = op.bwd(&args[0], &args[1], &args[2], result, gradient)?;
-        Ok(vec![a, b, c])
-    })
-}
-
-/// A tensor of `result`, whose gradient goes through `backward`, which gets the result and its gradient, to `arguments`.
-pub(crate) fn operation(
-    name: &'static str,
-    arguments: &[&Tensor],
-    result: (Storage, Shape),
-    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
-) -> Result<Tensor> {
-    let own = Arc::new(OnceLock::<Tensor>::new());
-    let result = {
-        let own = Arc::clone(&own);
-        let backward = move |gradient: &Tensor| match own.get() {
-            Some(result) => backward(result, gradient),
-            None => candle_core::bail!("{name}: its backward pass runs before its result is there"),
-        };
-        apply(arguments, result, Op { name, backward })?
-    };
-    let _ = own.set(result.detach());
-    Ok(result)
-}
-
-/// A backward pass that is a closure.
-struct Op<B> {
-    name: &'static str,
-    backward: B,
-}
-
-impl<B: Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static> Function for Op<B> {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn backward(&self, gradient: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        (self.backward)(gradient)
-    }
-}
-
-/// A tensor of `result`, a copy of `var`, whose complete gradient is given to `hook` once in each backward pass that comes
-/// to it, and is not stored for `var`; and its token.
-pub(crate) fn leaf(
-    var: &Var,
-    result: (Storage, Shape),
-    hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
-) -> Result<(Tensor, Tensor)> {
-    let slot = Arc::new(Slot::default());
-    let token = var.apply_op1(Leaf { slot: Arc::clone(&slot), hook })?;
-    Ok((attach(result, token.clone(), slot)?, token))
-}
-
 /// Where the gradient of a result is summed up until the function that made the result needs it.
 #[derive(Default)]
-struct Slot(Mutex<Option<Tensor>>);
+pub(super) struct Slot(Mutex<Option<Tensor>>);
 
 impl Slot {
-    fn add(&self, gradient: Tensor) -> Result<()> {
+    pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
         let mut slot = lock(&self.0);
         let sum = match slot.take() {
             Some(sum) => sum.add(&gradient)?,
@@ -172,12 +45,12 @@ impl Slot {
         Ok(())
     }
 
-    fn take(&self) -> Option<Tensor> {
+    pub(super) fn take(&self) -> Option<Tensor> {
         lock(&self.0).take()
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -198,15 +71,15 @@ impl Drop for Node {
 }
 
 /// How a gradient comes to an argument.
-struct Edge {
+pub(super) struct Edge {
     /// Where it is left; nobody takes it if there is no token.
-    slot: Arc<Slot>,
+    pub(super) slot: Arc<Slot>,
     /// None if candle does not track the argument.
-    token: Option<Tensor>,
+    pub(super) token: Option<Tensor>,
 }
 
 impl Edge {
-    fn new(argument: &Tensor) -> Result<Self> {
+    pub(super) fn new(argument: &Tensor) -> Result<Self> {
         if !argument.track_op() || !argument.dtype().is_float() {
             return Ok(Self { slot: Arc::default(), token: None });
         }
@@ -222,7 +95,7 @@ impl Edge {
 }
 
 /// Makes of `result` the tensor that `token` stands for.
-fn attach(result: (Storage, Shape), token: Tensor, slot: Arc<Slot>) -> Result<Tensor> {
+pub(super) fn attach(result: (Storage, Shape), token: Tensor, slot: Arc<Slot>) -> Result<Tensor> {
     let node = Arc::new(Mutex::new(None));
     let attach = Attach { result: Mutex::new(Some(result)), slot: Arc::clone(&slot), _node: Arc::clone(&node) };
     let result = token.apply_op1(attach)?;
@@ -290,33 +163,6 @@ impl CustomOp1 for Lift {
             None if argument.is_variable() => Ok(None),
             None => argument.zeros_like().map(Some),
         }
-    }
-}
-
-/// From a variable to the token of its copy.
-struct Leaf<H> {
-    slot: Arc<Slot>,
-    hook: H,
-}
-
-impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
-    fn name(&self) -> &'static str {
-        "leaf"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(cpu_token())
-    }
-
-    fn cuda_fwd(&self, var: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_token(var)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(gradient) = self.slot.take() {
-            (self.hook)(&gradient)?;
-        }
-        Ok(None)
     }
 }
 
@@ -435,11 +281,11 @@ impl<F: Function> CustomOp1 for Backward<F> {
     }
 }
 
-fn cpu_token() -> (CpuStorage, Shape) {
+pub(super) fn cpu_token() -> (CpuStorage, Shape) {
     (CpuStorage::F32(vec![0.0]), Shape::from(1))
 }
 
-fn cuda_token(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+pub(super) fn cuda_token(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     let shape = Shape::from(1);
     Ok((beside.device().zeros_impl(&shape, DType::F32)?, shape))
 }

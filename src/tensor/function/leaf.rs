@@ -1,0 +1,117 @@
+//! Copies of variables whose gradients go to hooks.
+use super::token::{Edge, Slot, attach, cpu_token, cuda_token, lock};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
+
+/// A tensor of `result`, a copy of `var`, whose complete gradient is given to `hook` once in each backward pass that comes
+/// to it, and is not stored for `var`; and its token.
+pub(crate) fn leaf(
+    var: &Var,
+    result: (Storage, Shape),
+    hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
+) -> Result<(Tensor, Tensor)> {
+    let slot = Arc::new(Slot::default());
+    let listed = Arc::new(OnceLock::new());
+    let token = var.apply_op1(Leaf { slot: Arc::clone(&slot), hook, _listed: Arc::clone(&listed) })?;
+    lock(&LEAVES).insert(token.id(), (Arc::downgrade(&slot), var.id()));
+    let _ = listed.set(Listed(token.id()));
+    Ok((attach(result, token.clone(), slot)?, token))
+}
+
+/// From a variable to the token of its copy.
+struct Leaf<H> {
+    slot: Arc<Slot>,
+    hook: H,
+    /// Lives as long as the token does.
+    _listed: Arc<OnceLock<Listed>>,
+}
+
+/// The tokens of copies of variables, with their slots and the variables.
+static LEAVES: LazyLock<Mutex<HashMap<TensorId, (Weak<Slot>, TensorId)>>> = LazyLock::new(Mutex::default);
+
+/// That a token is among the [`LEAVES`].
+struct Listed(TensorId);
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        lock(&LEAVES).remove(&self.0);
+    }
+}
+
+impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
+    fn name(&self) -> &'static str {
+        "leaf"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok(cpu_token())
+    }
+
+    fn cuda_fwd(&self, var: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda_token(var)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        // The gradient is complete only when the pass that this one is a part of comes here.
+        if is_rerun() {
+            return Ok(None);
+        }
+        if let Some(gradient) = self.slot.take() {
+            (self.hook)(&gradient)?;
+        }
+        Ok(None)
+    }
+}
+
+/// The variables, and copies of variables, that a tensor was computed from.
+pub(crate) struct Leaves {
+    pub(super) variables: Vec<Tensor>,
+    pub(super) copies: Vec<Edge>,
+}
+
+impl Leaves {
+    pub(crate) fn of(result: &Tensor) -> Self {
+        let nodes = result.sorted_nodes();
+        let (mut copies, mut copied) = (Vec::new(), HashSet::new());
+        for node in &nodes {
+            let leaf = lock(&LEAVES).get(&node.id()).cloned();
+            if let Some((slot, variable)) = leaf
+                && let Some(slot) = slot.upgrade()
+            {
+                copies.push(Edge { slot, token: Some((*node).clone()) });
+                copied.insert(variable);
+            }
+        }
+        let variables = nodes.into_iter().filter(|node| node.is_variable() && !copied.contains(&node.id()));
+        Self { variables: variables.cloned().collect(), copies }
+    }
+}
+
+thread_local! {
+    /// How many backward passes of functions that are computed again are under way on this thread, one in another.
+    static RERUNS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Whether the backward pass that runs on this thread is that of a function that is computed again, and so a part of
+/// another one.
+fn is_rerun() -> bool {
+    RERUNS.get() > 0
+}
+
+/// Marks the backward pass of a function that is computed again, as long as it lives.
+pub(super) struct Rerun;
+
+impl Rerun {
+    pub(super) fn begin() -> Self {
+        RERUNS.set(RERUNS.get() + 1);
+        Self
+    }
+}
+
+impl Drop for Rerun {
+    fn drop(&mut self) {
+        RERUNS.set(RERUNS.get() - 1);
+    }
+}

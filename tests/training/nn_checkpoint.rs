@@ -1,0 +1,134 @@
+//! Activation checkpointing: nothing but memory differs.
+use crate::common::{assert_close, floats, ranks, tensor, var};
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_ddp::nn::{Dropout, Linear, checkpoint, linear, relu};
+use candle_ddp::seed::Generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel};
+use candle_nn::{VarBuilder, VarMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Three layers, the second of which is used twice, with dropout; in a checkpoint (and one within) or not.
+#[derive(Clone)]
+struct Net {
+    layers: [Linear; 3],
+    dropout: Dropout,
+    runs: Arc<AtomicUsize>,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Plain,
+    Checkpoint,
+    Nested,
+}
+
+impl Net {
+    fn new(kind: Kind, vb: &VarBuilder) -> Result<Self> {
+        let layer = |name: &str| linear(6, 6, vb.pp(name));
+        let dropout = Dropout::new(0.4, Arc::new(Mutex::new(Generator::new(5))));
+        Ok(Self { layers: [layer("a")?, layer("b")?, layer("c")?], dropout, runs: Arc::default(), kind })
+    }
+
+    fn middle(&self, x: &Tensor) -> Result<Tensor> {
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        let x = self.dropout.forward(&relu(&self.layers[1].forward(x)?)?, true)?;
+        // One of candle's own operations, and a parameter that it uses.
+        let x = (x * 1.5)?.broadcast_add(self.layers[0].bias().unwrap())?;
+        if self.kind != Kind::Nested {
+            return self.last(&x);
+        }
+        let net = self.clone();
+        checkpoint(&[&x], move |x| net.last(&x[0]))
+    }
+
+    fn last(&self, x: &Tensor) -> Result<Tensor> {
+        self.dropout.forward(&self.layers[2].forward(x)?, true)
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = relu(&self.layers[0].forward(x)?)?;
+        let y = if self.kind == Kind::Plain {
+            self.middle(&x)?
+        } else {
+            let net = self.clone();
+            checkpoint(&[&x], move |x| net.middle(&x[0]))?
+        };
+        // The input and a layer of the checkpoint are used outside of it as well.
+        self.layers[1].forward(&(y + x)?)
+    }
+}
+
+const NAMES: [&str; 6] = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"];
+
+fn fill(varmap: &VarMap) {
+    for (index, name) in NAMES.iter().enumerate() {
+        let var = var(varmap, name);
+        var.set(&tensor(var.dims(), index as u64 + 1)).unwrap();
+    }
+}
+
+#[test]
+fn results_and_gradients_are_those_without_a_checkpoint() {
+    let gradients = |kind| {
+        let varmap = VarMap::new();
+        let net = Net::new(kind, &VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+        fill(&varmap);
+        let x = Var::from_tensor(&tensor(&[4, 6], 9)).unwrap();
+        let mut all = Vec::new();
+        for _ in 0..2 {
+            let y = net.forward(&x).unwrap();
+            let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+            all.push(floats(&y));
+            all.extend(NAMES.iter().map(|name| floats(grads.get(&var(&varmap, name)).unwrap())));
+            all.push(floats(grads.get(&x).unwrap()));
+        }
+        (all.concat(), net.runs.load(Ordering::Relaxed))
+    };
+    let (plain, once) = gradients(Kind::Plain);
+    assert_eq!(once, 2);
+    for kind in [Kind::Checkpoint, Kind::Nested] {
+        let (checkpointed, twice) = gradients(kind);
+        assert_eq!(twice, 4);
+        assert_close(&checkpointed, &plain, 1e-6, "outputs and gradients");
+    }
+}
+
+#[test]
+fn hooks_fire_once_under_ddp() {
+    let trained = |kind: Kind| {
+        ranks(2, move |pg| {
+            let varmap = VarMap::new();
+            let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
+            let build = |vb: VarBuilder| Net::new(kind, &vb);
+            let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
+            fill(&varmap);
+            let mut all = Vec::new();
+            for step in 0..3 {
+                let x = tensor(&[4, 6], 10 + 2 * step + pg.rank() as u64);
+                let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.sum_all()?)?;
+                all.extend(NAMES.iter().flat_map(|name| floats(grads.get(&var(&varmap, name)).unwrap())));
+            }
+            Ok(all)
+        })
+        .unwrap()
+    };
+    let plain = trained(Kind::Plain);
+    for kind in [Kind::Checkpoint, Kind::Nested] {
+        for (checkpointed, plain) in trained(kind).iter().zip(&plain) {
+            assert_close(checkpointed, plain, 1e-6, "averaged gradients");
+        }
+    }
+}
+
+#[test]
+fn an_error_of_the_function_is_the_checkpoints() {
+    let x = Var::from_tensor(&tensor(&[2, 2], 1)).unwrap();
+    let error = checkpoint(&[x.as_tensor()], |_| candle_core::bail!("no such layer")).unwrap_err();
+    assert!(error.to_string().contains("no such layer"), "{error}");
+    let error = checkpoint(&[x.as_tensor()], |x| x[0].argmax(1)).unwrap_err().to_string();
+    assert!(error.contains("through which no gradient flows"), "{error}");
+}
