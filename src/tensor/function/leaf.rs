@@ -28,8 +28,11 @@ struct Leaf<H> {
     _listed: Arc<OnceLock<Listed>>,
 }
 
-/// The tokens of copies of variables, with their slots and the variables.
-static LEAVES: LazyLock<Mutex<HashMap<TensorId, (Weak<Slot>, TensorId)>>> = LazyLock::new(Mutex::default);
+/// Slots and variables by the tokens of copies.
+type Copies = HashMap<TensorId, (Weak<Slot>, TensorId)>;
+
+/// The copies of variables that there are.
+static LEAVES: LazyLock<Mutex<Copies>> = LazyLock::new(Mutex::default);
 
 /// That a token is among the [`LEAVES`].
 struct Listed(TensorId);
