@@ -3,11 +3,20 @@
 //!
 //! A batch may be empty. On a GPU most of candle's operations on storages, and some on tensors, refuse that, since a
 //! kernel cannot be launched without threads; the composites therefore leave them out.
+mod composite;
+mod extents;
+#[cfg(test)]
+mod tests;
+
+pub(super) use composite::normalise_composite;
+pub(super) use extents::accumulator;
+
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::{self, Element, Real, dispatch};
-use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::op::{Add, Mul, Sub};
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType};
+use composite::{gradient_sums_composite, input_gradient_composite, moments_composite};
+use extents::Extents;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -17,30 +26,6 @@ const BLOCK: usize = 16;
 const LANES: usize = 16;
 /// How many neighbouring numbers a channel has at least for their mean and spread to be found at once.
 const MIN_RUN: usize = 32;
-
-/// The extents of a batch: samples, channels, and numbers per sample and channel.
-#[derive(Clone, Copy)]
-struct Extents {
-    samples: usize,
-    channels: usize,
-    spatial: usize,
-}
-
-impl Extents {
-    /// `dims` has at least two dimensions.
-    fn of(dims: &[usize]) -> Self {
-        Self { samples: dims[0], channels: dims[1], spatial: dims[2..].iter().product() }
-    }
-
-    fn shape(self) -> (usize, usize, usize) {
-        (self.samples, self.channels, self.spatial)
-    }
-}
-
-/// What sums over a tensor of `dtype` are calculated in.
-pub(super) fn accumulator(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
-}
 
 /// Each channel's mean (zero unless `centred`) and mean squared distance from it, as a tensor of shape (2, channels).
 /// Without samples, both are zero.
@@ -96,19 +81,6 @@ fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
     });
     let count = (samples * spatial).max(1) as f64;
     moments.iter().map(|[mean, _]| *mean).chain(moments.iter().map(|[_, spread]| spread / count)).collect()
-}
-
-fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
-    let extents = Extents::of(x.dims());
-    if x.elem_count() == 0 {
-        return Tensor::zeros((2, extents.channels), accumulator(x.dtype()), x.device());
-    }
-    let x = x.detach().to_dtype(accumulator(x.dtype()))?.reshape(extents.shape())?;
-    let scale = 1.0 / (extents.samples * extents.spatial).max(1) as f64;
-    let sum = |x: &Tensor| x.sum_keepdim((0, 2))?.affine(scale, 0.0);
-    let mean = if centred { sum(&x)? } else { Tensor::zeros((1, extents.channels, 1), x.dtype(), x.device())? };
-    let variance = sum(&x.broadcast_sub(&mean)?.sqr()?)?;
-    Tensor::cat(&[mean, variance], 0)?.reshape((2, extents.channels))
 }
 
 /// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, which only the CPU has, of
@@ -172,17 +144,6 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
         let sums: Vec<T> = sums.into_iter().map(T::from_f64).collect();
         Tensor::from_vec(sums, extents.channels, &candle_core::Device::Cpu)
     }))
-}
-
-fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) -> Result<Tensor> {
-    let extents = Extents::of(x.dims());
-    if x.elem_count() == 0 {
-        return Tensor::zeros((2, extents.channels), mean.dtype(), x.device());
-    }
-    let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
-    let (x, dy) = (wide(x)?, wide(dy)?);
-    let products = (x.broadcast_sub(&column(mean)?)? * &dy)?;
-    Tensor::cat(&[dy.sum_keepdim((0, 2))?, products.sum_keepdim((0, 2))?], 0)?.reshape((2, extents.channels))
 }
 
 /// (x − mean) × scale + shift, each channel with its own, and what comes `after`; the storage of a tensor like `x`.
@@ -262,34 +223,6 @@ pub(super) fn add_relu_gradient(
     })
 }
 
-/// [`normalise`] with candle's operations, on any device. `channels` are the storages of mean, scale and shift, which
-/// are contiguous, and of the dtype `accumulator`.
-pub(super) fn normalise_composite<S>(
-    x: &S,
-    layout: &Layout,
-    [mean, scale, shift]: [(&S, &Layout); 3],
-) -> Result<(S, Shape)>
-where
-    S: BackendStorage<Device: BackendDevice<Storage = S>>,
-{
-    let extents = Extents::of(layout.dims());
-    let (dtype, acc) = (x.dtype(), accumulator(x.dtype()));
-    if layout.shape().elem_count() == 0 {
-        // Of one element, since on some GPUs an allocation of nothing fails; the tensor takes none of it.
-        return Ok((x.device().zeros_impl(&Shape::from(1), dtype)?, layout.shape().clone()));
-    }
-    let wide = x.to_dtype(layout, acc)?;
-    let flat = Layout::contiguous(extents.shape());
-    let spread = |layout: &Layout| -> Result<Layout> {
-        let column = Layout::new(Shape::from((1, extents.channels, 1)), vec![0, 1, 0], layout.start_offset());
-        column.broadcast_as(extents.shape())
-    };
-    let y = wide.binary_impl::<Sub>(mean.0, &flat, &spread(mean.1)?)?;
-    let y = y.binary_impl::<Mul>(scale.0, &flat, &spread(scale.1)?)?;
-    let y = y.binary_impl::<Add>(shift.0, &flat, &spread(shift.1)?)?;
-    Ok((y.to_dtype(&flat, dtype)?, layout.shape().clone()))
-}
-
 /// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`. With a `gate`, which only the CPU has,
 /// dy counts as zero where that does not let it through.
 pub(super) fn input_gradient(
@@ -328,23 +261,6 @@ pub(super) fn input_gradient(
         }))?;
         Tensor::from_vec(dx, x.shape(), x.device())
     })
-}
-
-fn input_gradient_composite(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {
-    let extents = Extents::of(x.dims());
-    if x.elem_count() == 0 {
-        // As empty as the gradient of x, and of the same shape and dtype.
-        return Ok(dy.detach());
-    }
-    let wide = |t: &Tensor| t.detach().to_dtype(mean.dtype())?.reshape(extents.shape());
-    let distance = wide(x)?.broadcast_sub(&column(mean)?)?.broadcast_mul(&column(b)?)?;
-    let dx = (wide(dy)?.broadcast_sub(&column(a)?)? - distance)?.broadcast_mul(&column(scale)?)?;
-    dx.to_dtype(x.dtype())?.reshape(x.shape())
-}
-
-/// One number per channel, to be broadcast over (samples, channels, spatial).
-fn column(channels: &Tensor) -> Result<Tensor> {
-    channels.reshape((1, channels.elem_count(), 1))
 }
 
 /// A tensor of shape (2, channels).
@@ -418,88 +334,4 @@ fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, 
         });
     });
     values
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::{Device, Storage};
-
-    fn batch(seed: f64) -> Tensor {
-        let values: Vec<f64> = (0..3 * 19 * 11).map(|i| ((f64::from(i) + seed) * 1.7).sin() * 3.0 + seed).collect();
-        Tensor::from_vec(values, (3, 19, 11), &Device::Cpu).unwrap()
-    }
-
-    fn assert_close(a: &Tensor, b: &Tensor, tolerance: f64) {
-        let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-        assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
-        for (a, b) in values(a).iter().zip(values(b)) {
-            assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}");
-        }
-    }
-
-    /// The loops of the CPU agree with candle's operations, which other devices use.
-    #[test]
-    fn loops_agree_with_composites() {
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
-            let acc = accumulator(dtype);
-            let (x, dy) = (batch(1.0).to_dtype(dtype).unwrap(), batch(2.0).to_dtype(dtype).unwrap());
-            for centred in [true, false] {
-                let loops = moments(&x, centred).unwrap();
-                assert_close(&loops, &moments_composite(&x, centred).unwrap(), tolerance);
-                assert_eq!(
-                    loops
-                        .get(0)
-                        .unwrap()
-                        .sqr()
-                        .unwrap()
-                        .sum_all()
-                        .unwrap()
-                        .to_dtype(DType::F64)
-                        .unwrap()
-                        .to_scalar::<f64>()
-                        .unwrap()
-                        > 0.0,
-                    centred
-                );
-            }
-            let row = |start: f64| {
-                let values: Vec<f64> = (0..19).map(|i| start + f64::from(i) / 19.0).collect();
-                Tensor::new(values, &Device::Cpu).unwrap().to_dtype(acc).unwrap()
-            };
-            let (mean, scale, a, b) = (row(0.5), row(1.0), row(-0.3), row(0.2));
-            let loops = gradient_sums(&x, &dy, &mean, None).unwrap();
-            assert_close(&loops, &gradient_sums_composite(&x, &dy, &mean).unwrap(), tolerance);
-            let channels = [&mean, &scale, &a, &b];
-            let loops = input_gradient(&x, &dy, channels, None).unwrap();
-            assert_close(&loops, &input_gradient_composite(&x, &dy, channels).unwrap(), tolerance);
-
-            let cpu = |t: &Tensor| match &*t.storage_and_layout().0 {
-                Storage::Cpu(storage) => storage.clone(),
-                _ => unreachable!(),
-            };
-            let storages = [cpu(&mean), cpu(&scale), cpu(&a)];
-            let layout = Layout::contiguous(19);
-            let others = [0, 1, 2].map(|index| (&storages[index], &layout));
-            let (composite, _) = normalise_composite(&cpu(&x), x.layout(), others).unwrap();
-            let (loops, shape) = normalise(&cpu(&x), x.layout(), [&mean, &scale, &a], &After::Nothing).unwrap();
-            let tensor = |storage: CpuStorage| dispatch!(dtype, "test", T => Tensor::from_vec(T::cpu_storage_data(storage)?, &shape, &Device::Cpu));
-            assert_close(&tensor(loops).unwrap(), &tensor(composite).unwrap(), tolerance);
-        }
-    }
-
-    #[test]
-    fn without_samples_there_are_zeros() {
-        let x = Tensor::zeros((0, 3, 2), DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(moments(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
-        let mean = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(gradient_sums(&x, &x, &mean, None).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
-        assert_eq!(input_gradient(&x, &x, [&mean; 4], None).unwrap().dims(), [0, 3, 2]);
-
-        let x = x.to_dtype(DType::F16).unwrap();
-        assert_eq!(moments_composite(&x, true).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
-        assert_eq!(gradient_sums_composite(&x, &x, &mean).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
-        let dx = input_gradient_composite(&x, &x, [&mean; 4]).unwrap();
-        assert_eq!((dx.dims(), dx.dtype()), (x.dims(), x.dtype()));
-    }
 }
