@@ -6,6 +6,10 @@ use std::path::Path;
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
+/// How long mimalloc keeps freed memory before it returns it to the kernel; -1 is forever. A training step allocates what
+/// the last one freed: with the default of 10 ms, the kernel zeroes it again in every step.
+const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
+
 /// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
 /// user has not set. Two ranks that each use all cores are slower than a single one.
 pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
@@ -41,6 +45,9 @@ pub(super) fn variables(
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         ("TORCHELASTIC_ERROR_FILE", error_file.into()),
     ];
+    if std::env::var_os(PURGE_DELAY).is_none() {
+        variables.push((PURGE_DELAY, "-1".into()));
+    }
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
     variables
 }

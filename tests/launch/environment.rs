@@ -119,6 +119,17 @@ fn the_store_exists_during_the_whole_run() {
     assert_eq!(Ran::of(child).code, Some(0));
 }
 
+/// mimalloc keeps the memory of a step for the next one, unless the user wants something else.
+#[test]
+fn workers_keep_freed_memory() {
+    let place = Place::new();
+    let script = "echo $MIMALLOC_PURGE_DELAY";
+    let mut command = place.ddprun(&["sh", "-c", script]);
+    assert_eq!(Ran::new(command.env_remove("MIMALLOC_PURGE_DELAY")).stdout, "-1\n");
+    let mut command = place.ddprun(&["sh", "-c", script]);
+    assert_eq!(Ran::new(command.env("MIMALLOC_PURGE_DELAY", "5")).stdout, "5\n");
+}
+
 #[test]
 fn cores_are_shared_out_unless_the_user_sets_the_threads() {
     let place = Place::new();
