@@ -63,8 +63,9 @@ def ours(options, folder, model, modes, hosts, *more):
     return by_mode(harness.run_ranks(command, 2, hosts))
 
 
-def pytorch(options, model, hosts):
-    command = [harness.PYTHON, PEERS / "step_pytorch.py", model, options.steps or STEPS[model]]
+def pytorch(options, model, modes, hosts):
+    steps = options.steps or STEPS[model]
+    command = [harness.PYTHON, PEERS / "step_pytorch.py", model, steps, ",".join(modes)]
     return by_mode(harness.run_ranks(command, 2, hosts))
 
 
@@ -74,10 +75,10 @@ def by_mode(output):
 
 def overhead(options, folder):
     hosts = harness.OneHost()
-    systems = {"candle-ddp": lambda model: ours(options, folder, model, ["local", "ddp"], hosts)}
+    systems = {"candle-ddp": lambda model, modes: ours(options, folder, model, modes, hosts)}
     versions = [f"- Ours: {harness.toolchain()}"]
     if version := harness.pytorch_version():
-        systems["PyTorch, Gloo"] = lambda model: pytorch(options, model, hosts)
+        systems["PyTorch, Gloo"] = lambda model, modes: pytorch(options, model, modes, hosts)
         versions.append(f"- PyTorch: {version}")
     else:
         say(f"SKIPPED: PyTorch, because {harness.PYTHON} does not have it (set CANDLE_DDP_PYTHON)")
@@ -85,16 +86,31 @@ def overhead(options, folder):
     for number in range(1, options.rounds + 1):
         for model, name in runs:
             say(f"round {number} of {options.rounds}: {model}, {name}")
-            runs[model, name].append(systems[name](model))
+            runs[model, name].append(systems[name](model, ["local", "ddp"]))
+    memory = {}
+    for model, name in runs:
+        say(f"memory: {model}, {name}")
+        memory[model, name] = systems[name](model, ["ddp"])["ddp"]["peak_rss_bytes"] / 2**20
     lines = [
-        "# The overhead of DDP in a training step, 2 ranks on one machine",
+        "# A training step, plain and with DDP, 2 ranks on one machine",
         "",
         "Fused AdamW (in PyTorch, `fused=True`), one thread per rank. *plain*: every rank trains its own model at the same time; *DDP*: gradients are "
         f"averaged. Both alternate in one process. Times are medians in ms over {options.rounds} alternating rounds of the "
-        "slower rank's median step, with the lowest and highest round in brackets.",
+        "slower rank's median step, with the lowest and highest round in brackets. Memory is the most that rank 0's process "
+        "had in a run of DDP alone, with everything that it loads, in MiB.",
         "",
         *about(options, "scripts/compare_step.py", versions),
     ]
+    names = list(systems)
+    if len(names) == 2:
+        lines += ["", f"| DDP step | {names[0]} | {names[1]} | ratio | memory, {names[0]} | {names[1]} | ratio |"]
+        lines.append("|---|---:|---:|---:|---:|---:|---:|")
+        for model in options.models:
+            ours_, peer = ([run["ddp"]["step_ms"] for run in runs[model, name]] for name in names)
+            ratios = [a / b for a, b in zip(ours_, peer)]
+            cells = f"{statistics.median(ours_):.1f} | {statistics.median(peer):.1f} | {spread(ratios, '.2f')}"
+            ours_, peer = (memory[model, name] for name in names)
+            lines.append(f"| {MODELS[model]} | {cells} | {ours_:.0f} | {peer:.0f} | {ours_ / peer:.2f} |")
     for model in options.models:
         lines += ["", f"## {MODELS[model]}", "", "| | | plain | DDP | overhead |", "|---|---|---:|---:|---:|"]
         for name in systems:

@@ -107,10 +107,18 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "forward_ms": part(0),
             "backward_ms": part(1),
             "optimizer_ms": part(2),
+            "peak_rss_bytes": peak_rss_bytes(),
         });
         println!("{line}");
     }
     Ok(())
+}
+
+/// Returns the most memory that this process has had so far; `None` on systems without /proc.
+fn peak_rss_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
 }
 
 impl Mode {

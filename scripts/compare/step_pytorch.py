@@ -1,11 +1,12 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
 the example `step`, with the same models, the same measurement and the same JSON output.
 
-    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS
+    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES]
 """
 
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -155,7 +156,7 @@ def main():
     name, steps = sys.argv[1], int(sys.argv[2])
     build, data = MODELS[name]
     x = data()
-    modes = ["local", "ddp"]
+    modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
     trainers = []
     for mode in modes:
         model = build()
@@ -182,6 +183,7 @@ def main():
                 "forward_ms": forward,
                 "backward_ms": backward,
                 "optimizer_ms": optimizer,
+                "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
