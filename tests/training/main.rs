@@ -12,7 +12,7 @@ mod weights;
 mod accumulate;
 mod amp;
 mod amp_grad_scaler;
-mod candle_backward;
+mod candle_gradients;
 mod checkpoint;
 mod checkpoint_file;
 mod checkpoint_pickle;
