@@ -35,6 +35,9 @@ enum Gradient {
 }
 use Gradient::{Error, Missing, Refused, Right, Wrong};
 
+/// An operation on its inputs.
+type Operation = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
 /// A differentiable operation with inputs and the expected gradient.
 struct Case {
     /// As in the documentation: methods of `Tensor` by name, everything else with its path.
@@ -42,7 +45,7 @@ struct Case {
     /// What distinguishes this case from others of the operation.
     variant: &'static str,
     shapes: Vec<Vec<usize>>,
-    operation: Box<dyn Fn(&[Tensor]) -> Result<Tensor>>,
+    operation: Operation,
     values: Values,
     /// Of the inputs.
     dtype: DType,
