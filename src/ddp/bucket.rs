@@ -169,6 +169,11 @@ impl Bucket {
         if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
     }
 
+    /// Whether the gradient of the member `slot` has come in this backward pass.
+    pub(super) fn has_arrived(&self, slot: usize) -> bool {
+        self.arrived[slot]
+    }
+
     /// Everything that has come is in its place afterwards.
     pub(super) fn flush(&mut self) -> Result<()> {
         let assignments: Vec<Assignment> = (self.arrivals.iter())

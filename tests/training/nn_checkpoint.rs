@@ -1,6 +1,6 @@
 //! Activation checkpointing: nothing but memory differs.
 use crate::common::{assert_close, floats, ranks, tensor, var};
-use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{Dropout, Linear, checkpoint, linear, relu};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel};
@@ -131,4 +131,38 @@ fn an_error_of_the_function_is_the_checkpoints() {
     assert!(error.to_string().contains("no such layer"), "{error}");
     let error = checkpoint(&[x.as_tensor()], |x| x[0].argmax(1)).unwrap_err().to_string();
     assert!(error.contains("through which no gradient flows"), "{error}");
+}
+
+/// Activation checkpointing by hand: a backward pass within another, which comes to a parameter a second time.
+struct ByHand(Linear);
+
+impl CustomOp1 for ByHand {
+    fn name(&self) -> &'static str {
+        "by-hand"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        self.0.forward(&x.detach())?.sum_all()?.backward()?;
+        Ok(Some(dy.clone()))
+    }
+}
+
+#[test]
+fn a_gradient_that_comes_twice_is_an_error() {
+    let errors = ranks(1, |pg| {
+        let build = |vb: VarBuilder| linear(6, 6, vb);
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+        let y = ddp.call(|layer| {
+            let y = layer.forward(&tensor(&[4, 6], 1))?;
+            layer.forward(&y.apply_op1(ByHand(layer.clone()))?)
+        })?;
+        Ok(ddp.backward(&y.sum_all()?).unwrap_err().to_string())
+    });
+    for error in errors.unwrap() {
+        assert!(error.contains("its gradient came twice in one backward pass"), "{error}");
+    }
 }

@@ -161,6 +161,11 @@ impl Reducer {
             let got = crate::error::describe(gradient.dtype(), gradient.shape());
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
+        if state.buckets[bucket].has_arrived(slot) {
+            let reason = "its gradient came twice in one backward pass: an operation runs a backward pass of its own \
+                          through this parameter. To compute activations again, use candle_ddp::nn::checkpoint";
+            return Err(Error::parameter(&parameter.name, reason));
+        }
         let synchronised = state.phase == Phase::Synchronised;
         let scale = if synchronised { state.reduction.scale(self.world_size()) } else { 1.0 };
         state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
