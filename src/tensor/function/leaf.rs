@@ -1,5 +1,5 @@
 //! Copies of variables whose gradients go to hooks.
-use super::token::{Edge, Slot, attach, cpu_token, cuda_token, lock};
+use super::token::{Edge, GradientSum, attach, cpu_token, cuda_token, lock};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -12,24 +12,24 @@ pub(crate) fn leaf(
     result: (Storage, Shape),
     hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
 ) -> Result<(Tensor, Tensor)> {
-    let slot = Arc::new(Slot::default());
+    let sum = Arc::new(GradientSum::default());
     let listed = Arc::new(OnceLock::new());
-    let token = var.apply_op1(Leaf { slot: Arc::clone(&slot), hook, _listed: Arc::clone(&listed) })?;
-    lock(&LEAVES).insert(token.id(), (Arc::downgrade(&slot), var.id()));
+    let token = var.apply_op1(Leaf { sum: Arc::clone(&sum), hook, _listed: Arc::clone(&listed) })?;
+    lock(&LEAVES).insert(token.id(), (Arc::downgrade(&sum), var.id()));
     let _ = listed.set(Listed(token.id()));
-    Ok((attach(result, token.clone(), slot)?, token))
+    Ok((attach(result, token.clone(), sum)?, token))
 }
 
 /// From a variable to the token of its copy.
 struct Leaf<H> {
-    slot: Arc<Slot>,
+    sum: Arc<GradientSum>,
     hook: H,
     /// Lives as long as the token does.
     _listed: Arc<OnceLock<Listed>>,
 }
 
 /// Slots and variables by the tokens of copies.
-type Copies = HashMap<TensorId, (Weak<Slot>, TensorId)>;
+type Copies = HashMap<TensorId, (Weak<GradientSum>, TensorId)>;
 
 /// The copies of variables that there are.
 static LEAVES: LazyLock<Mutex<Copies>> = LazyLock::new(Mutex::default);
@@ -61,7 +61,7 @@ impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
         if is_rerun() {
             return Ok(None);
         }
-        if let Some(gradient) = self.slot.take() {
+        if let Some(gradient) = self.sum.take() {
             (self.hook)(&gradient)?;
         }
         Ok(None)
@@ -80,10 +80,10 @@ impl Leaves {
         let (mut copies, mut copied) = (Vec::new(), HashSet::new());
         for node in &nodes {
             let leaf = lock(&LEAVES).get(&node.id()).cloned();
-            if let Some((slot, variable)) = leaf
-                && let Some(slot) = slot.upgrade()
+            if let Some((sum, variable)) = leaf
+                && let Some(sum) = sum.upgrade()
             {
-                copies.push(Edge { slot, token: Some((*node).clone()) });
+                copies.push(Edge { sum, token: Some((*node).clone()) });
                 copied.insert(variable);
             }
         }

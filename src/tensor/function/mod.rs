@@ -10,9 +10,9 @@
 //! ```
 //!
 //! A token is a tensor of one element that stands for a result in candle's graph, so that candle comes to a function
-//! after everything that uses its result. A result's gradient is collected in a [`Slot`]: by the functions that use the
+//! after everything that uses its result. A result's gradient is collected in a [`GradientSum`]: by the functions that use the
 //! result, and by `Attach`, to which candle gives what its own operations add. An argument that no function of this
-//! module has made is lifted: its gradient leaves the slot for candle's graph.
+//! module has made is lifted: its gradient leaves the sum for candle's graph.
 mod leaf;
 mod operation;
 mod rerun;

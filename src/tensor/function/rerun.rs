@@ -31,7 +31,7 @@ pub(crate) fn rerun(
             let _rerun = Rerun::begin();
             end.backward()?
         };
-        // Those of copies are in their slots already.
+        // Those of copies are in their sums already.
         Ok(inputs.iter().chain(&variables).map(|tensor| grads.remove(tensor)).collect())
     };
     apply_edges(edges, copy::snapshot_tensor(result, result.dtype())?, Op { name, backward })

@@ -23,25 +23,25 @@ pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: 
     if tokens.is_empty() {
         return Ok(Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
     }
-    let slot = Arc::new(Slot::default());
+    let sum = Arc::new(GradientSum::default());
     let needed = edges.iter().map(|edge| edge.token.is_some()).collect();
-    let slots = edges.into_iter().map(|edge| edge.slot).collect();
-    let token = join(tokens, Backward { function, slot: Arc::clone(&slot), slots, needed })?;
-    attach(result, token, slot)
+    let sums = edges.into_iter().map(|edge| edge.sum).collect();
+    let token = join(tokens, Backward { function, sum: Arc::clone(&sum), sums, needed })?;
+    attach(result, token, sum)
 }
 
 /// Where the gradient of a result is summed up until the function that made the result needs it.
 #[derive(Default)]
-pub(super) struct Slot(Mutex<Option<Tensor>>);
+pub(super) struct GradientSum(Mutex<Option<Tensor>>);
 
-impl Slot {
+impl GradientSum {
     pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut slot = lock(&self.0);
-        let sum = match slot.take() {
-            Some(sum) => sum.add(&gradient)?,
+        let mut sum = lock(&self.0);
+        let new = match sum.take() {
+            Some(earlier) => earlier.add(&gradient)?,
             None => gradient,
         };
-        *slot = Some(sum);
+        *sum = Some(new);
         Ok(())
     }
 
@@ -58,7 +58,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Node {
     id: TensorId,
     token: Tensor,
-    slot: Arc<Slot>,
+    sum: Arc<GradientSum>,
 }
 
 /// The results of this module, since candle does not tell by which operation a tensor was made.
@@ -73,7 +73,7 @@ impl Drop for Node {
 /// How a gradient comes to an argument.
 pub(super) struct Edge {
     /// Where it is left; nobody takes it if there is no token.
-    pub(super) slot: Arc<Slot>,
+    pub(super) sum: Arc<GradientSum>,
     /// None if candle does not track the argument.
     pub(super) token: Option<Tensor>,
 }
@@ -81,25 +81,25 @@ pub(super) struct Edge {
 impl Edge {
     pub(super) fn new(argument: &Tensor) -> Result<Self> {
         if !argument.track_op() || !argument.dtype().is_float() {
-            return Ok(Self { slot: Arc::default(), token: None });
+            return Ok(Self { sum: Arc::default(), token: None });
         }
         // Bound first: the node may be the last one, whose drop locks the nodes.
         let node = lock(&NODES).get(&argument.id()).cloned();
         if let Some(node) = node.and_then(|node| node.upgrade()) {
-            return Ok(Self { slot: Arc::clone(&node.slot), token: Some(node.token.clone()) });
+            return Ok(Self { sum: Arc::clone(&node.sum), token: Some(node.token.clone()) });
         }
-        let slot = Arc::new(Slot::default());
-        let token = argument.apply_op1(Lift(Arc::clone(&slot)))?;
-        Ok(Self { slot, token: Some(token) })
+        let sum = Arc::new(GradientSum::default());
+        let token = argument.apply_op1(Lift(Arc::clone(&sum)))?;
+        Ok(Self { sum, token: Some(token) })
     }
 }
 
 /// Makes of `result` the tensor that `token` stands for.
-pub(super) fn attach(result: (Storage, Shape), token: Tensor, slot: Arc<Slot>) -> Result<Tensor> {
+pub(super) fn attach(result: (Storage, Shape), token: Tensor, sum: Arc<GradientSum>) -> Result<Tensor> {
     let node = Arc::new(Mutex::new(None));
-    let attach = Attach { result: Mutex::new(Some(result)), slot: Arc::clone(&slot), _node: Arc::clone(&node) };
+    let attach = Attach { result: Mutex::new(Some(result)), sum: Arc::clone(&sum), _node: Arc::clone(&node) };
     let result = token.apply_op1(attach)?;
-    let known = Arc::new(Node { id: result.id(), token, slot });
+    let known = Arc::new(Node { id: result.id(), token, sum });
     lock(&NODES).insert(result.id(), Arc::downgrade(&known));
     *lock(&node) = Some(known);
     Ok(result)
@@ -109,7 +109,7 @@ pub(super) fn attach(result: (Storage, Shape), token: Tensor, slot: Arc<Slot>) -
 struct Attach {
     /// Taken by the forward pass, which runs once.
     result: Mutex<Option<(Storage, Shape)>>,
-    slot: Arc<Slot>,
+    sum: Arc<GradientSum>,
     /// Lives as long as the result does.
     _node: Arc<Mutex<Option<Arc<Node>>>>,
 }
@@ -135,13 +135,13 @@ impl CustomOp1 for Attach {
 
     /// candle's own operations used the result as well.
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.slot.add(gradient.clone())?;
+        self.sum.add(gradient.clone())?;
         token.zeros_like().map(Some)
     }
 }
 
 /// From an argument that no function has made to its token.
-struct Lift(Arc<Slot>);
+struct Lift(Arc<GradientSum>);
 
 impl CustomOp1 for Lift {
     fn name(&self) -> &'static str {
@@ -249,9 +249,9 @@ impl CustomOp3 for Join {
 struct Backward<F> {
     function: F,
     /// Of the result.
-    slot: Arc<Slot>,
+    sum: Arc<GradientSum>,
     /// Of the arguments.
-    slots: Vec<Arc<Slot>>,
+    sums: Vec<Arc<GradientSum>>,
     needed: Vec<bool>,
 }
 
@@ -269,11 +269,11 @@ impl<F: Function> CustomOp1 for Backward<F> {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_gradient: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(gradient) = self.slot.take() {
+        if let Some(gradient) = self.sum.take() {
             let gradients = self.function.backward(&gradient.contiguous()?, &self.needed)?;
-            for ((slot, needed), gradient) in self.slots.iter().zip(&self.needed).zip(gradients) {
+            for ((sum, needed), gradient) in self.sums.iter().zip(&self.needed).zip(gradients) {
                 if let (true, Some(gradient)) = (needed, gradient) {
-                    slot.add(gradient.detach())?;
+                    sum.add(gradient.detach())?;
                 }
             }
         }
