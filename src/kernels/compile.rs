@@ -122,6 +122,6 @@ mod tests {
         assert_eq!(target(89, &[75, 80, 90, 100]), Some(80));
         assert_eq!(target(130, &[75, 80, 90, 100]), Some(100));
         assert_eq!(target(70, &[75, 80, 90, 100]), None);
-        assert!(ptx(Source::Sgd, 10).unwrap_err().to_string().contains("compute capability 10"));
+        assert!(ptx(Source::Sgd, 10).unwrap_err().to_string().contains("compute capability 1.0"));
     }
 }
