@@ -1,8 +1,8 @@
 //! Values that were computed outside of candle's graph, with a backward pass: for devices on which a function is made of
 //! candle's operations, but its gradient is not candle's.
-use crate::tensor::copy::snapshot;
+use crate::tensor::copy::snapshot_tensor;
 use crate::tensor::function::{Function, apply};
-use candle_core::{Result, Storage, Tensor};
+use candle_core::{Result, Tensor};
 
 /// A copy of `value` that depends on `arguments`, whose gradients `backward` makes of the copy's.
 pub(super) fn attach<F>(arguments: &[&Tensor], value: &Tensor, name: &'static str, backward: F) -> Result<Tensor>
@@ -12,20 +12,7 @@ where
     if !arguments.iter().any(|argument| argument.track_op()) {
         return Ok(value.detach());
     }
-    let copy = {
-        let (storage, layout) = value.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => {
-                snapshot(storage, layout, value.dtype()).map(|(copy, shape)| (Storage::Cpu(copy), shape))
-            }
-            Storage::Cuda(storage) => {
-                snapshot(storage, layout, value.dtype()).map(|(copy, shape)| (Storage::Cuda(copy), shape))
-            }
-            Storage::Metal(storage) => {
-                snapshot(storage, layout, value.dtype()).map(|(copy, shape)| (Storage::Metal(copy), shape))
-            }
-        }?
-    };
+    let copy = snapshot_tensor(value, value.dtype())?;
     apply(arguments, copy, Attached { name, backward })
 }
 

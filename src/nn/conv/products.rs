@@ -3,11 +3,10 @@
 use super::columns::{col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
-use super::parts::{each_part, parts};
+use super::parts::{each_part, sum_parts};
 use crate::nn::gemm::{Strides, gemm};
 use crate::tensor::{Element, Real, vectorise};
 use candle_core::{Result, WithDType};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// How many bytes of columns a block should have: they stay in a core's cache.
@@ -87,8 +86,7 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
     let zero = T::Real::from_f64(0.0);
     let size = geometry.co * geometry.taps();
     let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
-    let (parts, threads) = parts(geometry);
-    let sums = parts.into_par_iter().map(|part| {
+    sum_parts(geometry, size, |part, threads| {
         let (x, dy) = (&x[part.start * inputs..part.end * inputs], &dy[part.start * outputs..part.end * outputs]);
         let geometry = Geometry { n: part.len(), ..*geometry };
         let mut sum = vec![zero; size];
@@ -112,14 +110,7 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
             }
         }
         Ok(sum)
-    });
-    // In the order of the images, so that the result depends on nothing but the number of threads.
-    let mut sums = sums.collect::<Result<Vec<_>>>()?.into_iter();
-    let mut total = sums.next().unwrap_or_else(|| vec![zero; size]);
-    for sum in sums {
-        total.iter_mut().zip(sum).for_each(|(total, sum)| *total += sum);
-    }
-    Ok(total)
+    })
 }
 
 /// What a thread works in.

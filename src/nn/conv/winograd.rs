@@ -6,12 +6,11 @@
 //! the turned weights. Tiles are the columns of the products; a channel's tiles lie side by side, and the transformations
 //! work on [`LANES`] of them at a time.
 use super::geometry::Geometry;
-use super::parts::{each_part, parts};
+use super::parts::{each_part, sum_parts};
 use super::tile::{Four, Tile, Two};
 use crate::nn::gemm::{Strides, gemm};
 use crate::tensor::{Element, Real, vectorise};
 use candle_core::{Result, WithDType};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// How many tiles are transformed at a time.
@@ -131,8 +130,7 @@ fn filter<A: Tile, T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result
     let Geometry { ci, co, .. } = *geometry;
     let (inputs, outputs) = (ci * geometry.input_pixels(), co * geometry.output_pixels());
     let zero = T::Real::from_f64(0.0);
-    let (parts, threads) = parts(geometry);
-    let sums = parts.into_par_iter().map(|part| {
+    let total = sum_parts(geometry, A::POINTS * ci * co, |part, threads| {
         let (x, dy) = (&x[part.start * inputs..part.end * inputs], &dy[part.start * outputs..part.end * outputs]);
         let geometry = Geometry { n: part.len(), ..*geometry };
         let mut work = Work::<T::Real>::new::<A>(&geometry);
@@ -150,13 +148,7 @@ fn filter<A: Tile, T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result
             }
         }
         Ok(sum)
-    });
-    // In the order of the images, so that the result depends on nothing but the number of threads.
-    let mut sums = sums.collect::<Result<Vec<_>>>()?.into_iter();
-    let mut total = sums.next().unwrap_or_else(|| vec![zero; A::POINTS * ci * co]);
-    for sum in sums {
-        total.iter_mut().zip(sum).for_each(|(total, sum)| *total += sum);
-    }
+    })?;
     Ok(transform_back::<A, T::Real>(geometry, &total))
 }
 
