@@ -7,7 +7,7 @@ mod text;
 pub use context::Context;
 pub use failure::Failure;
 pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
-pub(crate) use text::{describe, some};
+pub(crate) use text::{describe, describe_placed, some};
 
 use candle_core::DType;
 use std::fmt;

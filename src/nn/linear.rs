@@ -1,6 +1,7 @@
 //! Linear layers.
 use super::gemm::{Strides, gemm, product, threads};
 use crate::Error;
+use crate::error::describe_placed;
 use crate::tensor::borrow::{narrow_vec, tensor, with_wide};
 use crate::tensor::function::{Function, apply};
 use crate::tensor::{Real, dispatch, vectorise};
@@ -64,10 +65,6 @@ impl Linear {
     }
 }
 
-fn describe(tensor: &Tensor) -> String {
-    format!("{} on {:?}", crate::error::describe(tensor.dtype(), tensor.shape()), tensor.device().location())
-}
-
 impl Module for Linear {
     /// # Errors
     /// An input of another width, dtype or device than the weight, or of a dtype that is not a floating-point one.
@@ -76,15 +73,21 @@ impl Module for Linear {
         let (out, features) = weight.dims2()?;
         let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
         if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
-            let reason =
-                format!("it is {}, where the weight is {}: (…, {features}) is expected", describe(x), describe(weight));
+            let reason = format!(
+                "it is {}, where the weight is {}: (…, {features}) is expected",
+                describe_placed(x),
+                describe_placed(weight)
+            );
             return Err(Error::invalid("the input of Linear", reason).into());
         }
         if let Some(bias) = bias
             && (bias.dims() != [out] || !alike(bias))
         {
-            let reason =
-                format!("it is {}, where the weight is {}: ({out}) is expected", describe(bias), describe(weight));
+            let reason = format!(
+                "it is {}, where the weight is {}: ({out}) is expected",
+                describe_placed(bias),
+                describe_placed(weight)
+            );
             return Err(Error::invalid("the bias of Linear", reason).into());
         }
         if !x.device().is_cpu() {

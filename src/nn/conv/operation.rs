@@ -2,6 +2,7 @@
 use super::geometry::{Geometry, positions};
 use super::{composite, cpu};
 use crate::Error;
+use crate::error::describe_placed;
 use crate::nn::channels;
 use crate::tensor::borrow::{slice_tensor, tensor, with_slice, with_wide};
 use crate::tensor::dispatch;
@@ -73,11 +74,12 @@ fn geometry(
     bias: Option<&Tensor>,
     settings: Settings,
 ) -> Result<Geometry> {
-    let show = |tensor: &Tensor| {
-        format!("{} on {:?}", crate::error::describe(tensor.dtype(), tensor.shape()), tensor.device().location())
-    };
     let refuse = |what: &'static str, tensor: &Tensor, expected: String| -> candle_core::Error {
-        let reason = format!("{name}: it is {}, where the weight is {}: {expected}", show(tensor), show(weight));
+        let reason = format!(
+            "{name}: it is {}, where the weight is {}: {expected}",
+            describe_placed(tensor),
+            describe_placed(weight)
+        );
         Error::invalid(what, reason).into()
     };
     let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
