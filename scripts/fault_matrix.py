@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Runs real ranks under the real launcher, with every fault at every moment of a training run, and checks what follows.
+
+    python3 scripts/fault_matrix.py                 # everything: about ten minutes on 2 cores
+    python3 scripts/fault_matrix.py --quick         # every fault once
+    python3 scripts/fault_matrix.py --only stop     # cases whose description has these words
+
+Every survivor must end within its bound, with an error that names the rank and the reason; after a pause, or where a fault
+does not matter, the run must go on and have the result of a run without it. Afterwards, no process, shared memory, socket or
+temporary file may be left, and a run that was interrupted in a checkpoint must go on from a whole one.
+
+A run of everything writes a table to benches/results/fault_matrix.md. Needs Linux, Python and cargo, and for ENOSPC the right
+to mount a file system. With --nccl the ranks use NCCL, on the emulated GPU (scripts/emulated_gpu.sh): source the env.sh of
+scripts/cuda_toolkit.sh first.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from compare.harness import machine
+from faults.cases import ENGINES, FAULTS, MOMENTS, SHORT, VICTIMS, all_cases, quick_cases
+from faults.programs import ROOT, build
+from faults.run import Wrong, judge, reference
+
+
+def main():
+    options = parse()
+    engines = ["nccl"] if options.nccl else ["shm", "tcp"]
+    cases, left_out = all_cases(engines, sorted(VICTIMS))
+    if options.quick:
+        cases = quick_cases()
+    if options.only:
+        cases = [case for case in cases if all(word in str(case) for word in options.only)]
+    skipped = []
+    if not can_mount():
+        skipped = [case for case in cases if case.fault == "disk"]
+        cases = [case for case in cases if case.fault != "disk"]
+        say(f"SKIPPED: ENOSPC, {len(skipped)} cases, because this system does not let this user mount a file system")
+    programs = build(options.nccl, options.built)
+    started = time.monotonic()
+    results = {}
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        pairs = sorted({(case.engine, case.world) for case in cases})
+        references = dict(zip(pairs, pool.map(lambda pair: reference(programs, *pair), pairs)))
+        running = {pool.submit(attempt, programs, case, references): case for case in cases}
+        for future in concurrent.futures.as_completed(running):
+            case, verdict = running[future], future.result()
+            results[case] = verdict
+            say(f"{len(results):3} of {len(cases)}  {case}: {describe(verdict)}")
+    seconds = time.monotonic() - started
+    wrong = [case for case, (error, *_) in results.items() if error]
+    say(f"{len(results)} cases, {len(results) - len(wrong)} as expected, {len(wrong)} not, in {seconds:.0f} s")
+    if not (options.quick or options.only):
+        path = options.output / ("fault_matrix_nccl.md" if options.nccl else "fault_matrix.md")
+        path.write_text(document(options, engines, results, left_out, skipped, seconds))
+        say(f"written: {path}")
+    sys.exit(1 if wrong else 0)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every fault once")
+    parser.add_argument("--nccl", action="store_true", help="NCCL on the emulated GPU, built with the feature nccl")
+    parser.add_argument("--built", nargs=2, type=Path, help="a ddprun and a test binary `processes`, instead of building them")
+    parser.add_argument("--only", nargs="+", help="cases whose description has these words")
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="cases at a time [2 for each processor]")
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
+    parser.add_argument("--output", type=Path, default=ROOT / "benches" / "results", help="the folder")
+    return parser.parse_args()
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def can_mount():
+    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    command = [*unshare, "mount", "-t", "tmpfs", "none", "/tmp"]
+    try:
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
+
+
+def attempt(programs, case, references):
+    """Returns what is wrong, or None; how long survivors took; how the run ended."""
+    try:
+        return None, *judge(programs, case, references)
+    except (Wrong, OSError) as error:
+        return str(error), 0, ""
+
+
+def describe(verdict):
+    error, seconds, how = verdict
+    return f"WRONG: {error}" if error else f"{how}, {seconds:.1f} s"
+
+
+def document(options, engines, results, left_out, skipped, seconds):
+    wrong = {case: verdict[0] for case, verdict in results.items() if verdict[0]}
+    command = ["python3", "scripts/fault_matrix.py", *(["--nccl"] if options.nccl else []), "--jobs", str(options.jobs)]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    lines = [
+        "# Faults",
+        "",
+        f"{len(results)} runs of real ranks under `ddprun`, each with one fault: **{len(results) - len(wrong)} ended as they must, "
+        f"{len(wrong)} did not**.",
+        "",
+        f"- Date: {options.date}",
+        f"- Machine: {machine()}",
+        f"- Commit: {commit}",
+        f"- Command: `{' '.join(command)}`, {seconds:.0f} s",
+        "- Program: `tests/processes/faults.rs`; what must follow: `scripts/faults/cases.py`",
+        "",
+        "Every survivor must end within its bound, with an error that names the rank and the reason: at once, or at the "
+        f"time-out of {SHORT} s where only that can tell (with a second for the question why, and two for each group's goodbye); the "
+        "launcher may be first while ranks meet. To this comes an allowance of 5 s, or up to 20 s under load. Where the fault does not "
+        "matter, and after a pause, the run must go on and end with the same bits as a run without a fault. Afterwards there is no "
+        "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint goes on from a whole one.",
+        "",
+        "Each cell: runs that ended as they must of all runs (rank 0, a middle one and the last, of 2 and 4), and the longest "
+        "time after the fault: until a survivor's error, or, where the run goes on or ddprun ends it, until all have ended. –: the "
+        "combination means nothing.",
+    ]
+    for engine in engines:
+        lines += ["", f"## {ENGINES[engine]}", "", row_of(["fault", *MOMENTS.values()]), row_of(["---"] * (len(MOMENTS) + 1))]
+        for fault, title in FAULTS.items():
+            cells = [cell(engine, fault, moment, results, left_out, skipped) for moment in MOMENTS]
+            lines.append(row_of([title, *cells]))
+    reasons = dict.fromkeys(left_out.values())
+    lines += ["", "## What means nothing", ""]
+    for reason in reasons:
+        found = {FAULTS[fault] for (_, fault, _), why in left_out.items() if why == reason}
+        lines.append(f"- {', '.join(sorted(found))}: {reason}.")
+    if wrong:
+        lines += ["", "## What did not end as it must", ""]
+        lines += [f"- {case}: `{first_line(error)}`" for case, error in wrong.items()]
+    return "\n".join([*lines, ""])
+
+
+def cell(engine, fault, moment, results, left_out, skipped):
+    if (engine, fault, moment) in left_out:
+        return "–"
+    found = [verdict for case, verdict in results.items() if (case.engine, case.fault, case.moment) == (engine, fault, moment)]
+    if not found:
+        return "not run" if skipped else ""
+    well = [verdict for verdict in found if not verdict[0]]
+    longest = max((verdict[1] for verdict in well), default=0)
+    hows = sorted({verdict[2] for verdict in well})
+    how = hows[0] if len(hows) == 1 else ", ".join(f"{sum(verdict[2] == how for verdict in well)} {how}" for how in hows)
+    return f"{len(well)}/{len(found)}: {how}, {longest:.1f} s"
+
+
+def first_line(text):
+    return text.splitlines()[0][:300].replace("`", "'")
+
+
+def row_of(cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+main()

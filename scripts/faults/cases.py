@@ -1,0 +1,196 @@
+"""The faults, the moments at which they happen, and what has to follow."""
+
+import re
+from dataclasses import dataclass, replace
+
+FAULTS = {
+    "kill": "kill -9",
+    "stop": "SIGSTOP for ever",
+    "pause": "SIGSTOP for 5 s",
+    "panic": "panic",
+    "exit": "exit(0)",
+    "error": "`Err` from main",
+    "closed": "closed sockets",
+    "half_open": "half-open sockets",
+    "garbage": "garbage in the stream",
+    "disk": "ENOSPC",
+    "memory": "no memory for segments",
+    "descriptors": "EMFILE",
+}
+MOMENTS = {
+    "rendezvous": "rendezvous",
+    "construction": "construction",
+    "forward": "forward",
+    "all_reduce": "in an all-reduce",
+    "checkpoint": "in a checkpoint write",
+}
+ENGINES = {"shm": "CPU, shared memory", "tcp": "CPU, TCP", "nccl": "NCCL"}
+# The victims: rank 0, a middle one, the last.
+VICTIMS = {2: [0, 1], 4: [0, 2, 3]}
+
+# Faults that a process has by itself. The script does the others to it, except those that are limits of the process.
+OWN = {"panic", "exit", "error"}
+LIMITS = {"disk", "memory", "descriptors"}
+
+# The time-out of groups in seconds: short where it is what ends the run.
+SHORT, LONG = 8, 30
+# The length of the pause.
+PAUSE = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    world: int
+    fault: str
+    moment: str
+    victim: int
+
+    def __str__(self):
+        title = f"{FAULTS[self.fault]}, {MOMENTS[self.moment]}, rank {self.victim} of {self.world}"
+        return f"{title}, {ENGINES[self.engine]}"
+
+
+def meaningless(engine, fault, moment):
+    """Returns why a combination means nothing, or None."""
+    if fault == "disk" and moment != "checkpoint":
+        return "nothing is written to a disk then"
+    if engine == "nccl" and fault in ["closed", "half_open", "garbage"]:
+        return "NCCL's connections are its own"
+    if fault == "memory" and engine != "shm":
+        return "only shared memory has segments"
+    if fault == "memory" and moment not in ["rendezvous", "construction"]:
+        return "segments are made when a group is: in the rendezvous, and for the checkpointer"
+    return None
+
+
+def all_cases(engines, worlds):
+    """Returns the cases, and those that mean nothing by (engine, fault, moment)."""
+    cases, left_out = [], {}
+    for engine in engines:
+        for fault in FAULTS:
+            for moment in MOMENTS:
+                if reason := meaningless(engine, fault, moment):
+                    left_out[engine, fault, moment] = reason
+                else:
+                    cases += [Case(engine, world, fault, moment, victim) for world in worlds for victim in VICTIMS[world]]
+    return cases, left_out
+
+
+def quick_cases():
+    """Every fault once, with moments, victims and transports taking turns."""
+    chosen = [
+        ("shm", 4, "kill", "all_reduce", 2),
+        ("tcp", 2, "kill", "checkpoint", 1),
+        ("tcp", 4, "stop", "forward", 0),
+        ("shm", 2, "pause", "all_reduce", 1),
+        ("shm", 4, "panic", "construction", 3),
+        ("tcp", 2, "exit", "all_reduce", 0),
+        ("shm", 2, "error", "forward", 1),
+        ("tcp", 4, "closed", "all_reduce", 2),
+        ("tcp", 2, "half_open", "forward", 1),
+        ("shm", 2, "garbage", "checkpoint", 0),
+        ("shm", 2, "disk", "checkpoint", 1),
+        ("shm", 2, "memory", "rendezvous", 0),
+        ("tcp", 2, "descriptors", "rendezvous", 1),
+        ("shm", 4, "kill", "rendezvous", 3),
+    ]
+    return [Case(*case) for case in chosen]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must follow."""
+
+    # The run goes on, and its result is that of a run without a fault. `None`: either is right.
+    goes_on: bool | None
+    # How long after the fault survivors may take, in seconds, without the allowance for a busy machine.
+    within: float
+    # What the error of a survivor says of the reason.
+    reason: str = ""
+    # Whether the launcher may end survivors before their own bound.
+    launcher_first: bool = False
+    # Whether the launcher's report must name the victim first.
+    headline: bool = True
+    # Whose names are right, beside the victim's.
+    others: bool = False
+
+
+def timeout(case):
+    """Returns the time-out of the group."""
+    slow = case.fault in ["stop", "half_open"] or (case.fault, case.moment) in [
+        ("exit", "rendezvous"),
+        ("descriptors", "rendezvous"),
+    ]
+    return SHORT if slow else LONG
+
+
+def expected(case):
+    wanted = expected_on_cpus(case)
+    if case.engine != "nccl":
+        return wanted
+    # Over NCCL, ranks learn of a death by heartbeats that are missing for 10 s, and by what NCCL says itself.
+    reason = wanted.reason and f"{wanted.reason}|heartbeat|nccl"
+    return replace(wanted, within=wanted.within + 10, reason=reason, launcher_first=True)
+
+
+def expected_on_cpus(case):
+    late = timeout(case)
+    fault, moment = case.fault, case.moment
+    early = moment == "rendezvous"
+    match fault:
+        case "kill":
+            # In the rendezvous, others notice within ten seconds, and the launcher does at once.
+            return Expected(False, 10 if early else 0, "is gone|has ended|gave no sign of life", launcher_first=early)
+        case "stop":
+            reason = "does not answer|gave no sign of life|missing: |have not|not connect|do not answer|no connection"
+            return Expected(False, late, reason)
+        case "pause":
+            return Expected(True, PAUSE)
+        case "panic" | "error":
+            return Expected(False, 0, "the fault that was asked for|panicked", launcher_first=early)
+        case "exit":
+            reason = "missing: " if early else "is gone|has ended|left the group"
+            return Expected(False, late if early else 0, reason)
+        case "closed" if early:
+            # The store's clients may connect again.
+            return Expected(None, 10, ".", launcher_first=True, headline=False)
+        case "closed":
+            return Expected(False, 0, "is gone|was lost", headline=False, others=case.world == 2)
+        case "half_open" if early:
+            return Expected(None, late, ".", launcher_first=True, headline=False)
+        case "half_open" if case.engine == "shm":
+            # The monitors' connections are cut. The data is in memory.
+            return Expected(None, late, "does not answer|do not answer|was lost", headline=False)
+        case "half_open":
+            return Expected(False, late, "does not answer|do not answer|was lost", headline=False)
+        case "garbage" if early:
+            return Expected(None, 10, ".", launcher_first=True, headline=False)
+        case "garbage":
+            return Expected(False, 0, "is not a message|does not come from this engine", headline=False)
+        case "disk":
+            return Expected(False, 0, "No space left on device", headline=False, others=True)
+        case "memory":
+            return Expected(True, 0)
+        case "descriptors" if moment == "checkpoint":
+            return Expected(False, 0, "Too many open files")
+        case "descriptors" if early:
+            # Enough may be left for the few that are needed.
+            return Expected(None, late, ".", launcher_first=True, headline=False)
+        case "descriptors":
+            return Expected(True, 0)
+    raise ValueError(fault)
+
+
+def names(text, rank):
+    """Whether an error names a rank as the one that failed."""
+    patterns = [
+        rf"\brank {rank} (is gone|ended the group|left the group|failed|does not answer|sent it|gave no|has not)",
+        rf"\brank {rank} ended the group",
+        rf"the process of rank {rank} has ended",
+        rf"connection to rank {rank} ",
+        rf"the data from rank {rank} ",
+        rf"\[(\d+, )*{rank}(, \d+)*\]",
+        rf"missing: (\d+, )*{rank}\b",
+    ]
+    return any(re.search(pattern, text) for pattern in patterns)

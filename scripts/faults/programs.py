@@ -1,0 +1,35 @@
+"""The launcher, and the test binary that contains the program of ranks."""
+
+import json
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# The arguments with which the test binary is a rank.
+MAIN = ["faults::rank_of_the_fault_matrix", "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]
+
+
+class Programs:
+    """Both, and the prefix of the launcher's command."""
+
+    def __init__(self, launcher, program, prefix=()):
+        self.launcher, self.program, self.prefix = launcher, program, list(prefix)
+
+    def command(self, world, *options):
+        launch = [self.launcher, "--standalone", "--nproc-per-node", str(world), *options]
+        return [*map(str, [*self.prefix, *launch, self.program]), *MAIN]
+
+
+def build(nccl=False, built=None):
+    """Builds both, with NCCL for the emulated GPU, unless they are given."""
+    prefix = [ROOT / "scripts" / "emulated_gpu.sh"] if nccl else []
+    if built:
+        return Programs(*built, prefix)
+    features = ["--release", "--features", "nccl,cudnn"] if nccl else []
+    command = ["cargo", "test", "--no-run", "--locked", "--test", "processes", "--message-format=json", *features]
+    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    built = {}
+    for message in map(json.loads, output.splitlines()):
+        if executable := message.get("executable"):
+            built[message["target"]["name"]] = executable
+    return Programs(built["ddprun"], built["processes"], prefix)

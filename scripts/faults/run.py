@@ -1,0 +1,312 @@
+"""Runs one case: ranks under the launcher, the fault, and what is left afterwards."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from . import sockets
+from .cases import LIMITS, LONG, OWN, PAUSE, Case, expected, names, timeout
+
+# The allowance for starting, ending and reporting, in seconds, on a machine with nothing else to do.
+SLACK = 5
+# How long the launcher gives ranks to exit by themselves (its own constant), and then to handle SIGTERM.
+SETTLE, SHUTDOWN = 1, 3
+# How long a rank may take to come to the moment of its fault.
+PATIENCE = 120
+DISK = "8m"
+
+
+class Wrong(Exception):
+    """A case did not end as it must."""
+
+
+def slack():
+    """Returns the allowance with the present load."""
+    return SLACK * min(max(1, os.getloadavg()[0] / (os.cpu_count() or 1)), 4)
+
+
+class Run:
+    """One run of ranks under the launcher, in a folder of its own."""
+
+    def __init__(self, programs, case, folder, plan):
+        self.case, self.folder = case, folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        (folder / "run").mkdir(exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        environment |= {
+            "CANDLE_DDP_TEST_FAULT": plan,
+            "CANDLE_DDP_TEST_FOLDER": folder,
+            "CANDLE_DDP_TEST_TIMEOUT": timeout(case),
+            "CANDLE_DDP_TEST_LATE": (case.victim + 1) % case.world if " rendezvous " in plan else -1,
+            "RAYON_NUM_THREADS": 1,
+            "TMPDIR": self.temporary,
+        }
+        if case.engine != "nccl":
+            environment["CANDLE_DDP_CPU_TRANSPORT"] = {"shm": "auto", "tcp": "tcp"}[case.engine]
+        self.output = folder / "output"
+        command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN))
+        if plan.startswith("disk "):
+            command = on_small_disk(command, folder)
+        with open(self.output, "wb") as output:
+            environment = {name: str(value) for name, value in environment.items()}
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # Only after a failure is anything left to end.
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+
+    def read(self, name):
+        return (self.folder / name).read_text() if (self.folder / name).exists() else None
+
+    def tell(self, name):
+        (self.folder / name).touch()
+
+    def text(self):
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, what, found, patience=PATIENCE):
+        """Waits until `found` returns something, and returns that."""
+        end = time.monotonic() + patience
+        while not (result := found()):
+            if self.process.poll() is not None and not found():
+                raise Wrong(f"the run ended before {what}: {self.text()[-2000:]}")
+            if time.monotonic() > end:
+                raise Wrong(f"no {what} within {patience} s")
+            time.sleep(0.005)
+        return result
+
+    def rank(self, rank):
+        """Returns the process and the store's port of a rank."""
+        pid, port = self.wait_for(f"rank {rank}", lambda: self.read(f"rank{rank}")).split()
+        return int(pid), int(port)
+
+    def end(self, limit):
+        """Waits for the launcher to end, and returns its exit code."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise Wrong(f"HANG: the run has not ended {limit:.0f} s after the fault: {self.text()[-2000:]}") from None
+
+    def processes(self):
+        """Returns the processes that belong to this run."""
+        mark, found = f"CANDLE_DDP_TEST_FOLDER={self.folder}\0".encode(), []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    environment = (entry / "environ").read_bytes()
+                    zombie = (entry / "stat").read_text().rsplit(") ", 1)[1][0] in "ZX"
+                except OSError:
+                    continue
+                if mark in environment + b"\0" and not zombie:
+                    found.append(int(entry.name))
+        return found
+
+
+def on_small_disk(command, folder):
+    """Returns the command with the checkpoints on a small disk of their own, which are copied when it has ended."""
+    inside = 'mount -t tmpfs -o size="$0" none "$1/run" || exit 99; folder=$1; shift; "$@"; code=$?; cp -a "$folder/run" "$folder/kept"; exit $code'
+    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    return [*unshare, "sh", "-c", inside, DISK, str(folder), *command]
+
+
+def cause(run, case):
+    """Causes the fault. Returns when that was."""
+    if case.fault in OWN | LIMITS:
+        run.wait_for("the fault", lambda: run.read("reached") is not None)
+        run.tell("go")
+        return (run.folder / "reached").stat().st_mtime
+    run.wait_for("the fault", lambda: run.read("reached") is not None)
+    pid, port = run.rank(case.victim)
+    match case.moment:
+        case "rendezvous":
+            run.wait_for("connection to the store", lambda: to_store(pid, port))
+            time.sleep(random.uniform(0, 0.2))
+        case "all_reduce":
+            time.sleep(random.uniform(0, 0.1))
+        case "checkpoint":
+            unfinished = lambda: any(".tmp" in path.name for path in (run.folder / "run").rglob("*"))
+            try:
+                run.wait_for("temporary file", unfinished, 1)
+            except Wrong:
+                pass  # it was quick
+    then = time.time()
+    match case.fault:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+        case "stop":
+            os.kill(pid, signal.SIGSTOP)
+            run.tell("go")
+        case "pause":
+            os.kill(pid, signal.SIGSTOP)
+            if case.moment == "rendezvous":
+                run.tell("go")
+            time.sleep(PAUSE)
+            os.kill(pid, signal.SIGCONT)
+        case "closed":
+            each(run, case, sockets.close)
+        case "half_open":
+            each(run, case, sockets.deafen)
+        case "garbage":
+            each(run, case, sockets.disturb)
+    run.tell("go")
+    return then
+
+
+def to_store(pid, port):
+    return [(fd, own, other) for fd, own, other in sockets.of(pid) if sockets.port(other) == port]
+
+
+def each(run, case, act):
+    """Does something to the victim's connections: in the rendezvous to those to the store, later to those to other ranks."""
+    pid, port = run.rank(case.victim)
+    store = to_store(pid, port)
+    if case.moment == "rendezvous":
+        chosen = [(pid, store)]
+    else:
+        mine = [connection for connection in sockets.of(pid) if connection not in store]
+        chosen = [(pid, mine)]
+        if case.fault == "half_open":
+            ends = {(other, own) for _, own, other in mine}
+            for peer in (rank for rank in range(case.world) if rank != case.victim):
+                theirs = run.rank(peer)[0]
+                chosen.append((theirs, [one for one in sockets.of(theirs) if one[1:] in ends]))
+    # All are taken first: the victim may end as soon as one is touched.
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(sockets.take(owner, fd)) for owner, connections in chosen for fd, *_ in connections]
+        # Between the ranks of this engine, data waits for a header at these moments only: elsewhere, what is sent would be a
+        # part of the payload.
+        in_data = case.engine == "tcp" and case.moment in ["construction", "forward"]
+        for sock in taken:
+            if case.fault != "garbage" or case.moment == "rendezvous" or sockets.is_control(sock) != in_data:
+                act(sock)
+
+
+def judge(programs, case, references):
+    """Runs one case. Returns how long survivors took in seconds, and how the run ended. Raises Wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="fault_matrix-")).resolve()
+    try:
+        before = shared_memory()
+        how = case.fault if case.fault in OWN | LIMITS else "outside"
+        with Run(programs, case, folder, f"{how} {case.moment} {case.victim}") as run:
+            then = cause(run, case)
+            verdict = follow(run, case, then, references)
+            nothing_is_left(run, case, before)
+        if case.moment == "checkpoint":
+            resume(programs, case, folder)
+        return verdict
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def follow(run, case, then, references):
+    """What follows the fault."""
+    wanted = expected(case)
+    # The launcher reports when all have ended; a run that goes on takes as long as it takes.
+    limit = wanted.within + slack() + SETTLE + SHUTDOWN
+    code = run.end(limit + (LONG if wanted.goes_on is not False else 0) + slack())
+    took, text = time.time() - then, run.text()
+    results = [run.read(f"result{rank}") for rank in range(case.world)]
+    if code == 0 and wanted.goes_on is not False:
+        reference = references[case.engine, case.world]
+        if case.fault == "memory":
+            # With the other transport, sums are rounded otherwise.
+            sums = {round(float((result or "0 0").split()[1]), 3) for result in results}
+            same = len(set(results)) == 1 and sums == {round(float(reference.split()[1]), 3)}
+        else:
+            same = set(results) == {reference}
+        if not same:
+            raise Wrong(f"the results are {results}, and not {reference}")
+        return took, "goes on"
+    if code == 0 or wanted.goes_on:
+        raise Wrong(f"it ended with code {code}: {text[-3000:]}")
+    if took > limit:
+        raise Wrong(f"the run took {took:.1f} s to end, and not {limit:.1f} s")
+    longest, how = 0, "ends"
+    for rank in (rank for rank in range(case.world) if rank != case.victim):
+        error = run.read(f"error{rank}")
+        if error is None:
+            if not wanted.launcher_first or not re.search(rf"rank {rank} .* after ddprun asked it to exit", text):
+                raise Wrong(f"rank {rank} says nothing: {text[-3000:]}")
+            how = "ddprun ends it"
+            continue
+        late = (run.folder / f"error{rank}").stat().st_mtime - then
+        longest = max(longest, late)
+        if late > wanted.within + slack():
+            raise Wrong(f"rank {rank} took {late:.1f} s: {error}")
+        if not wanted.others and not names(error, case.victim):
+            raise Wrong(f"rank {rank} does not name rank {case.victim}: {error}")
+        if not re.search(wanted.reason, error):
+            raise Wrong(f"rank {rank} does not give the reason: {error}")
+    if wanted.headline and not re.search(rf"^ddprun: rank {case.victim} (failed|made the other)", text, re.M):
+        raise Wrong(f"ddprun does not name rank {case.victim} first: {text[-3000:]}")
+    return took if how == "ddprun ends it" else longest, how
+
+
+def nothing_is_left(run, case, before):
+    """No process, shared memory, socket or temporary file."""
+    if left := run.processes():
+        raise Wrong(f"processes are left: {left}")
+    if left := list(run.temporary.rglob("*")):
+        raise Wrong(f"temporary files are left: {left}")
+    if shared := {name for name in shared_memory() - before if "candle" in name}:
+        raise Wrong(f"shared memory is left: {shared}")
+    port = int(run.read("rank0").split()[1]) if run.read("rank0") else 0
+    if port and sockets.is_listening(port):
+        raise Wrong(f"something still listens on the store's port {port}")
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+
+
+def resume(programs, case, folder):
+    """Checkpoints are whole: the same run goes on from the newest, and leaves nothing else in the folder."""
+    if (folder / "kept").exists():
+        (folder / "run").rmdir()
+        (folder / "kept").rename(folder / "run")
+    for name in ["reached", "go", *(f"{what}{rank}" for what in ["error", "result", "loaded"] for rank in range(case.world))]:
+        (folder / name).unlink(missing_ok=True)
+    again = Case(case.engine, case.world, "none", "none", 0)
+    with Run(programs, again, folder, "none none 0") as run:
+        if code := run.end(PATIENCE):
+            raise Wrong(f"the run that goes on ended with code {code}: {run.text()[-3000:]}")
+        loaded = {run.read(f"loaded{rank}") for rank in range(case.world)}
+        if len(loaded) != 1 or not int(loaded.pop()) >= 2:
+            raise Wrong(f"the run that goes on loaded the checkpoint of step {loaded}")
+    for path in (folder / "run").iterdir():
+        if not (path / "checkpoint.json").exists() or any(".tmp" in file.name for file in path.iterdir()):
+            raise Wrong(f"this is left of the save: {path}: {list(path.iterdir()) if path.is_dir() else ''}")
+
+
+def reference(programs, engine, world):
+    """Returns the result of a run without a fault."""
+    folder = Path(tempfile.mkdtemp(prefix="fault_matrix-")).resolve()
+    try:
+        with Run(programs, Case(engine, world, "none", "none", 0), folder, "none none 0") as run:
+            if code := run.end(PATIENCE):
+                raise Wrong(f"the run without a fault ended with code {code}: {run.text()[-3000:]}")
+            results = {run.read(f"result{rank}") for rank in range(world)}
+            if len(results) != 1:
+                raise Wrong(f"ranks differ without a fault: {results}")
+            return results.pop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
