@@ -15,7 +15,7 @@ import datetime
 import statistics
 from pathlib import Path
 
-from compare import harness
+from compare import bars, harness
 from compare.harness import say
 
 PEERS = Path(__file__).resolve().parent / "compare"
@@ -103,6 +103,16 @@ def overhead(options, folder):
     ]
     names = list(systems)
     if len(names) == 2:
+        parts = PARTS[:-1]
+        times = lambda model, name: [
+            statistics.median(run["ddp"][f"{part}_ms"] for run in runs[model, name]) for part in parts
+        ]
+        models = [(MODELS[model], {name: times(model, name) for name in names}) for model in options.models]
+        title = f"A training step with DDP, 2 ranks, {harness.processor()}"
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "step.svg").write_text(bars.svg(title, models, names, parts))
+        picture = ["", "![steps](step.svg)", ""]
+        picture.append("The bars are the medians of the parts, whose sums differ a little from the medians of whole steps.")
         lines += ["", f"| DDP step | {names[0]} | {names[1]} | ratio | memory, {names[0]} | {names[1]} | ratio |"]
         lines.append("|---|---:|---:|---:|---:|---:|---:|")
         for model in options.models:
@@ -111,6 +121,7 @@ def overhead(options, folder):
             cells = f"{statistics.median(ours_):.1f} | {statistics.median(peer):.1f} | {spread(ratios, '.2f')}"
             ours_, peer = (memory[model, name] for name in names)
             lines.append(f"| {MODELS[model]} | {cells} | {ours_:.0f} | {peer:.0f} | {ours_ / peer:.2f} |")
+        lines += picture
     for model in options.models:
         lines += ["", f"## {MODELS[model]}", "", "| | | plain | DDP | overhead |", "|---|---|---:|---:|---:|"]
         for name in systems:

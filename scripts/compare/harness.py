@@ -219,12 +219,19 @@ def medians(runs, key):
     return {value: {name: middle(name, found) for name in found[0]} for value, found in rows.items()}
 
 
+def processor():
+    """Returns the number and the kind of the cores."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.*)", text)
+    wide = " with AVX-512" if "avx512f" in text else ""
+    return f"{len(os.sched_getaffinity(0))} cores of {model[1].strip() if model else platform.machine()}{wide}"
+
+
 def machine():
     """Returns a short description of the machine."""
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     return (
-        f"{len(os.sched_getaffinity(0))} cores of {model[1].strip() if model else platform.machine()}, "
+        f"{processor()}, "
         f"{int(memory[1]) / (1 << 20):.0f} GiB, Linux {platform.release()}"
     )
 

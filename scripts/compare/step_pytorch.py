@@ -1,7 +1,9 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
 the example `step`, with the same models, the same measurement and the same JSON output.
 
-    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES]
+    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]]
+
+With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32 or bf16.
 """
 
 import json
@@ -17,8 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gpt
+
 WARMUP = 2
 LEARNING_RATE = 1e-5
+DEVICE = os.environ.get("CANDLE_DDP_DEVICE", "cpu")
 
 
 def convolution(inputs, outputs, kernel, stride):
@@ -47,6 +52,33 @@ def resnet18():
             layers.append(Block(channels, width, 2 if stage > 0 and block == 0 else 1))
             channels = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions with a residual connection."""
+
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(convolution(inputs, width, 1, 1), nn.ReLU(inplace=True)),
+            *(convolution(width, width, 3, stride), nn.ReLU(inplace=True)),
+            convolution(width, 4 * width, 1, 1),
+        )
+        fits = inputs == 4 * width and stride == 1
+        self.shortcut = nn.Identity() if fits else convolution(inputs, 4 * width, 1, stride)
+
+    def forward(self, x):
+        return torch.relu(self.layers(x) + self.shortcut(x))
+
+
+def resnet50():
+    layers, channels = [convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)], 64
+    for stage, blocks in enumerate([3, 4, 6, 3]):
+        for block in range(blocks):
+            width = 64 << stage
+            layers.append(Bottleneck(channels, width, 2 if stage > 0 and block == 0 else 1))
+            channels = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
 def mlp():
@@ -91,60 +123,52 @@ class DeepLab(nn.Module):
         return upsample(self.head(x), images)
 
 
-class GptBlock(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        samples, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(samples, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(y.transpose(1, 2).reshape(samples, tokens, width))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
-
-
 class Gpt(nn.Module):
     def __init__(self, vocabulary=256, tokens=256, width=384, heads=6, layers=6):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(tokens, width))
-        self.blocks = nn.Sequential(*(GptBlock(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(gpt.Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
-# What builds a model, and its input.
+# What builds a model, its batch size, and what makes its input.
 MODELS = {
-    "mlp": (mlp, lambda: torch.randn(256, 1024)),
-    "resnet18": (resnet18, lambda: torch.randn(32, 3, 32, 32)),
-    "deeplab": (DeepLab, lambda: torch.randn(8, 3, 64, 64)),
-    "gpt": (Gpt, lambda: torch.randint(256, (8, 256))),
+    "mlp": (mlp, 256, lambda batch: torch.randn(batch, 1024)),
+    "resnet18": (resnet18, 32, lambda batch: torch.randn(batch, 3, 32, 32)),
+    "resnet50": (resnet50, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
+    "deeplab": (DeepLab, 8, lambda batch: torch.randn(batch, 3, 64, 64)),
+    "gpt": (Gpt, 8, lambda batch: torch.randint(256, (batch, 256))),
 }
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def now():
+    """Returns the time once the GPU, if there is one, has done what was launched."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def step(model, optimizer, x):
     """Returns the milliseconds of forward, backward and optimizer."""
-    start = time.perf_counter()
+    start = now()
     loss = model(x).square().mean()
-    forward = time.perf_counter()
+    forward = now()
     optimizer.zero_grad()
     loss.backward()
-    backward = time.perf_counter()
+    backward = now()
     optimizer.step()
-    end = time.perf_counter()
+    end = now()
     return [1e3 * (forward - start), 1e3 * (backward - forward), 1e3 * (end - backward)]
 
 
 def slowest(times):
     """Returns the times on the slowest rank."""
-    times = torch.tensor(times, dtype=torch.float64)
+    times = torch.tensor(times, dtype=torch.float64, device=DEVICE)
     all_times = [torch.empty_like(times) for _ in range(dist.get_world_size())]
     dist.all_gather(all_times, times)
     return max((times.tolist() for times in all_times), key=sum)
@@ -152,14 +176,21 @@ def slowest(times):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # candle-ddp does not round f32 to TF32 either.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     name, steps = sys.argv[1], int(sys.argv[2])
-    build, data = MODELS[name]
-    x = data()
+    build, batch_size, data = MODELS[name]
     modes = sys.argv[3].split(",") if len(sys.argv) > 3 else ["local", "ddp"]
+    dtype = sys.argv[4] if len(sys.argv) > 4 else "f32"
+    batch_size = int(sys.argv[5]) if len(sys.argv) > 5 else batch_size
+    x = data(batch_size).to(DEVICE)
+    x = x.to(DTYPES[dtype]) if x.is_floating_point() else x
     trainers = []
     for mode in modes:
-        model = build()
+        model = build().to(DEVICE, DTYPES[dtype])
         model = DistributedDataParallel(model) if mode == "ddp" else model
         trainers.append((model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)))
     times = [[] for _ in modes]
@@ -176,6 +207,7 @@ def main():
             row = {
                 "model": name,
                 "mode": mode,
+                "dtype": dtype,
                 "world_size": dist.get_world_size(),
                 "batch_size": x.shape[0],
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

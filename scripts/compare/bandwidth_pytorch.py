@@ -1,0 +1,91 @@
+"""PyTorch's fused optimizers, clipping, loss scaling and norms on a GPU: the counterpart of the bench `bandwidth_gpu`, with the
+same sizes, the same measurement and the same table.
+
+    python3 scripts/compare/bandwidth_pytorch.py [--millions 64] [--rounds 20] [--steps 10]
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch.nn.functional import layer_norm, rms_norm
+
+TENSORS, WIDTH = 64, 1024
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=float, default=64.0)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = -(-int(options.millions * 1e6) // TENSORS // WIDTH) * WIDTH
+    elements, copied = TENSORS * size, None
+
+    def synchronize():
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(step, steps):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize()
+        return (time.perf_counter() - start) * 1e3 / steps
+
+    def row(what, dtype, bytes, step):
+        nonlocal copied
+        measure(step, 2)
+        milliseconds = statistics.median(measure(step, options.steps) for _ in range(options.rounds))
+        speed = elements * bytes / (milliseconds * 1e6)
+        copied = copied or speed
+        name = {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
+        share = 100 * speed / copied
+        print(f"| {what} | {name} | {bytes} | {milliseconds:.3f} | {speed:.1f} | {share:.0f} % |", flush=True)
+
+    print(f"PyTorch {torch.__version__}, {options.rounds} × {options.steps} steps, {TENSORS} tensors of {size} elements\n")
+    print("| what | dtype | bytes / element | ms | GB/s | share of the copy's |\n|---|---|---|---|---|---|")
+    whole = torch.zeros(elements, device=device)
+    row("copy", torch.float32, 8, whole.clone)
+    del whole
+    for dtype in (torch.float32, torch.bfloat16):
+        width = torch.finfo(dtype).bits // 8
+        parameters = [torch.nn.Parameter((0.03 * torch.randn(size, device=device)).to(dtype)) for _ in range(TENSORS)]
+        for parameter in parameters:
+            parameter.grad = (1e-3 * torch.randn(size, device=device)).to(dtype)
+        adamw = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        row("AdamW", dtype, 7 * width, adamw.step)
+        del adamw
+        sgd = torch.optim.SGD(parameters, lr=1e-5, momentum=0.9, fused=True)
+        row("SGD with momentum", dtype, 5 * width, sgd.step)
+        clip = lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=True)
+        row("clip_grad_norm", dtype, 3 * width, clip)
+        scaler = torch.amp.GradScaler(device, init_scale=1.0)
+        scaler.scale(torch.zeros((), device=device))
+
+        def unscale():
+            scaler.unscale_(sgd)
+            scaler.update()
+
+        row("GradScaler::unscale", dtype, 2 * width, unscale)
+        del sgd, scaler, parameters
+        x = torch.randn(elements // WIDTH, WIDTH, device=device).to(dtype).requires_grad_()
+        weight, bias = (torch.ones(WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+        layers = {
+            "LayerNorm": lambda: layer_norm(x, (WIDTH,), weight, bias, 1e-5),
+            "RmsNorm": lambda: rms_norm(x, (WIDTH,), weight, 1e-5),
+        }
+        for name, layer in layers.items():
+
+            def both():
+                y = layer()
+                torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+            row(f"{name}, forward", dtype, 2 * width, layer)
+            row(f"{name}, forward and backward", dtype, 6 * width, both)
+
+
+main()

@@ -1,0 +1,74 @@
+"""How soon all ranks are told when one does not come, dies, or brings another model."""
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from .harness import say
+
+RANKS = 4
+# The rank that fails.
+FAILING = 2
+# Seconds until the ranks that came give up.
+PATIENCE = 20
+CASES = {
+    "absent": f"a rank never comes (after the time-out of {PATIENCE} s)",
+    "killed": "a rank is killed while the others join",
+    "model": "a rank has another model",
+}
+
+
+def measure(command, fault, repetitions):
+    """Returns, for each repetition, the seconds from the failure until all processes have ended."""
+    return [run(command, fault) for _ in range(repetitions)]
+
+
+def run(command, fault):
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder) / "events"
+        # Where nobody fails, only the time-out ends the wait.
+        timeout = PATIENCE if fault == "absent" else 10 * PATIENCE
+        command = [*command, "--fault", fault, "--rank", FAILING, "--timeout", timeout, "--events", events]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=15 * PATIENCE)
+        finally:
+            process.terminate()
+        ended = time.time()
+        assert process.returncode != 0, output
+        lines = [json.loads(line) for line in events.read_text().splitlines()]
+        assert not any(line["event"] == "done" for line in lines), output
+        seconds = ended - failure(fault, lines)
+        say(f"{command[0]}, {fault}: {seconds:.2f} s")
+        return seconds
+
+
+def failure(fault, lines):
+    """Returns the moment of the failure."""
+
+    def last(event):
+        return max(line["time"] for line in lines if line["event"] == event)
+
+    match fault:
+        case "absent":
+            return last("begin") + PATIENCE
+        case "killed":
+            return last("killed")
+        case "model":
+            return last("joined")
+
+
+def table(rows):
+    """Returns the lines of a table; `rows` are titles with the measurements of each case."""
+    lines = ["| run | " + " | ".join(CASES.values()) + " |", "|---|" + "---|" * len(CASES)]
+    for title, measured in rows:
+        cells = [f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})" for times in measured]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return lines

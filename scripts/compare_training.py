@@ -1,0 +1,203 @@
+"""Trains the same models with candle-ddp and with PyTorch's DDP over Gloo, on two ranks, and compares them.
+
+    python3 scripts/compare_training.py
+    python3 scripts/compare_training.py --check
+
+Both start from the same weights and see the same samples in the same order. The first command measures how long each takes
+to a loss, in alternating runs, and writes the table to benches/results/; in about 8 minutes on 2 cores, without what cargo
+needs. Either fails unless the losses of the first 50 steps agree to 1e-3; the second makes only the runs for that, of smaller
+models. The environment variable CANDLE_DDP_PYTHON names a Python interpreter with torch, numpy and safetensors (default:
+python3).
+"""
+
+import argparse
+import datetime
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare import harness
+from compare.harness import say
+
+PEERS = Path(__file__).resolve().parent / "compare"
+SYSTEMS = ["candle-ddp", "PyTorch, Gloo"]
+TOLERANCE = 1e-3
+CHECKED_STEPS = 50
+# The loss of a step is noisy: a target is reached by the mean of so many steps.
+MEAN_OF = 10
+
+
+@dataclass
+class Program:
+    """An example and its counterpart scripts/compare/NAME_pytorch.py, which have the same options."""
+
+    title: str
+    # Options of both.
+    settings: dict
+    # Options of the example alone.
+    ours: dict
+    # Options of both that --check has in place of those above.
+    check: dict
+    # The data for both, or for the counterpart alone if the example makes them itself: their path, given the cache's.
+    data: Callable[[Path], Path]
+    example_makes_data: bool
+    # The training loss to reach.
+    target: float
+
+
+PROGRAMS = {
+    "char_gpt": Program(
+        title="GPT, 4 layers of width 128, 128 characters, batch 16 on each rank, AdamW",
+        settings={
+            "steps": 130,
+            "batch-size": 16,
+            "lr": 0.002,
+            "warmup": 20,
+            "context": 128,
+            "width": 128,
+            "heads": 4,
+            "layers": 4,
+        },
+        # PyTorch's counterpart does not shard the optimizer state either.
+        ours={"zero": "false"},
+        check={"steps": CHECKED_STEPS, "layers": 2},
+        data=lambda _: harness.ROOT / "docs",
+        example_makes_data=False,
+        target=2.9,
+    ),
+    "cifar10_resnet18": Program(
+        title="ResNet-18, 1498 digits in CIFAR-10's format without augmentation, batch 28 on each rank, SGD with momentum",
+        settings={"epochs": 2, "batch-size": 28, "lr": 0.01, "width": 64},
+        # As many threads as PyTorch's counterpart has.
+        ours={"augment": "false", "workers": 0},
+        check={"width": 16},
+        data=lambda cache: next((cache / "candle-ddp").glob("digits-cifar10-*")),
+        example_makes_data=True,
+        target=0.5,
+    ),
+}
+
+
+def main():
+    options = parse()
+    folder = harness.build(*(word for name in options.programs for word in ("--example", name)))
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.programs:
+            results[name] = measure(name, options, folder, Path(scratch))
+    if not options.check:
+        path = options.output / "training.md"
+        path.write_text("\n".join([*document(options, results), ""]))
+        say(f"written: {path}")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare the losses of the first steps only")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of both [3]")
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
+    parser.add_argument("--output", type=Path, default=harness.ROOT / "benches" / "results", help="the folder")
+    return parser.parse_args()
+
+
+def measure(name, options, folder, scratch):
+    """Returns the largest difference of the losses, and for each round the times of both systems."""
+    program, differences, times = PROGRAMS[name], [], []
+    settings = program.settings | (program.check if options.check else {})
+    for number in range(1, 2 if options.check else options.rounds + 1):
+        steps = []
+        for system, run in zip(SYSTEMS, (ours, pytorch)):
+            say(f"{name}, round {number}: {system}")
+            steps.append(run(name, settings, folder, scratch))
+        differences.append(compare(name, *steps))
+        if not options.check:
+            times.append([time_to(rows, program.target) for rows in steps])
+    return max(differences), times
+
+
+def ours(name, settings, folder, scratch):
+    """Runs the example, which also writes its initial weights, and returns its metrics by step."""
+    program = PROGRAMS[name]
+    settings = settings | program.ours | {"export-init": scratch / f"{name}.safetensors"}
+    if not program.example_makes_data:
+        settings["data"] = program.data(scratch)
+    return run([folder / "examples" / name], settings, scratch)
+
+
+def pytorch(name, settings, _, scratch):
+    settings = settings | {"init": scratch / f"{name}.safetensors", "data": PROGRAMS[name].data(scratch)}
+    return run([harness.PYTHON, PEERS / f"{name}_pytorch.py"], settings, scratch)
+
+
+def run(command, settings, scratch):
+    settings = settings | {"metrics": scratch / "metrics.jsonl"}
+    command = [*command, *(word for key, value in settings.items() for word in (f"--{key}", value))]
+    harness.run_ranks(command, 2, harness.OneHost(), {"XDG_CACHE_HOME": scratch})
+    return [row for row in harness.json_lines(settings["metrics"].read_text()) if "loss" in row]
+
+
+def compare(name, ours, pytorch):
+    """Returns the largest difference of the losses of the first steps. Fails unless they agree."""
+    pairs = [(a["step"], a["loss"], b["loss"]) for a, b in zip(ours, pytorch, strict=True)][:CHECKED_STEPS]
+    differences = {step: abs(a - b) / b for step, a, b in pairs}
+    say("step, loss of candle-ddp, loss of PyTorch, relative difference")
+    for step, a, b in pairs:
+        if step in (1, 2, 5) or step % 10 == 0:
+            say(f"{step:>4} {a:.6f} {b:.6f} {differences[step]:.1e}")
+    worst = max(differences, key=differences.get)
+    say(f"the largest difference in {len(pairs)} steps: {differences[worst]:.1e}, in step {worst}")
+    if len(pairs) < CHECKED_STEPS or differences[worst] > TOLERANCE:
+        sys.exit(f"{name}: the losses do not agree to {TOLERANCE:g} in {CHECKED_STEPS} steps")
+    return differences[worst]
+
+
+def time_to(rows, target):
+    """Returns the seconds to the target, its step, and the seconds per step."""
+    losses = [row["loss"] for row in rows]
+    for step in range(MEAN_OF, len(losses) + 1):
+        if statistics.mean(losses[step - MEAN_OF : step]) <= target:
+            return rows[step - 1]["seconds"], step, rows[step - 1]["seconds"] / step
+    raise RuntimeError(f"the loss {target} is not reached in {len(losses)} steps; the last was {losses[-1]}")
+
+
+def document(options, results):
+    lines = [
+        "# Time to a loss, with PyTorch's DDP beside it, 2 ranks on one machine",
+        "",
+        "Both start from the same weights and see the same samples in the same order; one thread per rank. The time is from the "
+        f"first step to the one in which the mean training loss of {MEAN_OF} steps reaches the target. Medians of {options.rounds} "
+        "alternating runs, with the lowest and highest in brackets.",
+        "",
+        f"- Date: {options.date}",
+        f"- Machine: {harness.machine()}",
+        f"- Ours: {harness.toolchain()}",
+        f"- PyTorch: {harness.pytorch_version()}",
+        f"- Command: `python3 scripts/compare_training.py --programs {' '.join(options.programs)} --rounds {options.rounds}`",
+    ]
+    for name, (difference, rounds) in results.items():
+        program = PROGRAMS[name]
+        lines += ["", f"## {name}", "", f"{program.title}; to a loss of {program.target:g}.", ""]
+        lines += ["| | seconds | steps | ms per step |", "|---|---:|---:|---:|"]
+        for system, runs in zip(SYSTEMS, zip(*rounds)):
+            seconds, steps, per_step = zip(*runs)
+            cells = [spread(seconds, ".1f"), spread(steps, ".0f"), spread([1e3 * second for second in per_step], ".1f")]
+            lines.append(f"| {system} | {' | '.join(cells)} |")
+        ratios = [ours[0] / pytorch[0] for ours, pytorch in rounds]
+        lines += [
+            "",
+            f"candle-ddp takes {spread(ratios, '.2f')} of PyTorch's time. The losses of the first {CHECKED_STEPS} steps differ "
+            f"by at most {difference:.0e} of them.",
+        ]
+    return lines
+
+
+def spread(values, form):
+    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} … {high})"
+
+
+main()
