@@ -5,20 +5,20 @@
 //! ```
 //!
 //! ci: --batch-size 2 --steps 2 --modes local,ddp,after
+#[path = "../common/mod.rs"]
+mod common;
 mod net;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::optim::AdamW;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{FuncT, ModuleT, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::{Parser, ValueEnum};
+use common::median::median;
+use common::summary::peak_rss_bytes;
 use net::Model;
 use std::process::ExitCode;
 use std::time::Instant;
-
-// Training on the CPU constantly frees and allocates large tensors, which this allocator does without the kernel.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Measure training steps in several modes that alternate step by step, so that other load on the machine affects all
 /// equally. Prints a JSON object per mode: medians over steps of the slowest rank's times.
@@ -27,7 +27,7 @@ struct Options {
     /// The model.
     #[arg(long, value_enum, default_value = "mlp")]
     model: Model,
-    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18]
+    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18 and resnet50, 8 for the others]
     #[arg(long)]
     batch_size: Option<usize>,
     /// The number of measured steps of each mode.
@@ -36,6 +36,12 @@ struct Options {
     /// The modes to compare.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "local,ddp")]
     modes: Vec<Mode>,
+    /// The dtype of parameters and activations: f32, f16 or bf16.
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
+    /// The height and width of resnet50's images.
+    #[arg(long, default_value_t = 224)]
+    image_size: usize,
     /// The bucket size in MiB. [default: that of DdpOptions]
     #[arg(long)]
     bucket_cap_mib: Option<f64>,
@@ -59,26 +65,15 @@ const LEARNING_RATE: f64 = 1e-5;
 type Times = [f64; 3];
 
 fn main() -> ExitCode {
-    match run(&Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn run(options: &Options) -> Result<()> {
-    let pg = init_process_group(InitOptions::default())?;
-    pg.abort_on_error(|| measure(&pg, options))
+    common::main(measure)
 }
 
 fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let batch_size = options.batch_size.unwrap_or(options.model.batch_size());
-    let input = options.model.input(batch_size, pg.device())?;
+    let input = options.model.input(batch_size, options.image_size, options.dtype, pg.device())?;
     let default = DdpOptions::default();
     let ddp = DdpOptions { bucket_cap_mb: options.bucket_cap_mib.unwrap_or(default.bucket_cap_mb), ..default };
-    let new = |mode: &Mode| Trainer::new(*mode, options.model, pg, ddp.clone());
+    let new = |mode: &Mode| Trainer::new(*mode, options.model, options.dtype, pg, ddp.clone());
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -100,6 +95,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let line = serde_json::json!({
             "model": options.model.name(),
             "mode": mode.name(),
+            "dtype": options.dtype.as_str(),
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,
@@ -112,13 +108,6 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         println!("{line}");
     }
     Ok(())
-}
-
-/// Returns the most memory that this process has had so far; `None` on systems without /proc.
-fn peak_rss_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    line.split_whitespace().next()?.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
 }
 
 impl Mode {
@@ -144,14 +133,14 @@ enum Net {
 }
 
 impl Trainer {
-    fn new(mode: Mode, model: Model, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+    fn new(mode: Mode, model: Model, dtype: DType, pg: &ProcessGroup, options: DdpOptions) -> Result<Self> {
         let (varmap, device) = (VarMap::new(), pg.device());
-        let plain = || model.build(VarBuilder::from_varmap(&varmap, DType::F32, device));
+        let plain = || model.build(VarBuilder::from_varmap(&varmap, dtype, device));
         let net = match mode {
             Mode::Local => Net::Local(plain()?),
             Mode::Ddp => {
                 let build = |vb| model.build(vb);
-                Net::Ddp(DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?)
+                Net::Ddp(DistributedDataParallel::new(pg, &varmap, dtype, build, options)?)
             }
             Mode::After => {
                 let net = plain()?;
@@ -173,21 +162,23 @@ impl Trainer {
     }
 
     fn step(&mut self, input: &Tensor) -> Result<Times> {
-        let start = Instant::now();
+        // On a GPU, calls only enqueue work.
+        let now = || input.device().synchronize().map(|()| Instant::now());
+        let start = now()?;
         let output = match &self.net {
             Net::Local(net) => net.forward_t(input, true)?,
             Net::Ddp(ddp) => ddp.forward_t(input, true)?,
         };
         let loss = output.sqr()?.mean_all()?;
-        let forward = Instant::now();
+        let forward = now()?;
         let gradients = match &self.net {
             Net::Local(_) => loss.backward()?,
             Net::Ddp(ddp) => ddp.backward(&loss)?,
         };
-        let backward = Instant::now();
+        let backward = now()?;
         self.optimizer.step(&gradients)?;
         let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
-        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, Instant::now())])
+        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now()?)])
     }
 }
 
@@ -210,11 +201,4 @@ fn slowest(pg: &ProcessGroup, times: Times) -> Result<Times> {
     let sum = |times: &Vec<f64>| times.iter().sum::<f64>();
     let slowest = all.to_vec2::<f64>()?.into_iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
     Ok(slowest.and_then(|times| times.try_into().ok()).unwrap_or(times))
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2. }
 }

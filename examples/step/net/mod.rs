@@ -1,9 +1,12 @@
 //! The models, with the layers of this crate.
+#[path = "../../char_gpt/block.rs"]
+mod block;
 mod deeplab;
 mod gpt;
-mod resnet;
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use super::common::batch_norm::BatchNorm;
+use super::common::resnet::{Arch, ResNet, ResNetOptions, Stem};
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_ddp::nn::{linear, relu};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
@@ -14,6 +17,8 @@ pub(crate) enum Model {
     Mlp,
     /// ResNet-18 for images of 32 × 32.
     Resnet18,
+    /// torchvision's ResNet-50, for images of any size.
+    Resnet50,
     /// A small DeepLabv3+ for images of 64 × 64: depthwise and dilated convolutions, bilinear upsampling.
     Deeplab,
     /// A GPT of six layers of width 384, for 256 tokens.
@@ -25,6 +30,7 @@ impl Model {
         match self {
             Self::Mlp => "mlp",
             Self::Resnet18 => "resnet18",
+            Self::Resnet50 => "resnet50",
             Self::Deeplab => "deeplab",
             Self::Gpt => "gpt",
         }
@@ -33,17 +39,19 @@ impl Model {
     pub(crate) fn batch_size(self) -> usize {
         match self {
             Self::Mlp => 256,
-            Self::Resnet18 => 32,
+            Self::Resnet18 | Self::Resnet50 => 32,
             Self::Deeplab | Self::Gpt => 8,
         }
     }
 
     /// A batch.
-    pub(crate) fn input(self, batch_size: usize, device: &Device) -> Result<Tensor> {
-        let noise = |sample: &[usize]| Tensor::randn(0f32, 1., [&[batch_size], sample].concat(), device);
+    pub(crate) fn input(self, batch_size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        let noise =
+            |sample: &[usize]| Tensor::randn(0f32, 1., [&[batch_size], sample].concat(), device)?.to_dtype(dtype);
         match self {
             Self::Mlp => noise(&[1024]),
             Self::Resnet18 => noise(&[3, 32, 32]),
+            Self::Resnet50 => noise(&[3, image_size, image_size]),
             Self::Deeplab => noise(&[3, 64, 64]),
             Self::Gpt => {
                 Tensor::rand(0f32, gpt::VOCABULARY as f32, (batch_size, gpt::TOKENS), device)?.to_dtype(DType::U32)
@@ -54,7 +62,8 @@ impl Model {
     pub(crate) fn build(self, vb: VarBuilder) -> Result<FuncT<'static>> {
         match self {
             Self::Mlp => mlp(vb),
-            Self::Resnet18 => resnet::resnet18(vb),
+            Self::Resnet18 => resnet18(vb),
+            Self::Resnet50 => resnet50(vb),
             Self::Deeplab => deeplab::deeplab(vb),
             Self::Gpt => gpt::gpt(vb),
         }
@@ -64,4 +73,19 @@ impl Model {
 fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {
     let layers = (0..6).map(|layer| linear(1024, 1024, vb.pp(layer))).collect::<Result<Vec<_>>>()?;
     Ok(func_t(move |x, _| layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))))
+}
+
+fn resnet18(vb: VarBuilder) -> Result<FuncT<'static>> {
+    let options = ResNetOptions { arch: Arch::Resnet18, stem: Stem::Cifar, width: 64, dilated_stages: 0 };
+    resnet(options, 10, vb)
+}
+
+fn resnet50(vb: VarBuilder) -> Result<FuncT<'static>> {
+    let options = ResNetOptions { arch: Arch::Resnet50, stem: Stem::ImageNet, width: 64, dilated_stages: 0 };
+    resnet(options, 1000, vb)
+}
+
+fn resnet(options: ResNetOptions, classes: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
+    let net = ResNet::new(options, classes, &BatchNorm::local, vb)?;
+    Ok(func_t(move |x, train| net.forward_t(x, train)))
 }

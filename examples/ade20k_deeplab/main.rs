@@ -1,0 +1,260 @@
+//! Trains DeepLabv3+ on ADE20K, on all ranks that the launcher starts. Without `--data` it trains a narrow one on drawings, in
+//! files laid out as ADE20K's:
+//!
+//! ```text
+//! cargo run --release -- --nproc-per-node 2 --example ade20k_deeplab
+//! cargo run --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --weights resnet50.pth --sync-bn --amp f16
+//! cargo run --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --backbone xception65 --sync-bn --amp f16
+//! ```
+//!
+//! ci: --backbone xception41 --epochs 1 --width 8 --batch-size 2 --sync-bn
+//! ci: --epochs 4 --width 8 --batch-size 2 --lr 0.1 --sync-bn --require-miou 0.4
+mod backbone;
+#[path = "../common/mod.rs"]
+mod common;
+mod confusion;
+mod model;
+#[path = "../common/pictures.rs"]
+mod pictures;
+mod poly;
+mod small;
+mod xception;
+
+use backbone::BackboneKind;
+use candle_core::DType;
+use candle_ddp::checkpoint::{self, LoadOptions};
+use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::nn::{CrossEntropyOptions, cross_entropy_with_options};
+use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
+use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
+use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_nn::{VarBuilder, VarMap};
+use clap::builder::ArgPredicate;
+use clap::{Parser, ValueEnum};
+use common::batch_norm::BatchNormOptions;
+use common::options::TrainOptions;
+use common::run::Run;
+use common::summary::require;
+use common::{cache, convolution, resnet};
+use confusion::ConfusionMatrix;
+use model::{DeepLab, DeepLabOptions};
+use poly::ParamsPoly;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Train DeepLabv3+ on ADE20K with DistributedDataParallel.
+#[derive(Parser)]
+struct Options {
+    /// The folder of ADEChallengeData2016. [default: drawings in its layout]
+    #[arg(long, value_name = "FOLDER")]
+    data: Option<PathBuf>,
+    /// What finds the features. [default: resnet50 with --data, otherwise resnet18]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "resnet18",
+        default_value_if("data", ArgPredicate::IsPresent, "resnet50"),
+        hide_default_value = true
+    )]
+    backbone: BackboneKind,
+    /// Begin with the weights of this file in the backbone, a ResNet: torchvision's `.pth` or safetensors.
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// By how much the backbone reduces height and width.
+    #[arg(long, value_enum, default_value = "16")]
+    output_stride: OutputStride,
+    /// The number of passes over the training images. [default: 60 with --data, otherwise 8]
+    #[arg(
+        long,
+        default_value = "8",
+        default_value_if("data", ArgPredicate::IsPresent, "60"),
+        hide_default_value = true
+    )]
+    epochs: u64,
+    /// The number of images per batch and rank.
+    #[arg(long, default_value_t = 4)]
+    batch_size: usize,
+    /// The height and width of the crops. [default: 512 with --data, otherwise 64]
+    #[arg(
+        long,
+        default_value = "64",
+        default_value_if("data", ArgPredicate::IsPresent, "512"),
+        hide_default_value = true
+    )]
+    crop_size: usize,
+    /// The channels of the ResNet's first stage, or of the input of Xception's first block; all others are in proportion.
+    /// [default: 64, as in the papers, with --data or --weights, otherwise 16]
+    #[arg(
+        long,
+        default_value = "16",
+        default_value_ifs([("data", ArgPredicate::IsPresent, "64"), ("weights", ArgPredicate::IsPresent, "64")]),
+        hide_default_value = true
+    )]
+    width: usize,
+    /// SGD's highest learning rate, which falls with the power 0.9 of the steps that are left. [default: 0.02 with --data,
+    /// otherwise 0.1]
+    #[arg(
+        long,
+        default_value = "0.1",
+        default_value_if("data", ArgPredicate::IsPresent, "0.02"),
+        hide_default_value = true
+    )]
+    lr: f64,
+    /// The number of threads that read images on each rank.
+    #[arg(long, default_value_t = 2)]
+    workers: usize,
+    /// Fail unless the mean intersection over union after the last epoch is at least this, from 0 to 1.
+    #[arg(long, value_name = "MIOU")]
+    require_miou: Option<f64>,
+    #[command(flatten)]
+    batch_norm: BatchNormOptions,
+    #[command(flatten)]
+    training: TrainOptions,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum OutputStride {
+    #[value(name = "8")]
+    Eight,
+    #[value(name = "16")]
+    Sixteen,
+    #[value(name = "32")]
+    ThirtyTwo,
+}
+
+impl OutputStride {
+    fn get(self) -> usize {
+        match self {
+            Self::Eight => 8,
+            Self::Sixteen => 16,
+            Self::ThirtyTwo => 32,
+        }
+    }
+}
+
+const CLASSES: usize = 150;
+
+fn main() -> ExitCode {
+    common::main(train)
+}
+
+fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let folder = match &options.data {
+        Some(folder) => folder.clone(),
+        None => cache::folder(pg, "drawings-ade20k", small::VERSION, small::write)?,
+    };
+    let size = options.crop_size;
+    let augmentation = (
+        RandomResize { min_size: size / 2, max_size: 2 * size },
+        RandomCrop { size: (size, size), pad_if_needed: true, ..Default::default() },
+        RandomHorizontalFlip::default(),
+    );
+    let train = Ade20k::new(&folder, Split::Train, augmentation)?;
+    let validation = Ade20k::new(&folder, Split::Eval, ())?;
+
+    let mut varmap = VarMap::new();
+    let deeplab = DeepLabOptions {
+        backbone: options.backbone,
+        width: options.width,
+        output_stride: options.output_stride.get(),
+        classes: CLASSES,
+    };
+    let norm = |channels, vb: VarBuilder| options.batch_norm.build(pg, channels, vb);
+    let ddp_options = options.training.ddp_options();
+    let ddp =
+        DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| DeepLab::new(deeplab, &norm, vb), ddp_options)?;
+    if let Some(path) = &options.weights {
+        let load_options = LoadOptions {
+            rename: Some(Arc::new(|name| format!("backbone.{name}"))),
+            // The classifier of the file, and all of the model but the backbone.
+            skip: Arc::new(|name| name.starts_with("backbone.fc.") || !name.starts_with("backbone.")),
+            ..Default::default()
+        };
+        checkpoint::load_with(&varmap, path, &load_options)?;
+    }
+    let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
+    let mut optimizer = Sgd::from_named(ddp.named_parameters(), params)?;
+    let mut scaler = options.training.grad_scaler(&ddp)?;
+
+    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    let sampler = DistributedSampler::new(train.len(), pg.world_size(), pg.rank(), sampler_options)?;
+    // Without padding every image counts once, and some ranks have one less than others.
+    let validation_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
+    let validation_sampler = DistributedSampler::new(validation.len(), pg.world_size(), pg.rank(), validation_options)?;
+    // A last batch of one image would leave a single value per channel to the batch norm of ASPP's branch for whole images.
+    let loader_options = LoaderOptions {
+        batch_size: options.batch_size,
+        num_workers: options.workers,
+        drop_last: true,
+        ..Default::default()
+    };
+    let mut loader =
+        StatefulDataLoader::new(train, sampler, loader_options, |samples| Normalize::IMAGENET.collate(samples))?;
+    // Whole images, which differ in size.
+    let loader_options = LoaderOptions { batch_size: 1, drop_last: false, ..loader_options };
+    let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, |samples| {
+        Normalize::IMAGENET.collate(samples)
+    })?;
+    let batches = loader.num_batches();
+    if batches == 0 {
+        let reason = format!("a rank has too few images for a batch of {}", options.batch_size);
+        return Err(Error::InvalidArgument { argument: "--batch-size", reason });
+    }
+    let total_steps = options.epochs * batches.div_ceil(options.training.accumulate.get()) as u64;
+    let mut schedule = LrScheduler::new(&mut optimizer, ParamsPoly { total_steps, power: 0.9 })?;
+
+    let mut run = Run::new(
+        pg,
+        &options.training,
+        "mIoU",
+        &mut [
+            ("model", &mut varmap),
+            ("optimizer", &mut optimizer),
+            ("schedule", &mut schedule),
+            ("scaler", &mut scaler),
+            ("loader", &mut loader),
+        ],
+    )?;
+    let loss_options = CrossEntropyOptions { ignore_index: IGNORE_INDEX, ..Default::default() };
+    for epoch in run.epochs(options.epochs) {
+        run.begin_epoch(epoch, batches);
+        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+            let (images, masks) = batch?;
+            let micro_batch = run.micro_batch(index);
+            // The gradients of all but the last batch of a step are only added up.
+            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let logits = ddp.forward_t(&images, true)?.to_dtype(DType::F32)?;
+            let loss = (cross_entropy_with_options(&logits, &masks, &loss_options)? / micro_batch.count as f64)?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            if micro_batch.is_last {
+                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
+                scaler.update()?;
+                schedule.step(&mut optimizer)?;
+            }
+            run.count(&micro_batch, &loss, masks.dim(0)?, optimizer.learning_rate())?;
+        }
+
+        let mut confusion = ConfusionMatrix::new(CLASSES);
+        for batch in validation_loader.iter_on(pg.device()) {
+            let (images, masks) = batch?;
+            confusion.add(&ddp.forward_t(&images, false)?.argmax(1)?, &masks)?;
+        }
+        confusion.all_reduce(pg)?;
+        run.end_epoch(
+            &ddp,
+            epoch,
+            confusion.mean_iou(),
+            &[("pixel accuracy", confusion.pixel_accuracy())],
+            &[
+                ("model", &varmap),
+                ("optimizer", &optimizer),
+                ("schedule", &schedule),
+                ("scaler", &scaler),
+                ("loader", &loader),
+            ],
+        )?;
+    }
+    let miou = run.finish(&ddp)?;
+    require("--require-miou", options.require_miou, "the mIoU", miou)
+}

@@ -1,0 +1,255 @@
+//! Trains a small GPT on a text, character by character, on all ranks that the launcher starts; then it writes some text:
+//!
+//! ```text
+//! cargo run --release -- --nproc-per-node 2 --example char_gpt
+//! cargo run --release -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
+//! ```
+//!
+//! ci: --steps 3 --layers 1 --width 32 --context 32 --batch-size 4 --accumulate 2 --amp bf16 --export target/char_gpt
+mod block;
+#[path = "../common/mod.rs"]
+mod common;
+mod model;
+#[path = "../generate/plain.rs"]
+mod plain;
+#[path = "../generate/sample.rs"]
+mod sample;
+mod text;
+#[path = "../generate/vocabulary.rs"]
+mod vocabulary;
+
+use candle_core::DType;
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::error::Context;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, WarmupCosine, ZeroRedundancyOptimizer};
+use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, checkpoint, nn};
+use candle_nn::{VarBuilder, VarMap};
+use clap::{ArgAction, Parser};
+use common::hash;
+use common::metrics::Metrics;
+use common::options::TrainOptions;
+use common::progress::Progress;
+use common::summary::Summary;
+use model::Gpt;
+use plain::Config;
+use sample::Sampling;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use text::Text;
+use vocabulary::Vocabulary;
+
+/// Train a small GPT on a text with DistributedDataParallel, ZeRO-1, gradient clipping and a cosine schedule.
+#[derive(Parser)]
+struct Options {
+    /// A text file, or a folder with .md files. [default: the documentation of candle-ddp]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/docs"), hide_default_value = true)]
+    data: PathBuf,
+    /// The number of steps of the optimizer.
+    #[arg(long, default_value_t = 500)]
+    steps: u64,
+    /// The number of pieces of text per batch and rank.
+    #[arg(long, default_value_t = 16)]
+    batch_size: usize,
+    /// AdamW's highest learning rate.
+    #[arg(long, default_value_t = 0.002)]
+    lr: f64,
+    /// The number of steps until the learning rate is highest; then it falls along half a cosine to a tenth.
+    #[arg(long, default_value_t = 50)]
+    warmup: u64,
+    /// The L2 norm to which the gradients are clipped.
+    #[arg(long, default_value_t = 1.)]
+    clip: f64,
+    /// Shard the optimizer state over the ranks (ZeRO-1).
+    #[arg(long, default_value_t = true, action = ArgAction::Set)]
+    zero: bool,
+    /// The number of characters that the model sees.
+    #[arg(long, default_value_t = 128)]
+    context: usize,
+    /// The length of the vectors within the model, a multiple of --heads.
+    #[arg(long, default_value_t = 128)]
+    width: usize,
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    #[arg(long, default_value_t = 4)]
+    layers: usize,
+    /// Save a checkpoint whenever this many steps have been made.
+    #[arg(long, default_value_t = 100, value_name = "STEPS")]
+    checkpoint_every: u64,
+    /// Write the initial weights to this file.
+    #[arg(long, value_name = "FILE")]
+    export_init: Option<PathBuf>,
+    /// Write the trained model to this folder, for the example `generate`.
+    #[arg(long, value_name = "FOLDER")]
+    export: Option<PathBuf>,
+    #[command(flatten)]
+    training: TrainOptions,
+}
+
+fn main() -> ExitCode {
+    common::main(train)
+}
+
+fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let (vocabulary, text, validation) = Text::read(&options.data, options.context)?;
+    let Options { context, width, heads, layers, .. } = *options;
+    let config = Config { vocabulary: vocabulary.len(), context, width, heads, layers };
+    let mut varmap = VarMap::new();
+    let ddp_options = options.training.ddp_options();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Gpt::new(config, vb), ddp_options)?;
+    if let Some(path) = &options.export_init {
+        checkpoint::save_distributed(pg, &varmap, path)?;
+    }
+
+    let params = ParamsAdamW { lr: options.lr, ..Default::default() };
+    let mut optimizer: Box<dyn Optimizer> = match options.zero {
+        true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+        false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+    };
+    let schedule = ParamsWarmupCosine {
+        warmup_steps: options.warmup.min(options.steps.saturating_sub(1)),
+        total_steps: options.steps,
+        start_factor: 0.1,
+        eta_min: 0.1 * options.lr,
+    };
+    let mut schedule = WarmupCosine::new(&mut optimizer, schedule)?;
+    let mut scaler = options.training.grad_scaler(&ddp)?;
+
+    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    let sampler = DistributedSampler::new(text.len(), pg.world_size(), pg.rank(), sampler_options)?;
+    let loader_options = LoaderOptions { batch_size: options.batch_size, drop_last: true, ..Default::default() };
+    let windows = 0..text.len();
+    let mut loader = StatefulDataLoader::new(windows, sampler, loader_options, move |windows| text.batch(&windows))?;
+    if loader.num_batches() == 0 {
+        let reason = format!("a rank has too few pieces of text for a batch of {}", options.batch_size);
+        return Err(Error::InvalidArgument { argument: "--batch-size", reason });
+    }
+
+    let mut checkpointer = options.training.checkpointer(pg, options.checkpoint_every)?;
+    let mut step = 0;
+    if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
+        let mut parts: [(&str, &mut dyn StateDict); 5] = [
+            ("model", &mut varmap),
+            ("optimizer", &mut optimizer),
+            ("schedule", &mut schedule),
+            ("scaler", &mut scaler),
+            ("loader", &mut loader),
+        ];
+        step = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
+    }
+
+    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), step > 0)?;
+    let mut progress =
+        Progress::new(pg, "steps".to_string(), options.steps.saturating_sub(step) as usize, "characters");
+    let mut summary = Summary::new("characters");
+    while step < options.steps {
+        let batches = loader.iter_on(pg.device());
+        let count = batches.len();
+        let (mut loss_sum, mut seen) = (0., 0);
+        for (index, batch) in batches.enumerate() {
+            let (x, y) = batch?;
+            let micro_batch = options.training.micro_batch(index, count);
+            // The gradients of all but the last batch of a step are only added up.
+            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let logits = ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?;
+            let loss = (nn::cross_entropy(&logits, &y)? / micro_batch.count as f64)?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            loss_sum += f64::from(loss.to_scalar::<f32>()?);
+            seen += y.elem_count();
+            if !micro_batch.is_last {
+                continue;
+            }
+            optimizer.unscale(&mut scaler, &mut grads)?;
+            let grad_norm = optimizer.clip_grad_norm(&mut grads, options.clip)?;
+            ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
+            scaler.update()?;
+            step += 1;
+
+            let [loss] = pg.all_reduce_scalars([std::mem::take(&mut loss_sum)], ReduceOp::Avg)?;
+            summary.count(seen);
+            progress.step(std::mem::take(&mut seen), loss);
+            metrics.write(&serde_json::json!({
+                "step": step,
+                "loss": loss,
+                "learning_rate": optimizer.learning_rate(),
+                "grad_norm": grad_norm,
+                "seconds": summary.seconds(),
+            }))?;
+            schedule.step(&mut optimizer)?;
+            if let Some(checkpointer) = &mut checkpointer {
+                let parts: [(&str, &dyn StateDict); 5] = [
+                    ("model", &varmap),
+                    ("optimizer", &optimizer),
+                    ("schedule", &schedule),
+                    ("scaler", &scaler),
+                    ("loader", &loader),
+                ];
+                checkpointer.save_if_due(step, &parts)?;
+            }
+            if step == options.steps {
+                break;
+            }
+        }
+    }
+    progress.finish();
+    if let Some(mut checkpointer) = checkpointer {
+        checkpointer.finish()?;
+    }
+
+    let loss = validate(&ddp, &validation, options.batch_size)?;
+    summary.print(&ddp, &[("validation loss", format!("{loss:.4} per character"))])?;
+    metrics.write(&serde_json::json!({
+        "validation_loss": loss,
+        "parameter_hash": common::summary::parameter_hash(&ddp)?.to_string(),
+    }))?;
+    if let Some(folder) = &options.export {
+        export(pg, folder, &config, &vocabulary, &varmap)?;
+    }
+    if pg.rank() == 0 { write_text(pg, config, &vocabulary, &varmap) } else { Ok(()) }
+}
+
+/// Returns the mean loss over all windows, of which each rank takes its part.
+fn validate(ddp: &DistributedDataParallel<Gpt>, text: &Text, batch_size: usize) -> Result<f64> {
+    let pg = ddp.process_group();
+    let options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
+    let sampler = DistributedSampler::new(text.len(), pg.world_size(), pg.rank(), options)?;
+    let options = LoaderOptions { batch_size, ..Default::default() };
+    let loader = DataLoader::new(options, |windows| text.batch(windows))?;
+    let (mut sum, mut count) = (0., 0.);
+    for batch in loader.iter(&sampler) {
+        let (x, y) = batch?;
+        let (x, y) = (x.to_device(pg.device())?, y.to_device(pg.device())?);
+        let loss = nn::cross_entropy(&ddp.forward(&x)?.to_dtype(DType::F32)?.flatten_to(1)?, &y)?;
+        sum += f64::from(loss.to_scalar::<f32>()?) * y.elem_count() as f64;
+        count += y.elem_count() as f64;
+    }
+    let [sum, count] = pg.all_reduce_scalars([sum, count], ReduceOp::Sum)?;
+    Ok(sum / count)
+}
+
+/// Writes what `generate` reads.
+fn export(pg: &ProcessGroup, folder: &Path, config: &Config, vocabulary: &Vocabulary, varmap: &VarMap) -> Result<()> {
+    if pg.rank() == 0 {
+        let config = serde_json::json!({
+            "vocabulary": vocabulary.to_string(),
+            "context": config.context,
+            "width": config.width,
+            "heads": config.heads,
+            "layers": config.layers,
+        });
+        let writing = || format!("writing to {}", folder.display());
+        std::fs::create_dir_all(folder).with_context(writing)?;
+        std::fs::write(folder.join("config.json"), format!("{config:#}\n")).with_context(writing)?;
+    }
+    checkpoint::save_distributed(pg, varmap, folder.join("model.safetensors"))
+}
+
+/// Prints text that the model draws. This is how a program uses the model that knows candle alone, such as `generate`, and
+/// with the same seed both print the same.
+fn write_text(pg: &ProcessGroup, config: Config, vocabulary: &Vocabulary, varmap: &VarMap) -> Result<()> {
+    let gpt = plain::Gpt::new(config, VarBuilder::from_varmap(varmap, DType::F32, pg.device()))?;
+    let sampling = Sampling { length: 300, temperature: 0.8, seed: 0 };
+    let (text, logits) = sampling.run(&gpt, vocabulary, "\n", pg.device())?;
+    println!("{text}\nlogits {logits}");
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! The command-line options of all training programs. Each adds its own, such as the batch size, with their defaults.
+use candle_core::DType;
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
+};
+use clap::{Args, ValueEnum};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+#[derive(Args)]
+pub(crate) struct TrainOptions {
+    /// The seed for the initial parameters and the order of the samples.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// The number of batches whose gradients are added up for one step of the optimizer.
+    #[arg(long, value_name = "BATCHES", default_value = "1")]
+    pub(crate) accumulate: NonZeroUsize,
+    /// Compute in this dtype; the variables remain f32. On CPUs this is slower than f32.
+    #[arg(long, value_enum)]
+    pub(crate) amp: Option<Amp>,
+    /// Write one JSON object per line to this file (on rank 0).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics: Option<PathBuf>,
+    /// Save to this folder what a later run needs to continue.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    /// Continue from the latest checkpoint in the folder, if there is one.
+    #[arg(long, requires = "checkpoints")]
+    pub(crate) resume: bool,
+    /// Write a timeline of the training steps to this folder, for `ddprun --merge-traces`.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) trace: Option<PathBuf>,
+}
+
+/// A dtype for mixed precision.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub(crate) enum Amp {
+    Bf16,
+    /// With loss scaling, since small gradients vanish in f16.
+    F16,
+}
+
+impl TrainOptions {
+    pub(crate) fn ddp_options(&self) -> DdpOptions {
+        let default = DdpOptions::default();
+        let mixed_precision = self.amp.map(|amp| MixedPrecision {
+            param_dtype: Some(match amp {
+                Amp::Bf16 => DType::BF16,
+                Amp::F16 => DType::F16,
+            }),
+            reduce_dtype: Some(DType::F32),
+            buffer_dtype: None,
+        });
+        DdpOptions {
+            init_seed: Some(self.seed),
+            mixed_precision,
+            trace: self.trace.clone().or(default.trace),
+            ..default
+        }
+    }
+
+    /// Returns the gradient scaler, which does nothing unless the model computes in f16.
+    pub(crate) fn grad_scaler<M>(&self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
+        let options = GradScalerOptions { enabled: self.amp == Some(Amp::F16), ..Default::default() };
+        GradScaler::new(ddp.process_group(), ddp.named_parameters(), options)
+    }
+
+    /// Returns what saves the run, if there is a folder for it: every `every` steps or epochs.
+    pub(crate) fn checkpointer(&self, pg: &ProcessGroup, every: u64) -> Result<Option<Checkpointer>> {
+        let options = CheckpointerOptions { every, ..Default::default() };
+        self.checkpoints.as_ref().map(|folder| Checkpointer::new(pg, folder, options)).transpose()
+    }
+
+    /// Returns the part of batch `index` of the `batches` that an epoch still has in its step.
+    pub(crate) fn micro_batch(&self, index: usize, batches: usize) -> MicroBatch {
+        let first = index - index % self.accumulate.get();
+        let count = self.accumulate.get().min(batches - first);
+        MicroBatch { count, is_last: index + 1 == first + count }
+    }
+}
+
+/// One of the batches whose gradients are added up for a step.
+pub(crate) struct MicroBatch {
+    /// Their number, by which each loss is divided: `--accumulate`, or less at the end of an epoch.
+    pub(crate) count: usize,
+    /// Whether the step follows. Before that, nothing is sent.
+    pub(crate) is_last: bool,
+}

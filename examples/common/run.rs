@@ -1,0 +1,166 @@
+//! What surrounds the loop of a program that trains for epochs: going on from a checkpoint, adding up gradients, the progress
+//! bar, the metrics, a checkpoint after each epoch, and the summary.
+use super::metrics::Metrics;
+use super::options::{MicroBatch, TrainOptions};
+use super::progress::Progress;
+use super::summary::{Summary, parameter_hash};
+use candle_core::Tensor;
+use candle_ddp::checkpoint::{Checkpointer, Json, StateDict};
+use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
+use serde_json::{Map, Value};
+use std::ops::RangeInclusive;
+
+pub(crate) struct Run<'a> {
+    pg: &'a ProcessGroup,
+    options: &'a TrainOptions,
+    /// What says how good the model is, from 0 to 1, such as "test accuracy".
+    measure: &'static str,
+    epochs_done: u64,
+    state: Json<State>,
+    checkpointer: Option<Checkpointer>,
+    metrics: Metrics,
+    summary: Summary,
+    /// Of the epoch: its progress and how many batches it has.
+    progress: Option<Progress>,
+    batches: usize,
+    /// Of the batches whose gradients are being added up.
+    loss_sum: f64,
+    samples: usize,
+}
+
+/// What a checkpoint has beside the parts of the program.
+#[derive(Default, serde::Deserialize, serde::Serialize)]
+struct State {
+    steps: u64,
+    /// How good the model was after the last epoch, and at best.
+    score: f64,
+    best_score: f64,
+}
+
+impl<'a> Run<'a> {
+    /// Starts the clock. With `--resume`, loads `parts` from the latest checkpoint, if there is one.
+    pub(crate) fn new(
+        pg: &'a ProcessGroup,
+        options: &'a TrainOptions,
+        measure: &'static str,
+        parts: &mut [(&str, &mut dyn StateDict)],
+    ) -> Result<Self> {
+        let mut checkpointer = options.checkpointer(pg, 1)?;
+        let (mut epochs_done, mut state) = (0, Json(State::default()));
+        if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.resume) {
+            let mut all: Vec<(&str, &mut dyn StateDict)> = vec![("run", &mut state)];
+            for (name, part) in parts {
+                all.push((*name, &mut **part));
+            }
+            epochs_done = checkpointer.load_latest(&mut all)?.unwrap_or(0);
+        }
+        Ok(Self {
+            pg,
+            options,
+            measure,
+            epochs_done,
+            state,
+            checkpointer,
+            metrics: Metrics::create(pg, options.metrics.as_deref(), epochs_done > 0)?,
+            summary: Summary::new("images"),
+            progress: None,
+            batches: 0,
+            loss_sum: 0.,
+            samples: 0,
+        })
+    }
+
+    /// Returns the numbers, from 1, of those of the `total` epochs that are not done.
+    pub(crate) fn epochs(&self, total: u64) -> RangeInclusive<u64> {
+        self.epochs_done + 1..=total
+    }
+
+    /// Begins an epoch, in which this rank has so many batches.
+    pub(crate) fn begin_epoch(&mut self, epoch: u64, batches: usize) {
+        self.batches = batches;
+        self.progress = Some(Progress::new(self.pg, format!("epoch {epoch}"), batches, "images"));
+    }
+
+    /// Returns which part of a step the batch `index` of the epoch is.
+    pub(crate) fn micro_batch(&self, index: usize) -> MicroBatch {
+        self.options.micro_batch(index, self.batches)
+    }
+
+    /// Counts a batch of so many samples, and its part of the step's loss. After the last one of a step, all ranks write
+    /// down their mean loss.
+    pub(crate) fn count(
+        &mut self,
+        micro_batch: &MicroBatch,
+        loss: &Tensor,
+        samples: usize,
+        learning_rate: f64,
+    ) -> Result<()> {
+        self.loss_sum += f64::from(loss.to_scalar::<f32>()?);
+        self.samples += samples;
+        if !micro_batch.is_last {
+            return Ok(());
+        }
+        let (loss, samples) = (std::mem::take(&mut self.loss_sum), std::mem::take(&mut self.samples));
+        let [loss] = self.pg.all_reduce_scalars([loss], ReduceOp::Avg)?;
+        self.state.0.steps += 1;
+        self.summary.count(samples);
+        if let Some(progress) = &mut self.progress {
+            progress.step(samples, loss);
+        }
+        self.metrics.write(&serde_json::json!({
+            "step": self.state.0.steps,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "seconds": self.summary.seconds(),
+        }))
+    }
+
+    /// Writes down how good the model is after the epoch, with `more` that was measured, and saves `parts`, to which that
+    /// belongs.
+    pub(crate) fn end_epoch<M>(
+        &mut self,
+        ddp: &DistributedDataParallel<M>,
+        epoch: u64,
+        score: f64,
+        more: &[(&str, f64)],
+        parts: &[(&str, &dyn StateDict)],
+    ) -> Result<()> {
+        if let Some(progress) = self.progress.take() {
+            progress.finish();
+        }
+        let scores = [&[(self.measure, score)], more].concat();
+        if self.pg.rank() == 0 {
+            let words: Vec<_> = scores.iter().map(|(name, score)| format!("{name} {:.2} %", 100. * score)).collect();
+            println!("epoch {epoch:>3}: {}", words.join(", "));
+        }
+        let mut line = Map::from_iter([("epoch".to_string(), epoch.into())]);
+        line.extend(scores.iter().map(|&(name, score)| (name.to_lowercase().replace(' ', "_"), score.into())));
+        line.insert("parameter_hash".to_string(), parameter_hash(ddp)?.to_string().into());
+        self.metrics.write(&Value::Object(line))?;
+
+        let state = &mut self.state.0;
+        let is_best = score > state.best_score;
+        (state.score, state.best_score) = (score, score.max(state.best_score));
+        if let Some(checkpointer) = &mut self.checkpointer {
+            let mut parts = parts.to_vec();
+            parts.push(("run", &self.state));
+            if is_best {
+                checkpointer.save_best(epoch, &parts)?
+            } else {
+                checkpointer.save(epoch, &parts)?
+            };
+        }
+        Ok(())
+    }
+
+    /// Waits until the last checkpoint is written, prints the summary, and returns how good the model is.
+    pub(crate) fn finish<M>(mut self, ddp: &DistributedDataParallel<M>) -> Result<f64> {
+        if let Some(checkpointer) = &mut self.checkpointer {
+            checkpointer.finish()?;
+        }
+        let State { score, best_score, .. } = self.state.0;
+        let result = format!("{:.2} %, {:.2} % at best", 100. * score, 100. * best_score);
+        self.summary.print(ddp, &[(self.measure, result)])?;
+        Ok(score)
+    }
+}

@@ -1,0 +1,87 @@
+//! What a run prints at its end.
+use super::hash::Hash;
+use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
+use std::time::Instant;
+
+pub(crate) struct Summary {
+    started: Instant,
+    /// What is counted, such as "images".
+    unit: &'static str,
+    samples: usize,
+}
+
+impl Summary {
+    /// Starts the clock.
+    pub(crate) fn new(unit: &'static str) -> Self {
+        Self { started: Instant::now(), unit, samples: 0 }
+    }
+
+    /// Counts what this rank has trained on.
+    pub(crate) fn count(&mut self, samples: usize) {
+        self.samples += samples;
+    }
+
+    /// The seconds since the start.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+
+    /// Prints, on rank 0, how much was trained, and `results` with their names. Every rank calls it.
+    pub(crate) fn print<M>(&self, ddp: &DistributedDataParallel<M>, results: &[(&str, String)]) -> Result<()> {
+        let (pg, seconds) = (ddp.process_group(), self.seconds());
+        let [samples] = pg.all_reduce_scalars([self.samples as f64], ReduceOp::Sum)?;
+        let hash = parameter_hash(ddp)?;
+        if pg.rank() > 0 {
+            return Ok(());
+        }
+        let parameters: usize = ddp.parameters().iter().map(|parameter| parameter.elem_count()).sum();
+        let mut lines = vec![
+            ("trained on", format!("{samples:.0} {} in {seconds:.1} s", self.unit)),
+            ("rate", format!("{:.0} {}/s on {} ranks", samples / seconds, self.unit, pg.world_size())),
+            ("parameters", format!("{parameters}, with the hash {hash} on all ranks")),
+        ];
+        if let Some(bytes) = peak_rss_bytes() {
+            lines.push(("memory of rank 0", format!("{:.0} MiB at most", bytes as f64 / f64::from(1 << 20))));
+        }
+        for (name, value) in lines.iter().chain(results) {
+            println!("{name:<20}{value}");
+        }
+        Ok(())
+    }
+}
+
+/// Fails if `value`, which `what` names, is below what the option `argument` requires.
+pub(crate) fn require(argument: &'static str, required: Option<f64>, what: &str, value: f64) -> Result<()> {
+    match required.filter(|required| value < *required) {
+        None => Ok(()),
+        Some(required) => {
+            let reason = format!("{what} {value:.4} does not reach {required}");
+            Err(Error::InvalidArgument { argument, reason })
+        }
+    }
+}
+
+/// Returns the hash of all parameters, which must be the same on every rank.
+pub(crate) fn parameter_hash<M>(ddp: &DistributedDataParallel<M>) -> Result<Hash> {
+    let hash = Hash::of_variables(ddp.named_parameters().into_iter().map(|(name, var)| (name, var.into_inner())))?;
+    same_everywhere(ddp.process_group(), hash)?;
+    Ok(hash)
+}
+
+fn same_everywhere(pg: &ProcessGroup, hash: Hash) -> Result<()> {
+    let hashes = pg.all_gather_object(&hash.0)?;
+    match hashes.iter().position(|&other| other != hashes[0]) {
+        None => Ok(()),
+        Some(rank) => {
+            let difference = format!("parameter hash {} instead of {}", Hash(hashes[rank]), Hash(hashes[0]));
+            Err(Error::Mismatch { what: "model", rank, difference })
+        }
+    }
+}
+
+/// Returns the most memory that this process has had so far; `None` on systems without /proc.
+pub(crate) fn peak_rss_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
+}

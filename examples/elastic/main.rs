@@ -1,0 +1,186 @@
+//! The training of `digits`, which goes on when a rank is killed:
+//!
+//! ```text
+//! cargo run --release -- --nproc-per-node 4 --max-restarts 5 --example elastic
+//! ```
+//!
+//! ci: --require-accuracy 0.97
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../digits/dataset.rs"]
+mod dataset;
+#[path = "../digits/net.rs"]
+mod net;
+
+use candle_core::{DType, Device};
+use candle_ddp::data::{DataLoader, LoaderOptions};
+use candle_ddp::elastic::{self, ElasticOptions, Parts, Progress, State};
+use candle_ddp::error::Context;
+use candle_ddp::nn;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, StateDict, WarmupCosine};
+use candle_ddp::seed::var_builder;
+use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result};
+use candle_nn::VarMap;
+use clap::Parser;
+use common::accuracy::accuracy;
+use common::summary::{parameter_hash, require};
+use dataset::Dataset;
+use net::Net;
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Train a convolutional network on 8×8 handwritten digits, also when ranks are killed.
+#[derive(Parser)]
+struct Options {
+    /// The number of passes over the training images.
+    #[arg(long, default_value_t = 25)]
+    epochs: usize,
+    /// The number of images per batch and rank.
+    #[arg(long, default_value_t = 32)]
+    batch_size: usize,
+    /// AdamW's highest learning rate.
+    #[arg(long, default_value_t = 0.005)]
+    learning_rate: f64,
+    /// The seed for the initial parameters and the order of the images.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// The smallest number of ranks with which training goes on. [default: all]
+    #[arg(long)]
+    min_world_size: Option<usize>,
+    /// Append one JSON object per event to this file, one per line (on rank 0).
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
+    /// Seconds to wait after each step, to have the time to kill a rank.
+    #[arg(long, default_value_t = 0.)]
+    pause: f64,
+    /// Seconds to wait for ranks, and for a collective.
+    #[arg(long, default_value_t = 600.)]
+    timeout: f64,
+    /// Write the state to this file after each epoch (on rank 0), and begin with what is in it.
+    #[arg(long, value_name = "FILE")]
+    checkpoint: Option<PathBuf>,
+    /// Fail unless the test accuracy after the last epoch is at least this, from 0 to 1.
+    #[arg(long, value_name = "ACCURACY")]
+    require_accuracy: Option<f64>,
+}
+
+/// What has to be the same on all ranks.
+struct Training {
+    varmap: VarMap,
+    optimizer: AdamW,
+    schedule: WarmupCosine,
+    progress: Progress,
+}
+
+impl Parts for Training {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        vec![
+            ("model", &mut self.varmap),
+            ("optimizer", &mut self.optimizer),
+            ("schedule", &mut self.schedule),
+            ("progress", &mut self.progress),
+        ]
+    }
+}
+
+impl Training {
+    fn new(options: &Options) -> Result<Self> {
+        let varmap = VarMap::new();
+        // The model that DDP builds later finds these variables.
+        Net::new(var_builder(&varmap, options.seed, DType::F32, &Device::Cpu))?;
+        let mut named: Vec<_> =
+            varmap.data().lock().expect("no panic").iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        named.sort_by(|(name, _), (other, _)| name.cmp(other));
+        let params = ParamsAdamW { lr: options.learning_rate, ..Default::default() };
+        let mut optimizer = AdamW::from_named(named, params)?;
+        let total_steps = options.epochs.max(1) as u64;
+        let schedule = WarmupCosine::new(
+            &mut optimizer,
+            ParamsWarmupCosine { warmup_steps: 0, total_steps, start_factor: 0., eta_min: options.learning_rate / 10. },
+        )?;
+        Ok(Self { varmap, optimizer, schedule, progress: Progress::default() })
+    }
+}
+
+fn main() -> ExitCode {
+    common::exit_code(run(&Options::parse()))
+}
+
+fn run(options: &Options) -> Result<()> {
+    let data = Dataset::digits(&Device::Cpu)?;
+    let mut state = State::new(Training::new(options)?);
+    if let Some(path) = options.checkpoint.as_ref().filter(|path| path.exists()) {
+        state.load(path)?;
+    }
+    let timeout = Duration::from_secs_f64(options.timeout);
+    let elastic_options = ElasticOptions {
+        init: InitOptions { backend: Backend::Cpu, timeout, ..Default::default() },
+        min_world_size: options.min_world_size,
+        ..Default::default()
+    };
+    elastic::run(elastic_options, &mut state, |pg, state| train(pg, state, options, &data))
+}
+
+fn train(
+    pg: &ProcessGroup,
+    state: &mut State<Training>,
+    options: &Options,
+    (train, test): &(Dataset, Dataset),
+) -> Result<()> {
+    let (rank, world_size) = (pg.rank(), pg.world_size());
+    report(options, pg, "begin", state)?;
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let loader_options = LoaderOptions { batch_size: options.batch_size, ..Default::default() };
+    let loader = DataLoader::new(loader_options, |indices| Ok((indices.len(), train.batch(indices)?)))?;
+
+    while state.progress.epoch < options.epochs {
+        // What is left of the epoch is dealt out to the ranks that are there now.
+        let epoch = state.progress.epoch;
+        let indices = state.progress.indices(train.len(), options.seed, rank, world_size)?;
+        for batch in loader.iter(indices) {
+            let (count, (images, labels)) = batch?;
+            let loss = nn::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
+            let gradients = ddp.backward(&loss)?;
+            let Training { optimizer, schedule, progress, .. } = &mut **state;
+            optimizer.step(&gradients)?;
+            progress.advance(count * world_size, train.len());
+            if progress.epoch > epoch {
+                schedule.step(optimizer)?;
+            }
+            state.commit()?;
+            report(options, pg, "commit", state)?;
+            std::thread::sleep(Duration::from_secs_f64(options.pause));
+        }
+        if let Some(path) = options.checkpoint.as_ref().filter(|_| rank == 0) {
+            state.save(path)?;
+        }
+    }
+
+    let indices: Vec<usize> = (rank..test.len()).step_by(world_size).collect();
+    let accuracy = accuracy(&ddp, [Ok(test.batch(&indices)?)])?;
+    let hash = parameter_hash(&ddp)?;
+    if rank == 0 {
+        println!("test accuracy {:.2} %, {} steps, parameters {hash}", 100. * accuracy, state.commits());
+    }
+    require("--require-accuracy", options.require_accuracy, "the test accuracy", accuracy)
+}
+
+/// Appends an event to the file, with the time and the process of rank 0.
+fn report(options: &Options, pg: &ProcessGroup, event: &str, state: &State<Training>) -> Result<()> {
+    let Some(path) = options.events.as_ref().filter(|_| pg.rank() == 0) else { return Ok(()) };
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0., |since| since.as_secs_f64());
+    let Progress { epoch, samples } = state.progress;
+    let line = serde_json::json!({
+        "event": event,
+        "time": time,
+        "world_size": pg.world_size(),
+        "commits": state.commits(),
+        "epoch": epoch,
+        "samples": samples,
+    });
+    let file = File::options().create(true).append(true).open(path);
+    file.and_then(|mut file| writeln!(file, "{line}")).with_context(|| format!("cannot write to {}", path.display()))
+}
