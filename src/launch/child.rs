@@ -26,3 +26,11 @@ pub(super) fn bind_to_launcher(command: &mut Command) {
     #[cfg(not(target_os = "linux"))]
     let _ = command;
 }
+
+/// Lets the child run only on the processors of `cpus`.
+pub(super) fn bind_to_cpus(command: &mut Command, cpus: rustix::thread::CpuSet) {
+    // SAFETY: as above. The closure makes one system call with a value that it owns.
+    unsafe {
+        command.pre_exec(move || Ok(rustix::thread::sched_setaffinity(None, &cpus)?));
+    }
+}

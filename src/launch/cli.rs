@@ -1,4 +1,5 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
+use super::numa::Binding;
 use super::processes::Processes;
 use super::streams::StreamSelection;
 use clap::builder::BoolishValueParser;
@@ -55,9 +56,9 @@ pub(crate) struct Cli {
     )]
     pub(crate) nproc_per_node: Processes,
 
-    /// Number of machines. Start ddprun once on each, with the same options and its own --node-rank. A range MIN:MAX is
-    /// not supported.
-    #[arg(long, env = "PET_NNODES", value_name = "N", default_value = "1", help_heading = RANKS)]
+    /// Number of machines. Start ddprun once on each, with the same options and its own --node-rank. A range MIN:MAX needs
+    /// --rdzv-backend c10d: the run goes on while MIN are there, and takes in more up to MAX.
+    #[arg(long, env = "PET_NNODES", value_name = "N|MIN:MAX", default_value = "1", help_heading = RANKS)]
     pub(crate) nnodes: String,
 
     /// Rank of this machine, from 0 to nnodes - 1. Machine 0 hosts the rendezvous store. [default: 0]
@@ -91,6 +92,13 @@ pub(crate) struct Cli {
     )]
     pub(crate) run_id: Option<String>,
 
+    /// Makes no secret for this run, and gives none to the workers: anyone who reaches the store can use it, as with torchrun.
+    /// By default, ddprun takes the secret in CANDLE_DDP_SECRET or in the file that CANDLE_DDP_SECRET_FILE names, which must
+    /// be the same on all machines, or makes one if the run is on this machine alone. PyTorch's programs know no secret: they
+    /// need this option where one is set, or where they share the store with programs of candle-ddp.
+    #[arg(long, alias = "no_secret", help_heading = RANKS)]
+    pub(crate) no_secret: bool,
+
     /// Role of the workers: ROLE_NAME in their environment, and ${role_name} in prefixes.
     #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default", help_heading = RANKS)]
     pub(crate) role: String,
@@ -120,7 +128,7 @@ pub(crate) struct Cli {
     #[arg(long, help_heading = BUILD)]
     pub(crate) debug: bool,
 
-    /// Folder for log files: DIR/RUN_ID/attempt_0/LOCAL_RANK/{stdout.log,stderr.log,error.json}. Existing logs are
+    /// Folder for log files: DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/{stdout.log,stderr.log,error.json}. Existing logs are
     /// never overwritten: if RUN_ID is taken, a number is appended to it. [default: a new folder in the system's
     /// temporary folder, if --redirects or --tee needs files]
     #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", value_name = "DIR", help_heading = OUTPUT)]
@@ -157,7 +165,9 @@ pub(crate) struct Cli {
     )]
     pub(crate) signals_to_handle: String,
 
-    /// Restarts of a failed run. Only 0 is supported. [default: 0]
+    /// How often ddprun starts workers again after one has failed. As with torchrun, all workers are ended and started
+    /// again, with TORCHELASTIC_RESTART_COUNT one higher. Of a program that runs candle_ddp::elastic::run, only the worker
+    /// that died is replaced; the others go on. [default: 0]
     #[arg(
         long,
         alias = "max_restarts",
@@ -168,6 +178,22 @@ pub(crate) struct Cli {
         help_heading = ENDING
     )]
     pub(crate) max_restarts: u32,
+
+    /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of the node
+    /// that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs, workers are dealt
+    /// out evenly over the nodes.
+    #[arg(long, alias = "numa_binding", env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
+    pub(crate) numa_binding: Option<Binding>,
+
+    /// Sets LOCAL_RANK=0 for every worker, and CUDA_VISIBLE_DEVICES to the one GPU that it may use.
+    #[arg(
+        long,
+        alias = "virtual_local_rank",
+        env = "PET_VIRTUAL_LOCAL_RANK",
+        value_parser = BoolishValueParser::new(),
+        help_heading = RANKS
+    )]
+    pub(crate) virtual_local_rank: bool,
 
     /// Accepted for compatibility with torchrun, which needs it for compiled programs: ddprun always runs PROGRAM
     /// directly.
@@ -185,43 +211,43 @@ pub(crate) struct Cli {
     )]
     pub(crate) merge_traces: Option<PathBuf>,
 
+    /// Says, from the files that all ranks wrote to this folder because of CANDLE_DDP_FLIGHT_RECORDER, which rank parted from
+    /// the others, and where. Starts no workers.
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = ["command", "example", "bin", "merge_traces"],
+        help_heading = OUTPUT
+    )]
+    pub(crate) explain: Option<PathBuf>,
+
     /// torchrun's option to run a Python module; refused with a hint.
     #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]
     pub(crate) module: bool,
 
-    /// torchrun's rendezvous backend; refused with a hint, like the next six options.
-    #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", value_name = "NAME", hide = true)]
+    /// How machines meet: `static` (a fixed number, each with its --node-rank, at --master-addr), or `c10d` (at
+    /// --rdzv-endpoint, where they get their ranks). [default: static]
+    #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", value_name = "static|c10d", help_heading = RANKS)]
     pub(crate) rdzv_backend: Option<String>,
 
-    /// torchrun's rendezvous endpoint.
-    #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", value_name = "HOST:PORT", hide = true)]
+    /// Where machines meet with --rdzv-backend c10d. The machine that has this address hosts the store. [default port: 29400]
+    #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", value_name = "HOST[:PORT]", help_heading = RANKS)]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// torchrun's rendezvous configuration.
-    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", hide = true)]
+    /// Times of the meeting, in seconds, as KEY=VALUE,…: join_timeout (600: for the machines that are needed),
+    /// last_call_timeout (30: for more of them), keep_alive_interval (0.5) and keep_alive_max_attempt (10): a machine is dead
+    /// after so many intervals without a sign of life; exit_barrier_timeout (300: how long a machine that has finished waits
+    /// for the others). is_host=true makes this machine host the store.
+    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
     pub(crate) rdzv_conf: Option<String>,
 
-    /// This machine's address in torchrun's rendezvous.
+    /// This machine's address in torchrun's rendezvous; refused with a hint, like the next option.
     #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
     pub(crate) local_addr: Option<String>,
 
     /// The ranks whose output torchrun shows.
     #[arg(long, alias = "local_ranks_filter", env = "PET_LOCAL_RANKS_FILTER", value_name = "LIST", hide = true)]
     pub(crate) local_ranks_filter: Option<String>,
-
-    /// torchrun's option to bind workers to the cores near their GPU.
-    #[arg(long, alias = "numa_binding", value_name = "NAME", hide = true)]
-    pub(crate) numa_binding: Option<String>,
-
-    /// torchrun's option that sets LOCAL_RANK=0 for every worker and shows each worker one GPU.
-    #[arg(
-        long,
-        alias = "virtual_local_rank",
-        env = "PET_VIRTUAL_LOCAL_RANK",
-        value_parser = BoolishValueParser::new(),
-        hide = true
-    )]
-    pub(crate) virtual_local_rank: bool,
 
     /// torchrun's polling interval for its workers; ignored, because ddprun is notified when a worker exits.
     #[arg(long, alias = "monitor_interval", env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]

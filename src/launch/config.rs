@@ -2,7 +2,10 @@
 use super::cargo::CargoTarget;
 use super::cli::Cli;
 use super::error::{Error, Result};
+use super::nodes::{Pace, Terms};
+use super::numa::Binding;
 use super::processes::Host;
+use super::secret::RunSecret;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
@@ -12,6 +15,18 @@ use std::time::{Duration, SystemTime};
 
 /// torchrun's default port. All machines of a run must agree on it beforehand.
 const DEFAULT_MASTER_PORT: u16 = 29500;
+/// torchrun's default port with `--rdzv-backend c10d`.
+const DEFAULT_ENDPOINT_PORT: u16 = 29400;
+
+/// How the nodes of a run on several machines meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Rendezvous {
+    /// What all nodes must have in common.
+    pub(super) terms: Terms,
+    pub(super) pace: Pace,
+    /// `--rdzv-backend static`: the number of nodes is fixed, and each knows its rank. Otherwise `c10d`.
+    pub(crate) is_static: bool,
+}
 
 /// The program that every worker runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,8 +67,10 @@ pub(crate) struct Config {
     pub(crate) program: Program,
     /// The program's arguments.
     pub(crate) args: Vec<OsString>,
-    /// The ranks of the run.
+    /// The ranks of the run. With `--rdzv-backend c10d`, nodes get other ranks when they meet.
     pub(crate) topology: Topology,
+    /// How the nodes meet; `None` on a single machine.
+    pub(crate) rendezvous: Option<Rendezvous>,
     /// The address of the store.
     pub(crate) master_addr: String,
     /// The store's port; `None` for a free one.
@@ -78,6 +95,16 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// Signals that end the run.
     pub(crate) signals: Vec<i32>,
+    /// How often workers that failed are started again.
+    pub(crate) max_restarts: u32,
+    /// What workers are bound to.
+    pub(crate) numa_binding: Option<Binding>,
+    /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if workers are to see one each.
+    pub(crate) virtual_devices: Option<Vec<String>>,
+    /// What the processes of the run prove to each other.
+    pub(crate) secret: RunSecret,
+    /// Whether the user wants no secret.
+    pub(crate) no_secret: bool,
 }
 
 impl Config {
@@ -88,8 +115,10 @@ impl Config {
     /// Returns [`Error::Usage`] if options are invalid, unsupported or contradictory.
     pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
         refuse_what_is_not_supported(&cli)?;
-        let topology = topology(&cli, host)?;
-        let (master_addr, master_port) = master(&cli, &topology)?;
+        let is_static = is_static(&cli)?;
+        let (min_nodes, max_nodes) = node_range(&cli, is_static)?;
+        let topology = topology(&cli, host, max_nodes, is_static)?;
+        let (master_addr, master_port) = master(&cli, &topology, is_static)?;
         let (redirects, tee) = (cli.redirects.clone(), cli.tee.clone());
         for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
             if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
@@ -116,13 +145,22 @@ impl Config {
         })?;
         let signals = signal::parse_list(&cli.signals_to_handle)?;
         let local = topology.local_world_size;
+        let numa_binding = cli.numa_binding;
+        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
-        let (role, log_dir) = (cli.role.clone(), cli.log_dir.clone());
+        let (role, log_dir, max_restarts) = (cli.role.clone(), cli.log_dir.clone(), cli.max_restarts);
+        let no_secret = cli.no_secret;
+        let secret = RunSecret::resolve(no_secret, topology.nodes)?;
+        let pace = Pace::parse(cli.rdzv_conf.as_deref().unwrap_or_default())?;
+        let terms = Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts };
+        let rendezvous = (max_nodes > 1).then_some(Rendezvous { terms, pace, is_static });
         let (program, args) = program(cli)?;
         Ok(Self {
             program,
             args,
             topology,
+            rendezvous,
             master_addr,
             master_port,
             run_id,
@@ -135,6 +173,11 @@ impl Config {
             prefix,
             shutdown_timeout,
             signals,
+            max_restarts,
+            numa_binding,
+            virtual_devices,
+            secret,
+            no_secret,
         })
     }
 }
@@ -143,56 +186,64 @@ fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
         return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
     }
-    const MEET: &str = "ddprun's machines rendezvous at --master-addr and --master-port: omit this option, and set those \
-                        two on every node";
-    const NUMA: &str = "binding workers to cores is not supported: omit this option, or start the workers through a script \
-                        that calls numactl for its LOCAL_RANK";
-    const VIRTUAL: &str = "every worker sees all GPUs and uses the one with index LOCAL_RANK: omit this option, or start \
-                           the workers through a script that sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK LOCAL_RANK=0";
-    let virtual_local_rank = cli.virtual_local_rank.then(|| "1".to_owned());
     let refused = [
-        ("--numa-binding", &cli.numa_binding, NUMA),
-        ("--virtual-local-rank", &virtual_local_rank, VIRTUAL),
-        ("--rdzv-backend", &cli.rdzv_backend, MEET),
-        ("--rdzv-endpoint", &cli.rdzv_endpoint, MEET),
-        ("--rdzv-conf", &cli.rdzv_conf, MEET),
         ("--local-addr", &cli.local_addr, "ranks detect their own addresses: omit this option"),
         ("--local-ranks-filter", &cli.local_ranks_filter, "use --redirects to hide the output of ranks, as in 1:3,2:3"),
     ];
-    // Empty values and the backend `static` are torchrun's defaults and match what ddprun does.
-    let given =
-        refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !["", "static"].contains(&text)));
+    // Empty values are torchrun's defaults and match what ddprun does.
+    let given = refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !text.is_empty()));
     if let Some((option, _, reason)) = given {
         return Err(Error::usage(option, reason));
-    }
-    if cli.max_restarts > 0 {
-        let reason = "restarting failed runs is not supported yet: omit this option, and start again from a checkpoint";
-        return Err(Error::usage("--max-restarts", reason));
     }
     Ok(())
 }
 
-fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
+/// The GPU of each of `workers` workers, given the value of CUDA_VISIBLE_DEVICES, if it is set.
+fn virtual_devices(visible: Option<&str>, workers: usize) -> Result<Vec<String>> {
+    let Some(list) = visible else { return Ok((0..workers).map(|gpu| gpu.to_string()).collect()) };
+    let devices: Vec<String> = list.split(',').map(|device| device.trim().to_owned()).collect();
+    if list.trim().is_empty() || devices.len() < workers {
+        let reason = format!("each of {workers} workers needs a GPU of its own, but CUDA_VISIBLE_DEVICES is {list:?}");
+        return Err(Error::usage("--virtual-local-rank", reason));
+    }
+    Ok(devices.into_iter().take(workers).collect())
+}
+
+/// Whether the nodes meet as in torchrun's static rendezvous.
+fn is_static(cli: &Cli) -> Result<bool> {
+    match cli.rdzv_backend.as_deref() {
+        None | Some("" | "static") => Ok(true),
+        Some("c10d") => Ok(false),
+        Some(other) => Err(Error::usage("--rdzv-backend", format!("{other:?} is not supported: use static or c10d"))),
+    }
+}
+
+/// The smallest and the largest number of nodes.
+fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
     let text = cli.nnodes.as_str();
     let (least, most) = text.split_once(':').unwrap_or((text, text));
-    let nodes = match (least.parse::<usize>(), most.parse::<usize>()) {
-        (Ok(least), Ok(most)) if least == most && least > 0 => least,
-        (Ok(least), Ok(most)) if least > 0 && least < most => {
-            let reason = format!("elastic runs ({text}) are not supported: give a single number");
-            return Err(Error::usage("--nnodes", reason));
-        }
-        _ => return Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines"))),
-    };
-    let node_rank = cli.node_rank.unwrap_or(0);
+    match (least.parse::<usize>(), most.parse::<usize>()) {
+        (Ok(least), Ok(most)) if least > 0 && least < most && is_static => Err(Error::usage(
+            "--nnodes",
+            format!("the range {text} needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node"),
+        )),
+        (Ok(least), Ok(most)) if least > 0 && least <= most => Ok((least, most)),
+        _ => Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines, nor MIN:MAX"))),
+    }
+}
+
+fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Topology> {
+    // Elsewhere, nodes get their ranks when they meet.
+    let node_rank = cli.node_rank.filter(|_| is_static).unwrap_or(0);
     if node_rank >= nodes {
         let reason = format!("{node_rank} is not between 0 and {} (--nnodes {nodes})", nodes - 1);
         return Err(Error::usage("--node-rank", reason));
     }
     if nodes > 1 && cli.standalone {
-        let reason = format!("means a single machine, but --nnodes is {nodes}: omit one of the two");
+        let reason = format!("means a single machine, but --nnodes is {}: omit one of the two", cli.nnodes);
         return Err(Error::usage("--standalone", reason));
     }
-    if nodes > 1 && cli.node_rank.is_none() {
+    if nodes > 1 && is_static && cli.node_rank.is_none() {
         let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
         return Err(Error::usage("--node-rank", reason));
     }
@@ -203,10 +254,21 @@ fn topology(cli: &Cli, host: &Host) -> Result<Topology> {
     Ok(Topology { nodes, node_rank, local_world_size })
 }
 
-fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
+/// The address of the store, and its port unless any free one will do.
+fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
     if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
         let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
         return Err(Error::usage("--standalone", reason));
+    }
+    // torchrun's `--standalone` ignores these as well.
+    let endpoint = cli.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.standalone);
+    if let Some(endpoint) = endpoint {
+        return master_at(endpoint, topology, is_static);
+    }
+    if !is_static && topology.nodes > 1 {
+        let reason =
+            "is required with --rdzv-backend c10d: HOST[:PORT] of the node that hosts the store, on every node";
+        return Err(Error::usage("--rdzv-endpoint", reason));
     }
     if cli.master_port == Some(0) {
         return Err(Error::usage(
@@ -222,7 +284,7 @@ fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
             ));
         }
         // Brackets are only for IPv6 addresses followed by a port.
-        Some(address) => address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address).into(),
+        Some(address) => without_brackets(address).into(),
         None if topology.nodes > 1 => {
             let reason =
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
@@ -232,6 +294,32 @@ fn master(cli: &Cli, topology: &Topology) -> Result<(String, Option<u16>)> {
     };
     let port = cli.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
     Ok((address, port))
+}
+
+fn without_brackets(address: &str) -> &str {
+    address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address)
+}
+
+/// The store's address from `--rdzv-endpoint HOST[:PORT]`.
+fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
+    let wrong = |reason: &str| Error::usage("--rdzv-endpoint", format!("{endpoint:?} {reason}"));
+    let (host, port) = match endpoint.rsplit_once(':') {
+        // An IPv6 address without brackets has no port.
+        Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, Some(port)),
+        _ => (endpoint, None),
+    };
+    let host = without_brackets(host.trim());
+    if host.is_empty() {
+        return Err(wrong("has no host: give HOST or HOST:PORT"));
+    }
+    let port = port.map(|port| port.parse::<u16>().map_err(|_| wrong("does not end with a port"))).transpose()?;
+    let default = if is_static { DEFAULT_MASTER_PORT } else { DEFAULT_ENDPOINT_PORT };
+    match port {
+        Some(0) if topology.nodes > 1 => Err(wrong("has port 0, which other nodes cannot know")),
+        Some(0) => Ok((host.into(), None)),
+        Some(port) => Ok((host.into(), Some(port))),
+        None => Ok((host.into(), (topology.nodes > 1).then_some(default))),
+    }
 }
 
 fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
@@ -316,13 +404,30 @@ mod tests {
     }
 
     #[test]
+    fn endpoints() {
+        let resolve = |endpoint: &str, nodes: &str| {
+            let args = ["--nnodes", nodes, "--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=a", "x"];
+            let config = resolve(&args).unwrap();
+            (config.master_addr, config.master_port, config.rendezvous.map(|with| with.terms.min_nodes))
+        };
+        assert_eq!(resolve("node0", "1:2"), ("node0".into(), Some(29400), Some(1)));
+        assert_eq!(resolve("[fd00::1]:7", "2"), ("fd00::1".into(), Some(7), Some(2)));
+        assert_eq!(resolve("fd00::1", "2"), ("fd00::1".into(), Some(29400), Some(2)));
+        // The usual command line for one machine.
+        assert_eq!(resolve("localhost:0", "1"), ("localhost".into(), None, None));
+    }
+
+    #[test]
     fn contradictions_say_what_to_do() {
         let cases: &[(&[&str], &str)] = &[
             (&[], "give a program to run"),
             (&["-m", "train"], "python -m"),
-            (&["--max-restarts", "1", "x"], "not supported yet"),
             (&["--nnodes", "0", "x"], "a positive number of machines"),
-            (&["--nnodes", "1:4", "x"], "elastic runs"),
+            (&["--nnodes", "1:4", "x"], "--rdzv-backend c10d"),
+            (&["--nnodes", "4:1", "--rdzv-backend", "c10d", "x"], "nor MIN:MAX"),
+            (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
+            (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:0", "x"], "port 0"),
+            (&["--rdzv-backend", "etcd", "x"], "static or c10d"),
             (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "between 0 and 1"),
             (&["--nnodes", "2", "--node-rank", "1", "x"], "name of machine 0"),
             (&["--nnodes", "2", "--master-addr", "a", "x"], "--node-rank"),

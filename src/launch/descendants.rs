@@ -99,11 +99,12 @@ fn read(pid: i32) -> Option<Process> {
 /// Parses a line of /proc/PID/stat: `PID (NAME) STATE PARENT GROUP …`. The name may contain any character.
 fn parse(stat: &str) -> Option<Process> {
     let (before, after) = stat.rsplit_once(") ")?;
-    let (pid, name) = before.split_once(" (")?;
-    // 0 is not a pid.
-    let mut fields = after.split(' ').skip(1).map(|field| field.parse().map(Pid::from_raw).ok());
+    let (number, name) = before.split_once(" (")?;
+    // 0 is not a pid; a process that is being removed has 0 and -1.
+    let pid = |field: &str| field.parse().ok().map(|pid: i32| Pid::from_raw(pid.max(0)));
+    let mut fields = after.split(' ').skip(1).map(pid);
     let (parent, group) = (fields.next()??, fields.next()??);
-    Some(Process { pid: Pid::from_raw(pid.parse().ok()?)?, parent, group, name: name.to_owned() })
+    Some(Process { pid: Pid::from_raw(number.parse().ok()?)?, parent, group, name: name.to_owned() })
 }
 
 #[cfg(test)]
@@ -118,6 +119,9 @@ mod tests {
         assert_eq!(parse("12 (a) S (1 b) S 3 4 5 0 -1"), Some(expected));
         let expected = Process { pid: pid(1), parent: None, group: None, name: "init".into() };
         assert_eq!(parse("1 (init) S 0 0 0 0 -1"), Some(expected));
+        // A process that is being removed is in no group.
+        let expected = Process { pid: pid(7), parent: None, group: None, name: "gone".into() };
+        assert_eq!(parse("7 (gone) X 0 -1 -1 0 -1"), Some(expected));
         assert_eq!(parse(""), None);
     }
 }

@@ -1,7 +1,17 @@
 //! The environment variables of a worker, which are torchrun's.
-use super::config::Config;
+use super::config::{Config, Topology};
+use crate::rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
 use std::path::Path;
+
+/// What tells apart the workers that get the same rank one after the other.
+#[derive(Debug, Clone)]
+pub(super) struct Incarnation {
+    /// The number of restarts so far.
+    pub(super) restart_count: u32,
+    /// The value of the variable by which elastic workers find their launcher.
+    pub(super) agent: String,
+}
 
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
@@ -20,15 +30,16 @@ pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
 /// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment.
 pub(super) fn variables(
     config: &Config,
+    topology: &Topology,
     local_rank: usize,
     master_port: u16,
     error_file: &Path,
+    incarnation: &Incarnation,
 ) -> Vec<(&'static str, OsString)> {
-    let topology = &config.topology;
     let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
     let mut variables: Vec<(&'static str, OsString)> = vec![
         ("RANK", rank.clone().into()),
-        ("LOCAL_RANK", local_rank.to_string().into()),
+        ("LOCAL_RANK", if config.virtual_devices.is_some() { 0 } else { local_rank }.to_string().into()),
         ("WORLD_SIZE", world_size.clone().into()),
         ("LOCAL_WORLD_SIZE", topology.local_world_size.to_string().into()),
         ("GROUP_RANK", topology.node_rank.to_string().into()),
@@ -39,12 +50,16 @@ pub(super) fn variables(
         ("ROLE_NAME", config.role.clone().into()),
         ("MASTER_ADDR", config.master_addr.clone().into()),
         ("MASTER_PORT", master_port.to_string().into()),
-        ("TORCHELASTIC_RESTART_COUNT", "0".into()),
-        ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
+        (STORE_VARIABLE, format!("{}:{master_port}", config.master_addr).into()),
+        ("TORCHELASTIC_RESTART_COUNT", incarnation.restart_count.to_string().into()),
+        ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string().into()),
         ("TORCHELASTIC_RUN_ID", config.run_id.clone().into()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         ("TORCHELASTIC_ERROR_FILE", error_file.into()),
+        (AGENT_VARIABLE, incarnation.agent.clone().into()),
     ];
+    let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
+    variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
     if std::env::var_os(PURGE_DELAY).is_none() {
         variables.push((PURGE_DELAY, "-1".into()));
     }

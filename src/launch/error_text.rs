@@ -11,6 +11,11 @@ pub(super) fn named_in(line: &str) -> Option<usize> {
     if let Some((_, rank)) = named.min() {
         return Some(rank);
     }
+    // Ranks that the others wait for, of which the first is named.
+    const LISTS: [&str; 2] = [" rank(s) [", " ranks arrived, missing: "];
+    if let Some((_, list)) = LISTS.iter().find_map(|list| line.split_once(list)) {
+        return list.split(|character: char| !character.is_ascii_digit()).next()?.parse().ok();
+    }
     let (_, reason) = line.split_once(" timed out after ")?.1.split_once(": ")?;
     reason.strip_prefix("rank ")?.split(' ').next()?.parse().ok()
 }
@@ -41,6 +46,22 @@ mod tests {
         };
         let late = timed_out("rank 12 has not started this collective: its last was sequence 5, barrier()");
         assert_eq!(named_in(&format!("Error: {late:?}")), Some(12));
+        let (timeout, store) = (std::time::Duration::from_secs(5), "10.0.0.1:29500".to_string());
+        let connect =
+            Error::Connect { rank: 3, peers: vec![12, 14], timeout, reason: "they do not answer".to_string() };
+        let late = |operation: &str, reason: &str| Error::StoreTimeout {
+            operation: operation.to_string(),
+            store: store.clone(),
+            timeout,
+            reason: reason.to_string(),
+        };
+        for error in [
+            connect,
+            late("init_process_group of rank 3", "rank(s) [12] have not chosen their devices"),
+            late("rendezvous of rank 3", "18 of 20 ranks arrived, missing: 12, 14. Check that they were started"),
+        ] {
+            assert_eq!(named_in(&format!("Error: {error:?}")), Some(12), "{error}");
+        }
         for other in
             [timed_out("all ranks have started it, but ranks [1] are too slow"), Error::invalid("rank 3", "is odd")]
         {

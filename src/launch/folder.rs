@@ -2,6 +2,7 @@
 use super::config::Config;
 use super::console::message;
 use super::error::{Error, Result};
+use crate::host::boot_id;
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};
@@ -11,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The maximum number of bytes read from an error file.
 const LONGEST_ERROR: u64 = 1 << 20;
 
-/// `LOG_DIR/RUN_ID/attempt_0/LOCAL_RANK/…`, torchrun's layout. Temporary unless it contains log files.
+/// `LOG_DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/…`, torchrun's layout. Temporary unless it contains log files.
 #[derive(Debug)]
 pub(super) struct RunFolder {
     path: PathBuf,
@@ -40,36 +41,43 @@ impl RunFolder {
             }
         };
         let folder = Self { path, workers, temporary };
-        for rank in 0..workers {
-            let path = folder.worker(rank);
-            std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
-        }
+        (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
         if files {
             message(format_args!("log files are in {}", folder.path.display()));
         }
         Ok(folder)
     }
 
-    fn worker(&self, local_rank: usize) -> PathBuf {
-        self.path.join("attempt_0").join(local_rank.to_string())
+    fn worker(&self, restart_count: u32, local_rank: usize) -> PathBuf {
+        self.path.join(format!("attempt_{restart_count}")).join(local_rank.to_string())
+    }
+
+    /// Creates the folder of a worker that is started after `restart_count` restarts.
+    pub(super) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
+        let path = self.worker(restart_count, local_rank);
+        std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))
     }
 
     /// Creates a log file for a worker.
-    pub(super) fn log_file(&self, local_rank: usize, name: &str) -> Result<(PathBuf, File)> {
-        let path = self.worker(local_rank).join(name);
+    pub(super) fn log_file(&self, restart_count: u32, local_rank: usize, name: &str) -> Result<(PathBuf, File)> {
+        let path = self.worker(restart_count, local_rank).join(name);
         let file = File::create_new(&path).map_err(|error| io_error(&path, error))?;
         Ok((path, file))
     }
 
     /// Returns the path to which a worker may write its error.
-    pub(super) fn error_file(&self, local_rank: usize) -> PathBuf {
-        self.worker(local_rank).join("error.json")
+    pub(super) fn error_file(&self, restart_count: u32, local_rank: usize) -> PathBuf {
+        self.worker(restart_count, local_rank).join("error.json")
     }
 
     /// Returns the error that a worker wrote, in torchrun's format or as plain text.
-    pub(super) fn error(&self, local_rank: usize) -> Option<String> {
+    pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<String> {
         let mut bytes = Vec::new();
-        File::open(self.error_file(local_rank)).ok()?.take(LONGEST_ERROR).read_to_end(&mut bytes).ok()?;
+        File::open(self.error_file(restart_count, local_rank))
+            .ok()?
+            .take(LONGEST_ERROR)
+            .read_to_end(&mut bytes)
+            .ok()?;
         let text = String::from_utf8_lossy(&bytes);
         let json: Option<serde_json::Value> = serde_json::from_str(&text).ok();
         let message = json.as_ref().and_then(|json| json.get("message"));
@@ -86,8 +94,8 @@ impl Drop for RunFolder {
         // `remove_dir_all` needs file descriptors, which may have run out, so remove entries one by one. The next run
         // removes a folder that cannot be removed now.
         for rank in 0..self.workers {
-            let _ = remove_file(self.error_file(rank));
-            let _ = remove_dir(self.worker(rank));
+            let _ = remove_file(self.error_file(0, rank));
+            let _ = remove_dir(self.worker(0, rank));
         }
         let _ = remove_dir(self.path.join("attempt_0"));
         if remove_dir(&self.path).is_err() {
@@ -99,8 +107,7 @@ impl Drop for RunFolder {
 /// Returns the prefix of temporary folders' names. It contains the boot id, because all processes of a boot see the
 /// same locks. A folder that is kept never has this prefix, whatever the run id is.
 fn temporary_prefix() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    format!("ddprun.tmp-{}-", boot.split('-').next().unwrap_or_default().trim())
+    format!("ddprun.tmp-{}-", boot_id().split('-').next().unwrap_or_default())
 }
 
 /// Removes temporary folders of killed runs: those that are not locked.

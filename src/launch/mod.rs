@@ -8,9 +8,11 @@
 //! - Dedicated threads forward the output line by line. If it is not read, the workers block, as on a full pipe, but
 //!   the launcher does not. If the launcher writes to a terminal, the workers see a pseudo-terminal, so that progress
 //!   bars and colours work as if the program had been started by hand.
-//! - The launcher on machine 0 hosts the rendezvous store, which outlives the workers (TORCHELASTIC_USE_AGENT_STORE).
+//! - The launcher on machine 0 hosts the rendezvous store, which outlives the workers (TORCHELASTIC_USE_AGENT_STORE). The
+//!   launchers of several machines meet there (`nodes`).
 //!
 //! `Cli` is the command line as typed, `Config` is its meaning, and `run` executes it.
+mod agent;
 mod cargo;
 mod child;
 mod cli;
@@ -20,12 +22,18 @@ mod descendants;
 mod environment;
 mod error;
 mod error_text;
+mod events;
 mod folder;
 mod lines;
+mod members;
+mod nodes;
+mod numa;
 mod output;
 mod printer;
 mod processes;
+mod report;
 mod root_cause;
+mod secret;
 mod signal;
 mod store;
 mod streams;
@@ -36,20 +44,25 @@ mod terminal;
 mod time;
 mod worker;
 
+use agent::Agent;
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
 use config::{Config, Program};
 use console::{Console, message};
 use error::{Error, Result, USAGE};
+use events::Events;
 use folder::RunFolder;
 use processes::Host;
+use rustix::thread::CpuSet;
+use secret::RunSecret;
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use supervisor::{Events, Outcome, Supervisor};
+use summary::Findings;
+use supervisor::{Outcome, Supervisor};
 use worker::{Exit, Starter};
 
 /// How long output may stay unread at the end of a run that must end at once.
@@ -81,9 +94,10 @@ fn parse() -> Result<Cli, ExitCode> {
 /// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
 /// process, such as the main thread, because the workers die with that thread.
 fn run(cli: Cli) -> ExitCode {
-    let result = match &cli.merge_traces {
-        Some(folder) => merge_traces(folder),
-        None => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    let result = match (&cli.merge_traces, &cli.explain) {
+        (Some(folder), _) => merge_traces(folder),
+        (None, Some(folder)) => explain(folder),
+        (None, None) => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
@@ -135,6 +149,11 @@ fn merge_traces(folder: &Path) -> Result<End> {
     Ok(End::now(0))
 }
 
+fn explain(folder: &Path) -> Result<End> {
+    message(crate::flight_recorder::explain_folder(folder)?);
+    Ok(End::now(0))
+}
+
 fn execute(config: &Config) -> Result<End> {
     let program: OsString = match &config.program {
         Program::Path(path) => path.clone(),
@@ -148,37 +167,58 @@ fn execute(config: &Config) -> Result<End> {
     };
     let events = Events::listen(&config.signals)?;
     store::check_address(config)?;
-    let (_store, master_port) = store::host(config)?;
+    let (server, master_port) = store::host(config)?;
+    if config.secret == RunSecret::None && !config.no_secret {
+        secret::say_none(master_port);
+    }
     let folder = RunFolder::create(config)?;
     let console = Console::get();
+    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
+    events.forward(incoming)?;
+    let (terminals, cpus) = (Vec::new(), cpus(config)?);
+    let intake = Some(intake);
+    let starter = Starter {
+        config,
+        topology: config.topology,
+        program: &program,
+        folder: &folder,
+        master_port,
+        console,
+        cpus,
+        intake,
+        terminals,
+    };
     let mut supervisor = Supervisor::new(config.shutdown_timeout);
-    let (sources, terminals) = (Vec::new(), Vec::new());
-    let mut starter = Starter { config, program: &program, folder: &folder, master_port, console, sources, terminals };
-    for local_rank in 0..config.topology.local_world_size {
-        supervisor.workers.push(starter.start(local_rank)?);
-    }
-    let Starter { sources, terminals, .. } = starter;
+    let link = store::link(config, server.as_ref(), master_port, &events)?;
+    let mut agent = Agent::new(starter, server, link);
+    // Before there is output of workers.
     say_threads(config);
-    let (closing, keep_open) = std::io::pipe().map_err(|error| Error::io("creating a pipe", error))?;
-    events.forward(sources, closing.into())?;
-    let (outcome, remains) = supervisor.watch(&events, terminals, keep_open);
+    if !agent.is_linked() {
+        agent.start_all(|worker| supervisor.workers.push(worker))?;
+    }
+    let (outcome, remains) = supervisor.watch(&events, &mut agent);
     let patience = config.shutdown_timeout;
     let (code, patience) = match outcome {
         Outcome::Success => (0, patience),
         Outcome::Signalled(signal) => (Exit::Signal(signal).code(), patience.min(UNREAD)),
-        Outcome::Failure(first) => {
-            let workers = &supervisor.workers;
-            let cause = root_cause::cause(workers, first, &remains, &config.topology);
-            if let Some(summary) = summary::of_failure(workers, cause, &remains, &folder, &config.topology) {
-                message(summary);
-            }
-            // The worker that caused the failure may not have failed itself.
-            let failed = [cause.worker, first].into_iter().filter_map(|index| workers.get(index));
-            let ended = failed.filter(|worker| root_cause::failed(worker)).find_map(|worker| worker.ended);
-            (ended.map_or(1, |ended| ended.how.code()), patience)
+        Outcome::Failure(_) | Outcome::Elsewhere => {
+            let (workers, topology) = (&supervisor.workers, agent.starter.topology);
+            let findings = Findings { workers, remains: &remains, folder: &folder, topology };
+            (report::report(&findings, outcome, &agent), patience)
         }
     };
+    agent.leave();
     Ok(End { code, patience, events: Some(events) })
+}
+
+/// The processors of each worker, if they are to be bound.
+fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
+    let Some(binding) = config.numa_binding else { return Ok(Vec::new()) };
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let listed = visible.map(|list| list.split(',').map_while(|gpu| gpu.trim().parse().ok()).collect::<Vec<usize>>());
+    let workers = config.topology.local_world_size;
+    let gpus = (Host::detect().gpus > 0).then(|| listed.unwrap_or_else(|| (0..workers).collect()));
+    numa::bind(binding, workers, gpus.as_deref())
 }
 
 fn say_threads(config: &Config) {

@@ -5,9 +5,10 @@ use super::tail::Tail;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::fs::File;
-use std::io::Write;
+use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// The maximum number of bytes per read.
 const CHUNK: usize = 1 << 16;
@@ -24,6 +25,8 @@ pub(super) struct Source {
     pub(super) fd: Option<OwnedFd>,
     /// The worker's local rank.
     pub(super) local_rank: usize,
+    /// The number of restarts before the worker was started.
+    pub(super) restart_count: u32,
     /// Which of the two streams this is.
     pub(super) target: Target,
     /// The line buffer, if the stream is shown.
@@ -84,20 +87,63 @@ impl Source {
     }
 }
 
-/// Forwards all output until every source or `closing` has ended, and then what is left in the pipes.
-pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, console: &Console) -> Remains {
+/// Where new streams are handed to the thread that reads all of them. Dropping it says that no more will come.
+#[derive(Debug)]
+pub(super) struct Intake {
+    sender: Sender<Source>,
+    wake: PipeWriter,
+}
+
+/// The thread's end of an [`Intake`].
+pub(super) struct Incoming {
+    receiver: Receiver<Source>,
+    woken: PipeReader,
+}
+
+/// Creates both ends.
+pub(super) fn intake() -> std::io::Result<(Intake, Incoming)> {
+    let (woken, wake) = std::io::pipe()?;
+    let (sender, receiver) = channel();
+    Ok((Intake { sender, wake }, Incoming { receiver, woken }))
+}
+
+impl Intake {
+    /// Has the thread read `source` as well.
+    pub(super) fn add(&self, source: Source) {
+        // The thread ends only after this end was dropped.
+        if self.sender.send(source).is_ok() {
+            let _ = (&self.wake).write(&[1]);
+        }
+    }
+}
+
+/// Adds a stream; that of a worker that took the place of another may take the place of the other's stream.
+fn insert(sources: &mut Vec<Source>, source: Source) {
+    let same = |other: &Source| (other.local_rank, other.target) == (source.local_rank, source.target);
+    match sources.iter_mut().find(|other| other.fd.is_none() && same(other)) {
+        Some(ended) => *ended = source,
+        None => sources.push(source),
+    }
+}
+
+/// Forwards all output until the [`Intake`] was dropped, and then what is left in the pipes.
+pub(super) fn forward(incoming: Incoming, console: &Console) -> Remains {
+    let Incoming { receiver, woken } = incoming;
     let mut buffer = vec![0; CHUNK];
-    let mut budget = vec![usize::MAX; sources.len()];
+    let mut sources: Vec<Source> = Vec::new();
+    let mut budget = Vec::new();
     let mut closed = false;
     loop {
+        receiver.try_iter().for_each(|source| insert(&mut sources, source));
+        budget.resize(sources.len(), if closed { REST } else { usize::MAX });
         let open: Vec<usize> = (0..).zip(&sources).filter(|(_, source)| source.fd.is_some()).map(|(i, _)| i).collect();
         let mut fds: Vec<PollFd<'_>> =
             sources.iter().filter_map(|source| source.fd.as_ref()).map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-        if open.is_empty() {
+        if open.is_empty() && closed {
             break;
         }
         if !closed {
-            fds.push(PollFd::new(&closing, PollFlags::IN));
+            fds.push(PollFd::new(&woken, PollFlags::IN));
         }
         let at_once = Timespec::default();
         match poll(&mut fds, closed.then_some(&at_once)) {
@@ -119,12 +165,25 @@ pub(super) fn forward(mut sources: Vec<Source>, closing: OwnedFd, console: &Cons
             }
         }
         if !closed && ready.get(open.len()) == Some(&true) {
-            closed = true;
-            budget.fill(REST);
+            closed = match rustix::io::read(&woken, &mut buffer) {
+                Ok(count) => count == 0,
+                Err(error) => error != Errno::INTR,
+            };
+            if closed {
+                budget.fill(REST);
+            }
         }
     }
     for (index, source) in sources.iter_mut().enumerate() {
         source.end(index, console);
     }
-    sources.into_iter().map(|source| (source.local_rank, source.target, source.tail)).collect()
+    // Of workers that were replaced, the last words of the latest one count.
+    sources.sort_by_key(|source| std::cmp::Reverse(source.restart_count));
+    let mut remains = Remains::new();
+    for Source { local_rank, target, tail, .. } in sources {
+        if !remains.iter().any(|(rank, other, _)| (*rank, *other) == (local_rank, target)) {
+            remains.push((local_rank, target, tail));
+        }
+    }
+    remains
 }

@@ -38,14 +38,21 @@ pub(super) fn cause(workers: &[Worker], first: usize, remains: &Remains, topolog
     Cause { worker, elsewhere: None }
 }
 
-/// Returns whether the worker failed by itself, and not because ddprun ended it.
+/// The worker that was the first to fail by itself.
+pub(super) fn first(workers: &[Worker]) -> Option<usize> {
+    let failed = workers.iter().enumerate().filter(|(_, worker)| failed(worker));
+    failed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)).map(|(index, _)| index)
+}
+
+/// Returns whether the worker failed by itself, and not because ddprun ended it. Workers without which the others went on do
+/// not count.
 pub(super) fn failed(worker: &Worker) -> bool {
-    worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how != Exit::Code(0))
+    !worker.given_up && worker.ended.is_some_and(|ended| !ended.asked_to_exit && ended.how != Exit::Code(0))
 }
 
 /// Returns whether the worker was killed from outside, or by a fault of its own. SIGABRT does not count, because
 /// processes also abort because of others.
-fn was_killed(worker: &Worker) -> bool {
+pub(super) fn was_killed(worker: &Worker) -> bool {
     const SIGABRT: i32 = signal_hook::consts::SIGABRT;
     worker.ended.is_some_and(|ended| matches!(ended.how, Exit::Signal(signal) if signal != SIGABRT))
 }

@@ -1,8 +1,12 @@
 //! The rendezvous store, which the launcher of machine 0 hosts and which outlives the workers.
-use super::config::Config;
+use super::config::{Config, Rendezvous};
 use super::console::message;
 use super::error::{Error, Result};
+use super::events::Events;
+use super::nodes::{Address, Coordinator, Link, Node};
+use crate::host::host_name;
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
+use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
 
@@ -45,23 +49,56 @@ impl log::Log for Warnings {
 /// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
 /// it is dropped.
 ///
-/// It listens only on the master address, because anyone who can reach the store can write to it.
+/// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it.
 pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
-    if config.topology.node_rank != 0 {
-        let missing =
-            || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
-        return Ok((None, config.master_port.ok_or_else(missing)?));
-    }
     // A program that calls the launcher may already have a logger.
     if log::set_logger(&Warnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }
     let port = config.master_port.unwrap_or(0);
-    let listening = Listening::at(&config.master_addr, port, config.topology.nodes == 1, Duration::MAX);
-    let server = host_store(&listening, Some(&config.run_id))?;
+    let is_told = config.rendezvous.as_ref().and_then(|rendezvous| rendezvous.pace.is_host);
+    let is_static = config.rendezvous.as_ref().is_none_or(|rendezvous| rendezvous.is_static);
+    if is_static && !is_told.unwrap_or(config.topology.node_rank == 0) {
+        let missing =
+            || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
+        return Ok((None, config.master_port.ok_or_else(missing)?));
+    }
+    let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX);
+    // There is a warning if the address is not known to belong to this machine.
+    if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
+        return Ok((None, port));
+    }
+    let secret = &config.secret;
+    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests()) {
+        // Another ddprun of the run is on this machine, and was here first.
+        Err(crate::Error::Io { error, .. })
+            if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>
+        {
+            return Ok((None, port));
+        }
+        server => server?,
+    };
     let port = server.port();
     if let Some(warning) = &listening.warning {
         message(format_args!("--master-addr: {warning}"));
     }
     Ok((Some(server), port))
+}
+
+/// Connects this agent to those of the other nodes, if there are any.
+pub(super) fn link(
+    config: &Config,
+    server: Option<&TcpStoreServer>,
+    port: u16,
+    events: &Events,
+) -> Result<Option<Link>> {
+    let Some(Rendezvous { terms, pace, is_static }) = &config.rendezvous else { return Ok(None) };
+    let secret = config.secret.get().cloned();
+    let start = |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static);
+    let coordinator = server.map(start).transpose()?;
+    let node_rank = is_static.then_some(config.topology.node_rank);
+    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone() };
+    // The host's name may not resolve to this host from inside.
+    let host = server.map_or_else(|| config.master_addr.clone(), TcpStoreServer::own_host);
+    Link::join(Address { host, port, secret }, node, pace, coordinator, events.newsroom()).map(Some)
 }

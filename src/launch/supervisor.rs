@@ -1,17 +1,15 @@
 //! Supervising the workers: the first failure ends them all, signals are forwarded, and no process is left behind.
+use super::agent::{Agent, Verdict};
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
-use super::error::{Error, Result};
-use super::output::{Remains, Source};
+use super::events::{Event, Events};
+use super::nodes::{Entry, Message, News, Replacement};
+use super::output::Remains;
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitOptions, wait};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
-use signal_hook::iterator::Signals;
-use std::io::PipeWriter;
-use std::os::fd::OwnedFd;
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 /// How long the other workers have to exit by themselves after a failure. Those that fail because of it report it, and
@@ -28,75 +26,15 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
 
-/// An event that the supervisor handles.
-#[derive(Debug)]
-pub(super) enum Event {
-    /// This process received a signal.
-    Signal(i32),
-    /// All output was read.
-    Output(Remains),
-}
-
-/// The receiving end of events, and a sender for more.
-#[derive(Debug)]
-pub(super) struct Events {
-    sender: Sender<Event>,
-    receiver: Receiver<Event>,
-}
-
-impl Events {
-    /// Starts to turn signals into events: those that end a run, and those that supervision needs.
-    pub(super) fn listen(ending: &[i32]) -> Result<Self> {
-        let (sender, receiver) = channel();
-        // Signals that this process was started to ignore, as by nohup, stay ignored.
-        let wanted = ending.iter().copied().chain([SIGTSTP]).filter(|&signal| !signal::is_ignored(signal));
-        let mut signals = Signals::new(wanted.chain([SIGCHLD, SIGCONT, SIGWINCH]))
-            .map_err(|error| Error::io("handling signals", error))?;
-        let signal_sender = sender.clone();
-        spawn_thread("signals", move || {
-            for signal in signals.forever() {
-                if signal_sender.send(Event::Signal(signal)).is_err() {
-                    break;
-                }
-            }
-        })?;
-        Ok(Self { sender, receiver })
-    }
-
-    /// Forwards output in a thread until all streams or `closing` have ended.
-    pub(super) fn forward(&self, sources: Vec<Source>, closing: OwnedFd) -> Result<()> {
-        let sender = self.sender.clone();
-        spawn_thread("output", move || {
-            let remains = super::output::forward(sources, closing, Console::get());
-            // The supervisor may have stopped waiting for it.
-            let _ = sender.send(Event::Output(remains));
-        })
-    }
-
-    /// Returns the next event, or `None` if there is none before `deadline`.
-    fn next(&self, deadline: Option<Instant>) -> Option<Event> {
-        let Some(deadline) = deadline else { return self.receiver.recv().ok() };
-        self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
-    }
-
-    /// Returns whether this process received a signal that ends a run since the last call.
-    pub(super) fn interrupted(&self) -> bool {
-        self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if !WATCHING.contains(&signal)))
-    }
-}
-
-/// Signals that do not end a run but are needed to supervise it.
-const WATCHING: [i32; 4] = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
-
-fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-    let thread = std::thread::Builder::new().name(format!("ddprun-{name}")).spawn(work);
-    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
-}
+/// The same, after a failure on another node: their groups fail at once, and end there within a second.
+const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
 /// The phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// No worker has failed.
+    /// No worker runs, and other nodes decide what follows; at this time, this one stops waiting.
+    Waiting(Option<Instant>),
+    /// No worker has failed, or the other nodes decide what follows.
     Running,
     /// A worker has failed; the others are asked to exit at this time.
     Settling(Instant),
@@ -113,6 +51,8 @@ pub(super) enum Outcome {
     Success,
     /// A worker failed: the index of the first that did.
     Failure(usize),
+    /// Another node decides: it has failed, or all start again.
+    Elsewhere,
     /// This process received a signal.
     Signalled(i32),
 }
@@ -123,8 +63,6 @@ pub(super) struct Supervisor {
     /// The workers, by local rank.
     pub(super) workers: Vec<Worker>,
     descendants: Descendants,
-    /// The pseudo-terminals, which are resized with the launcher's terminal.
-    terminals: Vec<OwnedFd>,
     started: Instant,
     grace: Duration,
     phase: Phase,
@@ -133,6 +71,10 @@ pub(super) struct Supervisor {
     /// When to name the processes that are being waited for.
     announce: Option<Instant>,
     outcome: Outcome,
+    /// All workers are started again once they have ended.
+    restarting: bool,
+    /// The other nodes have nothing more to decide.
+    is_decided: bool,
 }
 
 impl Supervisor {
@@ -141,40 +83,44 @@ impl Supervisor {
         Self {
             workers: Vec::new(),
             descendants: Descendants::adopt(),
-            terminals: Vec::new(),
             started: Instant::now(),
             grace,
             phase: Phase::Running,
             signalled: None,
             announce: None,
             outcome: Outcome::Success,
+            restarting: false,
+            is_decided: false,
         }
     }
 
-    /// Waits until all workers and their descendants have ended, and then until their output was read. Drops `closing`
-    /// in between, which tells the output thread that no more output will come.
-    pub(super) fn watch(
-        &mut self,
-        events: &Events,
-        terminals: Vec<OwnedFd>,
-        closing: PipeWriter,
-    ) -> (Outcome, Remains) {
-        self.terminals = terminals;
+    /// Waits until all workers and their descendants have ended, and then until their output was read. `agent` decides
+    /// what follows when a worker ends.
+    pub(super) fn watch(&mut self, events: &Events, agent: &mut Agent) -> (Outcome, Remains) {
         let mut remains = None;
+        if agent.is_linked() {
+            self.phase = Phase::Waiting(None);
+        }
         loop {
-            let childless = self.reap();
+            let childless = self.reap(agent);
             if childless || self.workers.iter().all(|worker| worker.ended.is_some()) {
                 if childless || self.descendants.list().is_empty() {
-                    break;
-                }
-                match (self.phase, self.outcome) {
-                    (Phase::Running, _) => self.phase = Phase::Settling(Instant::now() + SETTLE),
-                    (Phase::Settling(_), Outcome::Failure(_)) => self.end(Signal::TERM),
-                    _ => {}
+                    match self.all_ended(agent) {
+                        Next::Over => break,
+                        Next::Again => continue,
+                        Next::Wait => {}
+                    }
+                } else {
+                    match (self.phase, self.outcome) {
+                        (Phase::Running, _) => self.phase = Phase::Settling(Instant::now() + SETTLE),
+                        (Phase::Settling(_), Outcome::Failure(_) | Outcome::Elsewhere) => self.end(Signal::TERM),
+                        _ => {}
+                    }
                 }
             }
             let deadline = match self.phase {
                 Phase::Running => None,
+                Phase::Waiting(deadline) => deadline,
                 Phase::Settling(deadline) => Some(deadline),
                 Phase::Ending(deadline) => deadline.into_iter().chain(self.announce).min(),
                 Phase::Killed(deadline) => {
@@ -184,8 +130,15 @@ impl Supervisor {
                 }
             };
             match events.next(deadline) {
-                Some(Event::Signal(signal)) => self.on_signal(signal),
+                Some(Event::Signal(signal)) => self.on_signal(signal, agent),
                 Some(Event::Output(all)) => remains = Some(all),
+                Some(Event::News(news)) => self.on_news(news, agent),
+                None if matches!(self.phase, Phase::Waiting(_)) => {
+                    let reason = "it has waited long enough for the others to finish";
+                    message(format_args!("{reason} (--rdzv-conf exit_barrier_timeout)"));
+                    agent.tell(Message::Leave { reason: reason.to_string() });
+                    break;
+                }
                 None if matches!(self.phase, Phase::Settling(_)) => self.end(Signal::TERM),
                 None if matches!(self.phase, Phase::Killed(_)) => {
                     message(format_args!("could not kill {}", self.names()));
@@ -196,7 +149,7 @@ impl Supervisor {
             }
         }
         Console::get().stop_waiting();
-        drop(closing);
+        agent.close();
         let deadline = Instant::now() + LAST_WAIT;
         let remains = remains.or_else(|| {
             // Only a log file on a file system that hangs can keep the thread from finishing.
@@ -210,11 +163,11 @@ impl Supervisor {
         (self.outcome, remains.unwrap_or_default())
     }
 
-    fn on_signal(&mut self, number: i32) {
+    fn on_signal(&mut self, number: i32, agent: &Agent) {
         let again = "a second signal kills them at once";
         match (number, self.phase) {
             (SIGCHLD, _) => {}
-            (SIGWINCH, _) => terminal::resize(&self.terminals),
+            (SIGWINCH, _) => terminal::resize(agent.starter.terminals.iter().map(|(_, terminal)| terminal)),
             (SIGCONT, _) => self.signal_all(Signal::CONT),
             (SIGTSTP, _) => {
                 self.signal_all(Signal::STOP);
@@ -222,17 +175,25 @@ impl Supervisor {
                 let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
             }
             (_, Phase::Killed(_)) => {}
+            (_, Phase::Waiting(_)) => {
+                self.outcome = Outcome::Signalled(number);
+                agent.tell(Message::Leave { reason: format!("ddprun received {}", signal::name(number)) });
+                (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
+            }
             (_, Phase::Ending(_)) => match self.signalled {
                 Some(first) if first.elapsed() < SAME_REQUEST => {}
                 Some(_) => self.kill(),
                 None => {
+                    if std::mem::take(&mut self.restarting) {
+                        self.leave(number, agent);
+                    }
                     self.signalled = Some(Instant::now());
                     message(format_args!("{}: the workers were already asked to exit; {again}", signal::name(number)));
                 }
             },
             (_, Phase::Running | Phase::Settling(_)) => {
                 if self.phase == Phase::Running {
-                    self.outcome = Outcome::Signalled(number);
+                    self.leave(number, agent);
                 }
                 self.signalled = Some(Instant::now());
                 self.end(signal::typed(number).unwrap_or(Signal::TERM));
@@ -242,6 +203,155 @@ impl Supervisor {
                     self.grace.as_secs_f64()
                 ));
             }
+        }
+    }
+
+    /// Ends the run because of a signal.
+    fn leave(&mut self, number: i32, agent: &Agent) {
+        self.outcome = Outcome::Signalled(number);
+        self.is_decided = true;
+        agent.tell(Message::Leave { reason: format!("ddprun received {}", signal::name(number)) });
+    }
+
+    /// What follows when no worker is left, nor any process that they started.
+    fn all_ended(&mut self, agent: &mut Agent) -> Next {
+        if matches!(self.phase, Phase::Waiting(_)) {
+            return Next::Wait;
+        }
+        if std::mem::take(&mut self.restarting) {
+            if agent.is_linked() {
+                agent.tell(Message::Ended);
+                self.phase = Phase::Waiting(None);
+                return Next::Wait;
+            }
+            return if self.restart(agent) { Next::Again } else { Next::Over };
+        }
+        if !agent.is_linked() || self.is_decided {
+            return Next::Over;
+        }
+        self.phase = Phase::Waiting(None);
+        if self.outcome == Outcome::Success {
+            agent.tell(Message::Finished);
+            self.phase = Phase::Waiting(Instant::now().checked_add(agent.exit_barrier_timeout()));
+        }
+        Next::Wait
+    }
+
+    /// Acts on what other nodes have done.
+    fn on_news(&mut self, news: News, agent: &mut Agent) {
+        if self.is_decided {
+            return;
+        }
+        match news {
+            News::Joined(slot) => agent.joined(slot),
+            News::Entry(Entry::Start(round)) => match agent.enter(round) {
+                Ok(true) => {
+                    if !self.restart(agent) {
+                        self.fail_elsewhere();
+                        agent.tell(Message::Leave { reason: "its workers cannot be started".to_string() });
+                    }
+                }
+                Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
+                Err(reason) => {
+                    agent.set_lost(reason);
+                    self.fail_elsewhere();
+                }
+            },
+            News::Entry(Entry::Restart { reason }) => {
+                message(reason);
+                self.outcome = Outcome::Elsewhere;
+                match self.phase {
+                    Phase::Waiting(_) => {
+                        self.phase = Phase::Waiting(None);
+                        agent.tell(Message::Ended);
+                    }
+                    Phase::Running | Phase::Settling(_) => {
+                        self.restarting = true;
+                        self.end(Signal::TERM);
+                    }
+                    Phase::Ending(_) | Phase::Killed(_) => self.restarting = true,
+                }
+            }
+            News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
+            News::Entry(Entry::GoOnWithout { slot, rank, reason }) => {
+                message(reason);
+                if let Some(worker) = self.workers.iter_mut().find(|worker| Some(worker.rank) == rank)
+                    && agent.is_own(slot)
+                {
+                    worker.given_up = true;
+                    self.resume();
+                }
+            }
+            News::Entry(Entry::Admit(admission)) => {
+                message(&admission.reason);
+                if agent.is_own(admission.slot) {
+                    let mut workers = Vec::new();
+                    let started = agent.start_admitted(&admission, |worker| workers.push(worker));
+                    self.workers = workers;
+                    self.resume();
+                    self.check_started(started, agent);
+                }
+            }
+            News::Entry(Entry::Done) => {
+                (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
+            }
+            News::Entry(Entry::Failed { reason, code }) => {
+                agent.set_failure(reason, code);
+                self.fail_elsewhere();
+            }
+            News::Entry(Entry::Unattended { reason }) => {
+                message(format_args!(
+                    "{reason}. It hosted the store: failures on other nodes go unnoticed from here on"
+                ));
+                self.is_decided = true;
+                if matches!(self.phase, Phase::Waiting(_)) {
+                    self.phase = Phase::Settling(Instant::now());
+                }
+            }
+            News::Refused(reason) | News::Lost(reason) => {
+                agent.set_lost(reason);
+                self.fail_elsewhere();
+            }
+        }
+    }
+
+    /// Starts a process in the place of one that has ended, if that was on this node.
+    fn replace(&mut self, replacement: &Replacement, agent: &mut Agent) {
+        message(&replacement.reason);
+        let found = self.workers.iter_mut().find(|worker| worker.rank == replacement.rank);
+        let Some(worker) = found.filter(|_| agent.is_own(replacement.slot)) else { return };
+        let started = agent.start_again(replacement).map(|new| *worker = new);
+        self.resume();
+        self.check_started(started, agent);
+    }
+
+    /// The workers that are there go on.
+    fn resume(&mut self) {
+        (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
+    }
+
+    fn check_started(&mut self, started: super::error::Result<()>, agent: &mut Agent) {
+        if let Err(error) = started {
+            let reason = format!("its workers cannot be started: {error}");
+            agent.tell(Message::Leave { reason: reason.clone() });
+            agent.set_failure(reason, 1);
+            self.fail_elsewhere();
+        }
+    }
+
+    /// Ends the workers because the run has failed on some node.
+    fn fail_elsewhere(&mut self) {
+        self.is_decided = true;
+        self.restarting = false;
+        let now = Instant::now();
+        let settle = if matches!(self.outcome, Outcome::Failure(_)) { SETTLE } else { SETTLE_ELSEWHERE };
+        if self.outcome == Outcome::Success {
+            self.outcome = Outcome::Elsewhere;
+        }
+        match self.phase {
+            Phase::Waiting(_) => self.phase = Phase::Settling(now),
+            Phase::Running => self.phase = Phase::Settling(now + settle),
+            Phase::Settling(_) | Phase::Ending(_) | Phase::Killed(_) => {}
         }
     }
 
@@ -296,39 +406,105 @@ impl Supervisor {
         self.descendants.signal(signal, workers.map(|worker| worker.pid));
     }
 
-    /// Records every process that has ended: workers, and orphaned descendants. Returns whether no process is left.
-    fn reap(&mut self) -> bool {
+    /// Takes note of one process that has ended: a worker, or an orphaned descendant.
+    fn reap_one(&mut self) -> Reaped {
+        let (pid, status) = match wait(WaitOptions::NOHANG) {
+            Ok(Some(ended)) => ended,
+            Err(Errno::INTR) => return Reaped::Other,
+            Ok(None) => return Reaped::Nobody,
+            Err(_) => return Reaped::Childless,
+        };
+        self.descendants.forget(pid);
+        let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
+        let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { return Reaped::Other };
+        let how = Exit::new(status);
+        let asked_to_exit = match self.phase {
+            Phase::Waiting(_) | Phase::Running | Phase::Settling(_) => false,
+            // In this phase, this process has not sent SIGKILL.
+            Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
+            Phase::Killed(_) => true,
+        };
+        worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), asked_to_exit });
+        Reaped::Worker(index)
+    }
+
+    /// Takes note of all processes that have ended. Returns whether no process is left.
+    fn reap(&mut self, agent: &mut Agent) -> bool {
         loop {
-            let (pid, status) = match wait(WaitOptions::NOHANG) {
-                Ok(Some(ended)) => ended,
-                Err(Errno::INTR) => continue,
-                Ok(None) => return false,
-                Err(_) => return true,
+            let index = match self.reap_one() {
+                Reaped::Worker(index) => index,
+                Reaped::Other => continue,
+                Reaped::Nobody => return false,
+                Reaped::Childless => return true,
             };
-            self.descendants.forget(pid);
-            let found = self.workers.iter_mut().enumerate().find(|(_, worker)| worker.pid == pid);
-            let Some((index, worker)) = found.filter(|(_, worker)| worker.ended.is_none()) else { continue };
-            let how = Exit::new(status);
-            let asked_to_exit = match self.phase {
-                Phase::Running | Phase::Settling(_) => false,
-                // In this phase, this process has not sent SIGKILL.
-                Phase::Ending(_) => how != Exit::Signal(Signal::KILL.as_raw()),
-                Phase::Killed(_) => true,
-            };
-            worker.ended = Some(Ended { how, after: self.started.elapsed(), at: SystemTime::now(), asked_to_exit });
-            if how != Exit::Code(0) && self.phase == Phase::Running {
-                self.outcome = Outcome::Failure(index);
-                self.phase = Phase::Settling(Instant::now() + SETTLE);
+            let Some(worker) = self.workers.get_mut(index).filter(|_| self.phase == Phase::Running) else { continue };
+            match agent.on_exit(worker) {
+                Verdict::GoOn => {}
+                Verdict::Replaced(replacement) => *worker = replacement,
+                Verdict::RestartAll => {
+                    (self.outcome, self.restarting) = (Outcome::Failure(index), true);
+                    self.end(Signal::TERM);
+                }
+                Verdict::Told => {
+                    if self.outcome == Outcome::Success {
+                        self.outcome = Outcome::Failure(index);
+                    }
+                }
+                Verdict::Fail => {
+                    self.outcome = Outcome::Failure(index);
+                    self.phase = Phase::Settling(Instant::now() + SETTLE);
+                }
             }
         }
     }
+
+    /// Starts all workers again; returns whether that worked.
+    fn restart(&mut self, agent: &mut Agent) -> bool {
+        let mut workers = Vec::with_capacity(self.workers.len());
+        let started = agent.restart_all(|worker| workers.push(worker));
+        match started {
+            Ok(()) => {
+                self.workers = workers;
+                (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
+                true
+            }
+            Err(error) => {
+                message(format_args!("the workers cannot be started again: {error}"));
+                false
+            }
+        }
+    }
+}
+
+/// What follows when no process is left.
+enum Next {
+    Over,
+    /// Workers were started.
+    Again,
+    Wait,
+}
+
+/// A process that has ended.
+enum Reaped {
+    /// A worker, by its index.
+    Worker(usize),
+    Other,
+    /// None has.
+    Nobody,
+    /// None is left.
+    Childless,
 }
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
         // Processes that could not be killed are abandoned.
         let deadline = Instant::now() + LAST_WAIT;
-        while !matches!(self.phase, Phase::Killed(_)) && !self.reap() && Instant::now() < deadline {
+        while !matches!(self.phase, Phase::Killed(_)) && Instant::now() < deadline {
+            match self.reap_one() {
+                Reaped::Worker(_) | Reaped::Other => continue,
+                Reaped::Childless => break,
+                Reaped::Nobody => {}
+            }
             if self.descendants.list().is_empty() {
                 break;
             }

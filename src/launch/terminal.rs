@@ -22,7 +22,7 @@ pub(super) fn open() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Resizes pseudo-terminals to the current size of ddprun's terminal.
-pub(super) fn resize(terminals: &[OwnedFd]) {
+pub(super) fn resize<'a>(terminals: impl Iterator<Item = &'a OwnedFd>) {
     if let Some(size) = size() {
         for terminal in terminals {
             // The worker may have exited; then the error does not matter.

@@ -1,14 +1,16 @@
 //! Starting a worker, and how it ended.
-use super::config::Config;
+use super::config::{Config, Topology};
 use super::console::{Console, Target};
+use super::environment::Incarnation;
 use super::error::{Error, Result};
 use super::folder::RunFolder;
 use super::lines::Lines;
-use super::output::Source;
+use super::output::{Intake, Source};
 use super::tail::Tail;
 use super::{child, environment, signal, terminal};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
+use rustix::thread::CpuSet;
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
@@ -69,68 +71,110 @@ pub(super) struct Worker {
     pub(super) local_rank: usize,
     pub(super) rank: usize,
     pub(super) pid: Pid,
+    /// The number of restarts before it was started.
+    pub(super) restart_count: u32,
     pub(super) ended: Option<Ended>,
+    /// The other workers go on without it.
+    pub(super) given_up: bool,
 }
 
 /// Everything needed to start workers.
 pub(super) struct Starter<'a> {
     pub(super) config: &'a Config,
+    /// The ranks of the run, and those on this machine, at present.
+    pub(super) topology: Topology,
     pub(super) program: &'a OsStr,
     pub(super) folder: &'a RunFolder,
     pub(super) master_port: u16,
     pub(super) console: &'static Console,
-    /// The output streams of the workers that were started.
-    pub(super) sources: Vec<Source>,
-    /// The pseudo-terminals among these streams.
-    pub(super) terminals: Vec<OwnedFd>,
+    /// The processors of each worker; empty if they are not bound.
+    pub(super) cpus: Vec<CpuSet>,
+    /// Where the output streams of the workers go; `None` when no more will come.
+    pub(super) intake: Option<Intake>,
+    /// The pseudo-terminals among these streams, with the local ranks of their workers.
+    pub(super) terminals: Vec<(usize, OwnedFd)>,
 }
 
 impl Starter<'_> {
     /// Starts one worker as the leader of its own process group.
-    pub(super) fn start(&mut self, local_rank: usize) -> Result<Worker> {
+    pub(super) fn start(&mut self, local_rank: usize, incarnation: &Incarnation) -> Result<Worker> {
         let config = self.config;
-        let rank = config.topology.rank(local_rank);
+        let rank = self.topology.rank(local_rank);
         let mut command = Command::new(self.program);
         command.args(&config.args);
-        let error_file = self.folder.error_file(local_rank);
-        command.envs(environment::variables(config, local_rank, self.master_port, &error_file));
+        self.folder.prepare(incarnation.restart_count, local_rank)?;
+        let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
+        command.envs(environment::variables(
+            config,
+            &self.topology,
+            local_rank,
+            self.master_port,
+            &error_file,
+            incarnation,
+        ));
+        config.secret.give(&mut command);
+        self.terminals.retain(|(rank, _)| *rank != local_rank);
+        let mut sources = Vec::new();
         // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
         let (redirects, tee) = (config.redirects.of(local_rank), config.tee.of(local_rank));
         if self.console.is_one() && !redirects.any() && !tee.any() {
             // Both streams end in the same place, so a single stream keeps their order.
-            let both = self.stream(local_rank, Target::Stdout, false, false)?;
+            let both =
+                self.stream(local_rank, incarnation.restart_count, &mut sources, Target::Stdout, (false, false))?;
             let copy = both.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?;
             command.stdout(both).stderr(copy);
         } else {
-            command.stdout(self.stream(local_rank, Target::Stdout, redirects.stdout, tee.stdout)?);
-            command.stderr(self.stream(local_rank, Target::Stderr, redirects.stderr, tee.stderr)?);
+            for (target, redirect, tee) in
+                [(Target::Stdout, redirects.stdout, tee.stdout), (Target::Stderr, redirects.stderr, tee.stderr)]
+            {
+                let theirs =
+                    self.stream(local_rank, incarnation.restart_count, &mut sources, target, (redirect, tee))?;
+                match target {
+                    Target::Stdout => command.stdout(theirs),
+                    Target::Stderr => command.stderr(theirs),
+                };
+            }
         }
         command.process_group(0);
         child::bind_to_launcher(&mut command);
+        if let Some(cpus) = self.cpus.get(local_rank) {
+            child::bind_to_cpus(&mut command, *cpus);
+        }
         let process = command.spawn().map_err(|source| match resource_hint(&source) {
             Some(_) => cannot("starting a process", rank, source),
             None => cannot_start(self.program, source),
         })?;
         let pid = Pid::from_child(&process);
-        Ok(Worker { local_rank, rank, pid, ended: None })
+        if let Some(intake) = &self.intake {
+            sources.into_iter().for_each(|source| intake.add(source));
+        }
+        Ok(Worker { local_rank, rank, pid, restart_count: incarnation.restart_count, ended: None, given_up: false })
     }
 
-    /// Creates one output stream and returns the worker's end.
-    fn stream(&mut self, local_rank: usize, target: Target, redirect: bool, tee: bool) -> Result<OwnedFd> {
+    /// Creates one output stream, which is read by way of `sources`, and returns the worker's end.
+    fn stream(
+        &mut self,
+        local_rank: usize,
+        restart_count: u32,
+        sources: &mut Vec<Source>,
+        target: Target,
+        (redirect, tee): (bool, bool),
+    ) -> Result<OwnedFd> {
         let config = self.config;
+        let log_file = |name| self.folder.log_file(restart_count, local_rank, name);
         let file = match target {
             _ if !(redirect || tee) => None,
-            Target::Stdout => Some(self.folder.log_file(local_rank, "stdout.log")?),
-            Target::Stderr => Some(self.folder.log_file(local_rank, "stderr.log")?),
+            Target::Stdout => Some(log_file("stdout.log")?),
+            Target::Stderr => Some(log_file("stderr.log")?),
         };
-        let rank = config.topology.rank(local_rank);
+        let rank = self.topology.rank(local_rank);
         let visible = tee || !redirect;
         let terminal = visible && self.console.is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {
             Some(Ok((ours, theirs))) => {
                 let copy = ours.try_clone().map_err(|error| cannot("duplicating a pseudo-terminal", rank, error))?;
-                self.terminals.push(copy);
+                self.terminals.push((local_rank, copy));
                 (ours, theirs)
             }
             // The system has no pseudo-terminals.
@@ -147,7 +191,8 @@ impl Starter<'_> {
                 .replace("${rank}", &rank.to_string())
         });
         let shown = visible.then(|| Lines::new(prefix, terminal));
-        self.sources.push(Source { fd: Some(ours), local_rank, target, shown, file, tail: Tail::default() });
+        let tail = Tail::default();
+        sources.push(Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail });
         Ok(theirs)
     }
 }

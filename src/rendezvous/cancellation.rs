@@ -8,8 +8,19 @@ pub(crate) struct Cancellation(Mutex<Option<Reason>>);
 
 #[derive(Clone)]
 pub(crate) enum Reason {
-    PeerFailed { peer: usize, reason: String },
-    StoreLost { operation: String, store: String, reason: String },
+    PeerFailed {
+        peer: usize,
+        reason: String,
+    },
+    StoreLost {
+        operation: String,
+        store: String,
+        reason: String,
+    },
+    /// Other ranks meet in another place.
+    Superseded {
+        key: String,
+    },
 }
 
 impl Cancellation {
@@ -29,6 +40,11 @@ impl From<Reason> for Error {
         match reason {
             Reason::PeerFailed { peer, reason } => Failure::PeerFailed { peer, reason }.into(),
             Reason::StoreLost { operation, store, reason } => Self::Store { operation, store, reason },
+            Reason::Superseded { key } => Self::Store {
+                operation: "meeting the other ranks".to_string(),
+                store: "of the run".to_string(),
+                reason: format!("the ranks of another generation meet instead ({key})"),
+            },
         }
     }
 }

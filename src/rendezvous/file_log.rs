@@ -1,4 +1,5 @@
 //! The file behind a [`FileStore`](super::FileStore): a log of changes with its locks.
+use crate::hash::fnv1a_32;
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions, Permissions, TryLockError};
@@ -9,7 +10,8 @@ use std::time::{Duration, Instant};
 
 /// The first bytes of every log; a file without them is never taken for a log.
 const MAGIC: &[u8] = b"candle-ddp store 1\n";
-/// The size of the header of each record: length and checksum.
+/// The size of the header of each record: its length, and its hash, which distinguishes whole records from those that a
+/// crash of the host left incomplete.
 const HEADER: usize = 8;
 /// The maximum length of a record. A longer one means that the file is damaged.
 const MAX_RECORD: usize = 9 << 20;
@@ -196,7 +198,7 @@ impl Access<'_> {
                 return Ok(());
             }
             (&mut reader).take(length as u64).read_to_end(&mut record)?;
-            if record.len() < length || u32::from_le_bytes(sum) != checksum(&record) {
+            if record.len() < length || u32::from_le_bytes(sum) != fnv1a_32(&record) {
                 return Ok(());
             }
             apply(&record);
@@ -211,7 +213,7 @@ impl Access<'_> {
         let length = length.ok_or(io::ErrorKind::FileTooLarge)?;
         let mut bytes = Vec::with_capacity(HEADER + record.len());
         bytes.extend_from_slice(&length.to_le_bytes());
-        bytes.extend_from_slice(&checksum(record).to_le_bytes());
+        bytes.extend_from_slice(&fnv1a_32(record).to_le_bytes());
         bytes.extend_from_slice(record);
         // Anything after the offset is torn.
         log.data.set_len(log.offset)?;
@@ -235,9 +237,4 @@ impl Drop for FileLog {
             let _ = std::fs::remove_file(&self.lock_path);
         }
     }
-}
-
-/// FNV-1a, which distinguishes whole records from those that a crash of the host left incomplete.
-fn checksum(bytes: &[u8]) -> u32 {
-    bytes.iter().fold(0x811C_9DC5, |sum, byte| (sum ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }

@@ -194,7 +194,7 @@ impl Change {
 }
 
 fn apply(map: &mut Map, record: &[u8]) {
-    // The checksum was right, so an unknown record can only come from another version.
+    // The hash was right, so an unknown record can only come from another version.
     if let Some(change) = Change::decode(record) {
         change.apply(map);
     }

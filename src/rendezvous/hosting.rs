@@ -1,13 +1,13 @@
 //! The store that a launcher or rank 0 hosts for a job.
 use super::tcp_store::Listening;
-use super::{Store, TcpStoreServer, TcpStoreServerOptions};
+use super::{Secret, Store, TcpStoreServer, TcpStoreServerOptions};
 use crate::{Error, Result};
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// The key under which a hosted store holds its run id, or nothing if that is unknown.
-const RUN_ID: &str = "candle_ddp/run_id";
+pub(crate) const RUN_ID: &str = "candle_ddp/run_id";
 
 /// The run id that torchrun and ddprun use for runs on several nodes by default. It does not distinguish runs.
 const NO_NAME: &str = "none";
@@ -16,10 +16,17 @@ fn named(run_id: Option<&str>) -> Option<&str> {
     run_id.filter(|run_id| *run_id != NO_NAME)
 }
 
-/// Hosts the store of the run `run_id`.
-pub(crate) fn host(listening: &Listening, run_id: Option<&str>) -> Result<TcpStoreServer> {
+/// Hosts the store of the run `run_id`. With `guests`, it serves clients that do not know `secret` as well, with keys of
+/// their own, until one proves that it knows it.
+pub(crate) fn host(
+    listening: &Listening,
+    run_id: Option<&str>,
+    secret: Option<&Secret>,
+    guests: bool,
+) -> Result<TcpStoreServer> {
     let pairs = [(RUN_ID, named(run_id).unwrap_or_default())];
-    TcpStoreServer::serve(&listening.addresses, TcpStoreServerOptions::default(), &pairs)
+    let options = TcpStoreServerOptions { secret: secret.cloned(), guests, ..Default::default() };
+    TcpStoreServer::serve(&listening.addresses, options, &pairs)
 }
 
 /// The servers that this process hosts. Groups that use the same port, concurrently or in succession, share a server.
@@ -29,7 +36,11 @@ static SERVERS: Mutex<Vec<Weak<TcpStoreServer>>> = Mutex::new(Vec::new());
 const RELEASE: Duration = Duration::from_secs(1);
 
 /// Like [`host`], but returns the server that this process already hosts there, if any.
-pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result<Arc<TcpStoreServer>> {
+pub(super) fn host_shared(
+    listening: &Listening,
+    run_id: Option<&str>,
+    secret: Option<&Secret>,
+) -> Result<Arc<TcpStoreServer>> {
     let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
     servers.retain(|server| server.strong_count() > 0);
     let there = |server: &Arc<TcpStoreServer>| server.listens_on(&listening.addresses);
@@ -38,7 +49,7 @@ pub(super) fn host_shared(listening: &Listening, run_id: Option<&str>) -> Result
     }
     let deadline = Instant::now() + RELEASE;
     let server = loop {
-        match host(listening, run_id) {
+        match host(listening, run_id, secret, false) {
             Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(20));
             }

@@ -8,6 +8,7 @@ use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
 use super::{PrefixStore, Store};
 use crate::error::Failure;
+use crate::host::host_name;
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,20 +72,23 @@ impl InitWatcher {
         Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None }
     }
 
-    /// Starts the thread.
-    pub(super) fn start(&mut self, world_size: usize) -> Result<()> {
-        self.start_at(PACE, world_size)
+    /// Starts the thread. The key `superseded`, in the store without the prefix, ends the initialisation of all ranks, since
+    /// another one takes its place.
+    pub(super) fn start(&mut self, world_size: usize, superseded: Option<String>) -> Result<()> {
+        self.start_at(PACE, world_size, superseded)
     }
 
-    fn start_at(&mut self, pace: Pace, world_size: usize) -> Result<()> {
+    fn start_at(&mut self, pace: Pace, world_size: usize, superseded: Option<String>) -> Result<()> {
         let Some(store) = self.store.in_init().filter(|_| world_size > 1) else { return Ok(()) };
+        let superseded = superseded.map(|key| (Arc::clone(&store), key));
         let keys = PrefixStore::new(self.prefix.as_str(), store);
         keys.set(&heartbeat_key(self.rank), FIRST)?;
         let ((stop, stopped), (end, ended)) = (channel(), channel());
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
             let _end = end;
-            Poller { keys, cancellation: &store.cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+            let cancellation = &store.cancellation;
+            Poller { keys, superseded, cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
         };
         let handle = std::thread::Builder::new()
             .name(format!("ddp-{rank}-init"))
@@ -161,10 +165,6 @@ fn in_join(key: &str) -> String {
     format!("join/{key}")
 }
 
-fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
 /// Counts this rank, once, among those that know of the failure.
 fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
     if !heard.swap(true, Ordering::Relaxed) {
@@ -176,6 +176,8 @@ fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
 /// The data of the thread.
 struct Poller<'a> {
     keys: PrefixStore,
+    /// The key that ends this initialisation.
+    superseded: Option<(Arc<dyn Store>, String)>,
     cancellation: &'a Cancellation,
     heard: &'a AtomicBool,
     rank: usize,
@@ -200,7 +202,7 @@ impl Poller<'_> {
                 _ => break,
             }
             let look = || -> Result<bool> {
-                if self.check_abort()? {
+                if self.check_abort()? || self.check_superseded()? {
                     return Ok(true);
                 }
                 if tick % pace.ticks_per_heartbeat == 0 {
@@ -236,6 +238,15 @@ impl Poller<'_> {
         }
         self.cancel(&self.keys.get(ABORT)?)?;
         Ok(true)
+    }
+
+    fn check_superseded(&self) -> Result<bool> {
+        let Some((store, key)) = &self.superseded else { return Ok(false) };
+        let is_superseded = store.check(&[key])?;
+        if is_superseded {
+            self.cancellation.cancel(Reason::Superseded { key: key.clone() });
+        }
+        Ok(is_superseded)
     }
 
     fn cancel(&self, abort: &[u8]) -> Result<()> {
@@ -306,7 +317,7 @@ mod tests {
         let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
         let store = Arc::new(InitStore::new(file, Instant::now() + TIMEOUT));
         let mut watcher = InitWatcher::new(store, "run", rank, false);
-        watcher.start_at(pace, 2).unwrap();
+        watcher.start_at(pace, 2, None).unwrap();
         watcher
     }
 

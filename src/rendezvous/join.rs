@@ -1,6 +1,7 @@
 //! The barrier at which all ranks of a run find each other in a store.
 use super::Store;
 use super::store::absent_ranks;
+use crate::host::{boot_id, host_name};
 use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -136,8 +137,7 @@ impl Join<'_> {
 
 /// Returns an id of this host: its name, which is different in each container, and its boot id.
 pub(crate) fn host() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    format!("{} {}", rustix::system::uname().nodename().to_string_lossy(), boot.trim())
+    format!("{} {}", host_name(), boot_id())
 }
 
 #[cfg(test)]

@@ -1,16 +1,18 @@
+use super::generation::Told;
 use super::hosting::{host_shared, run_of};
 use super::init_store::{InitStore, LimitedStore};
 use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
 use super::options::RendezvousOptions;
-use super::plan::{Place, Plan};
+use super::plan::{Plan, StoreLocation};
 use super::tcp_store::Listening;
-use super::{FileStore, PrefixStore, Store, TcpStore};
+use super::{FileStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
 use crate::deadline::deadline_after;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Separates this crate's keys from those of other users of the same store.
 const PREFIX: &str = "candle_ddp";
@@ -33,6 +35,8 @@ pub struct Rendezvous {
     /// The address at which peers can reach this process, derived from its connection to the store; `None` with a
     /// [`FileStore`].
     pub address: Option<IpAddr>,
+    /// What the ranks prove to each other when they connect.
+    pub(crate) secret: Option<Secret>,
 }
 
 impl std::fmt::Debug for Rendezvous {
@@ -49,6 +53,9 @@ impl std::fmt::Debug for Rendezvous {
 
 /// Waits for the other ranks: PyTorch's `init_process_group` up to the point where the store exists and all ranks have
 /// arrived.
+///
+/// With a secret, nobody else can use the store, unless it is torchrun's, which knows none. A rank that has one refuses a
+/// store that does not prove that it knows it, and the other way round.
 ///
 /// Options take precedence over the init method's query, and that over the environment. Rank 0 hosts the
 /// [`TcpStoreServer`](super::TcpStoreServer) unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The server
@@ -69,60 +76,169 @@ pub fn rendezvous(options: &RendezvousOptions) -> Result<Rendezvous> {
 /// until then.
 pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatcher)> {
     let deadline = deadline_after(options.timeout);
-    let plan = Plan::new(options)?;
-    let Plan { rank, world_size, .. } = plan;
-    let (mut addresses, mut hosts) = (None, false);
-    let (name, base): (String, Arc<dyn LimitedStore>) = match &plan.place {
-        Place::File(path) => (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?)),
-        Place::Tcp { host, port, launcher_hosts } => {
-            hosts = rank == 0 && !launcher_hosts;
-            let store = if hosts {
-                let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout);
-                if let Some(warning) = &listening.warning {
-                    log::warn!("{warning}");
-                }
-                let server = host_shared(&listening, plan.run_id.as_deref())?;
-                // The host's name may not resolve to this host from inside.
-                TcpStore::connect(&server.own_host(), server.port(), options.timeout)?.named(host).hosting(server)
-            } else {
-                TcpStore::connect(host, *port, options.timeout)?
-            };
-            addresses = Some((store.local_addr(), store.server_addr().ip()));
-            (store.name(), Arc::new(store))
+    let run = RunStore::open(options, deadline)?;
+    run.meet(Meeting {
+        prefix: run.prefix(run.count_call()),
+        rank: run.plan.rank,
+        world_size: run.plan.world_size,
+        is_whole: true,
+        deadline,
+        superseded: None,
+    })
+}
+
+/// The store of a run, before its ranks have met in it.
+pub(crate) struct RunStore {
+    plan: Plan,
+    name: String,
+    store: Arc<dyn LimitedStore>,
+    /// The addresses of this rank's end and of the store's end of their connection.
+    addresses: Option<(IpAddr, IpAddr)>,
+    /// Whether this process hosts the store.
+    hosts: bool,
+    prefix: String,
+    timeout: Duration,
+    secret: Option<Secret>,
+}
+
+/// Some ranks that meet in the store of their run.
+pub(crate) struct Meeting {
+    /// The prefix of their keys, which are theirs alone.
+    pub(crate) prefix: String,
+    /// This process among them.
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    /// Whether they are all ranks of the run, with the ranks that they have in it.
+    pub(crate) is_whole: bool,
+    pub(crate) deadline: Instant,
+    /// A key that ends the meeting, since another one takes its place.
+    pub(crate) superseded: Option<String>,
+}
+
+impl RunStore {
+    /// Connects to the store, or hosts it.
+    pub(crate) fn open(options: &RendezvousOptions, deadline: Instant) -> Result<Self> {
+        let plan = Plan::new(options)?;
+        let rank = plan.rank;
+        let (mut addresses, mut hosts) = (None, false);
+        let secret = match &options.secret {
+            Some(secret) => Some(secret.clone()),
+            None => Secret::from_env()?,
+        };
+        if plan.is_plain && secret.is_some() && rank == 0 {
+            log::warn!(
+                "another launcher than ddprun hosts the store, without a secret: anyone who reaches it can use it. The \
+                 connections between ranks have the secret"
+            );
         }
-    };
-    let base = Arc::new(InitStore::new(base, deadline));
-    let run = match run_of(&*base, &name, rank, plan.run_id.as_deref())? {
-        Some(run_id) => format!("{PREFIX}/run {run_id}"),
-        None => PREFIX.to_string(),
-    };
-    let prefix = format!("{run}/{}/{}", plan.restart_count, count_call(&name, rank));
-    let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, hosts);
-    let started = watcher.start(world_size);
-    let join = || -> Result<Rendezvous> {
-        started?;
-        let join = Join {
-            store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
-            name,
-            rank,
-            world_size,
-            host: host(),
-            addresses,
-            deadline,
-            timeout: options.timeout,
+        let (name, store): (String, Arc<dyn LimitedStore>) = match &plan.store {
+            StoreLocation::File(path) => {
+                (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?))
+            }
+            StoreLocation::Tcp { host, port, launcher_hosts } => {
+                hosts = rank == 0 && !launcher_hosts;
+                let secret = secret.clone().filter(|_| !plan.is_plain);
+                let store = if hosts {
+                    let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout);
+                    if let Some(warning) = &listening.warning {
+                        log::warn!("{warning}");
+                    }
+                    let server = host_shared(&listening, plan.run_id.as_deref(), secret.as_ref())?;
+                    let options = TcpStoreOptions { timeout: options.timeout, secret };
+                    // The host's name may not resolve to this host from inside.
+                    TcpStore::connect_with(&server.own_host(), server.port(), options)?.named(host).hosting(server)
+                } else {
+                    TcpStore::connect_with(host, *port, TcpStoreOptions { timeout: options.timeout, secret })?
+                };
+                addresses = Some((store.local_addr(), store.server_addr().ip()));
+                (store.name(), Arc::new(store))
+            }
         };
-        join.run()?;
-        let (local_rank, local_world_size) = match plan.local {
-            Some(local) => local,
-            None => join.local_place()?,
+        let limited = InitStore::new(Arc::clone(&store), deadline);
+        let prefix = match run_of(&limited, &name, rank, plan.run_id.as_deref())? {
+            Some(run_id) => format!("{PREFIX}/run {run_id}"),
+            None => PREFIX.to_string(),
         };
-        let address = join.address()?;
-        let store = Arc::new(PrefixStore::new(prefix, base));
-        Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address })
-    };
-    match join() {
-        Ok(met) => Ok((met, watcher)),
-        Err(error) => watcher.conclude(Err(error)),
+        Ok(Self { plan, name, store, addresses, hosts, prefix, timeout: options.timeout, secret })
+    }
+
+    /// The rank of this process.
+    pub(crate) fn rank(&self) -> usize {
+        self.plan.rank
+    }
+
+    /// The number of ranks.
+    pub(crate) fn world_size(&self) -> usize {
+        self.plan.world_size
+    }
+
+    /// The store itself, without a prefix.
+    pub(crate) fn store(&self) -> Arc<dyn Store> {
+        self.store.clone()
+    }
+
+    /// Whether this process hosts the store.
+    pub(crate) fn hosts(&self) -> bool {
+        self.hosts
+    }
+
+    /// Whether a launcher hosts the store, and so starts all ranks again when one is gone.
+    pub(crate) fn launcher_hosts(&self) -> bool {
+        matches!(self.plan.store, StoreLocation::Tcp { launcher_hosts: true, .. })
+    }
+
+    /// What `ddprun` has told this process. None where another launcher has started this rank.
+    pub(crate) fn agent(&self, told: Option<String>) -> Option<Told> {
+        let told = told.filter(|_| self.launcher_hosts())?;
+        let mut parts = told.rsplitn(4, '/');
+        let min_world_size = parts.next()?.parse().ok()?;
+        let incarnation = parts.next()?.parse().ok()?;
+        let attempt = parts.next()?.parse().ok()?;
+        (self.plan.run_id.as_deref() == parts.next()).then_some(Told { attempt, incarnation, min_world_size })
+    }
+
+    /// The prefix of the keys of call number `call`, of this start of the run.
+    pub(crate) fn prefix(&self, call: u64) -> String {
+        format!("{}/{}/{call}", self.prefix, self.plan.restart_count)
+    }
+
+    /// Counts how often this process has joined this store as this rank, from 0.
+    pub(crate) fn count_call(&self) -> u64 {
+        count_call(&self.name, self.plan.rank)
+    }
+
+    /// Waits for the other ranks of a meeting. Also returns the watcher for the rest of initialisation.
+    pub(crate) fn meet(&self, meeting: Meeting) -> Result<(Rendezvous, InitWatcher)> {
+        let Meeting { prefix, rank, world_size, is_whole, deadline, superseded } = meeting;
+        let base = Arc::new(InitStore::new(Arc::clone(&self.store), deadline));
+        let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, self.hosts);
+        let started = watcher.start(world_size, superseded);
+        let join = || -> Result<Rendezvous> {
+            started?;
+            let join = Join {
+                store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
+                name: self.name.clone(),
+                rank,
+                world_size,
+                host: host(),
+                addresses: self.addresses,
+                deadline,
+                timeout: self.timeout,
+            };
+            join.run()?;
+            let (local_rank, local_world_size) = match self.plan.local.filter(|_| is_whole) {
+                Some(local) => local,
+                None => join.local_place()?,
+            };
+            let address = join.address()?;
+            let store = Arc::new(PrefixStore::new(prefix, base));
+            let secret = self.secret.clone();
+            Ok(Rendezvous { store, rank, world_size, local_rank, local_world_size, address, secret })
+        };
+        match join() {
+            Ok(met) => Ok((met, watcher)),
+            Err(error) => watcher.conclude(Err(error)),
+        }
     }
 }
 

@@ -5,6 +5,7 @@ mod cancellation;
 mod environment;
 mod file_log;
 mod file_store;
+mod generation;
 mod hash_store;
 mod hosting;
 mod init_method;
@@ -16,6 +17,7 @@ mod options;
 mod plan;
 mod prefix_store;
 mod reports;
+pub(crate) mod secret;
 mod slurm;
 mod store;
 mod tcp_store;
@@ -23,20 +25,26 @@ mod tcp_store;
 pub(crate) use cancellation::{Cancellation, Reason};
 pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
+pub(crate) use generation::{AGENT_VARIABLE, Decision, Generations, Member};
 pub use hash_store::HashStore;
 #[cfg(feature = "launcher")]
-pub(crate) use hosting::host as host_store;
+pub(crate) use hosting::{RUN_ID, host as host_store};
 pub use init_method::{InitMethod, Location};
 pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
-pub(crate) use meeting::meet;
+pub(crate) use meeting::{Meeting, RunStore, meet};
 pub use meeting::{Rendezvous, rendezvous};
 pub use options::RendezvousOptions;
+#[cfg(feature = "launcher")]
+pub(crate) use plan::STORE_VARIABLE;
 pub use prefix_store::PrefixStore;
 pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_report};
+pub use secret::Secret;
 pub use store::Store;
 pub(crate) use store::absent_ranks;
 #[cfg(feature = "launcher")]
 pub(crate) use tcp_store::Listening;
-pub use tcp_store::{TcpStore, TcpStoreServer, TcpStoreServerOptions};
+#[cfg(any(test, fuzzing))]
+pub(crate) use tcp_store::fuzz_store_protocol;
+pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};

@@ -1,3 +1,4 @@
+use super::Secret;
 use std::time::Duration;
 
 /// Options of [`rendezvous`](super::rendezvous).
@@ -11,11 +12,15 @@ pub struct RendezvousOptions {
     pub world_size: Option<usize>,
     /// The time-out of the whole rendezvous, and later of each call of the store.
     pub timeout: Duration,
+    /// The secret that ranks prove to each other and to the store; `None` takes it from the environment
+    /// ([`Secret::from_env`]). Without one, anyone who reaches the store can use it.
+    pub secret: Option<Secret>,
 }
 
 impl Default for RendezvousOptions {
     /// `env://` and 300 s, like PyTorch's stores.
     fn default() -> Self {
-        Self { init_method: "env://".to_string(), rank: None, world_size: None, timeout: Duration::from_secs(300) }
+        let (init_method, timeout) = ("env://".to_string(), Duration::from_secs(300));
+        Self { init_method, rank: None, world_size: None, timeout, secret: None }
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// A rank's parameters of the rendezvous.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    pub(super) place: Place,
+    pub(super) store: StoreLocation,
     pub(super) rank: usize,
     pub(super) world_size: usize,
     /// Local rank and local world size, if known beforehand.
@@ -15,11 +15,17 @@ pub(super) struct Plan {
     pub(super) restart_count: u64,
     /// The launcher's run id, if the launcher also determined this rank.
     pub(super) run_id: Option<String>,
+    /// Whether the store is that of a launcher that knows no secret.
+    pub(super) is_plain: bool,
 }
+
+/// The variable by which `ddprun` tells its workers the address of its own store: where this is not the master's, another
+/// launcher hosts the store.
+pub(crate) const STORE_VARIABLE: &str = "CANDLE_DDP_STORE";
 
 /// The location of the store.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum StoreLocation {
     /// The store is served at this address, by the launcher or by rank 0.
     Tcp { host: String, port: u16, launcher_hosts: bool },
     /// The store is in a file.
@@ -40,8 +46,8 @@ impl Plan {
         let rank = options.rank.or(method.rank);
         let world_size = options.world_size.or(method.world_size);
         let environment = match (rank, world_size) {
-            (Some(rank), Some(world_size)) => Environment::read_for(lookup, rank, world_size)?,
-            _ => Environment::read(lookup)?,
+            (Some(rank), Some(world_size)) => Environment::read_for(&lookup, rank, world_size)?,
+            _ => Environment::read(&lookup)?,
         };
         let missing = |variable| Error::MissingEnvironment { variable, hint: HOW_TO_START.to_string() };
         let rank = rank.or(environment.rank).ok_or_else(|| missing("RANK"))?;
@@ -49,8 +55,8 @@ impl Plan {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
-        let place = match method.location {
-            Location::File(path) => Place::File(path),
+        let store = match method.location {
+            Location::File(path) => StoreLocation::File(path),
             Location::Environment => {
                 let hint = |what: &str| {
                     format!(
@@ -67,17 +73,23 @@ impl Plan {
                 let port = environment
                     .master_port
                     .ok_or_else(|| Error::MissingEnvironment { variable, hint: hint("a free port on the host") })?;
-                Place::Tcp { host, port, launcher_hosts: environment.use_agent_store }
+                StoreLocation::Tcp { host, port, launcher_hosts: environment.use_agent_store }
             }
             Location::Tcp { host, port } => {
                 // A launcher's store is only at its own address.
                 let launcher_hosts = environment.use_agent_store
                     && environment.master_addr.as_ref() == Some(&host)
                     && environment.master_port == Some(port);
-                Place::Tcp { host, port, launcher_hosts }
+                StoreLocation::Tcp { host, port, launcher_hosts }
             }
         };
-        if let Place::Tcp { port: 0, .. } = place
+        let is_plain = match &store {
+            StoreLocation::Tcp { host, port, launcher_hosts: true } => {
+                lookup(STORE_VARIABLE) != Some(format!("{host}:{port}"))
+            }
+            _ => false,
+        };
+        if let StoreLocation::Tcp { port: 0, .. } = store
             && world_size > 1
         {
             return Err(Error::invalid("init_method", "port 0 means any free port, which the other ranks cannot know"));
@@ -89,7 +101,7 @@ impl Plan {
         let Environment { restart_count, launcher, run_id, .. } = environment;
         // The ranks of an MPI job, or of a job whose ranks come from options, may have different variables.
         let run_id = run_id.filter(|_| own && matches!(launcher, Launcher::Torchrun | Launcher::Slurm));
-        Ok(Self { place, rank, world_size, local, restart_count, run_id })
+        Ok(Self { store, rank, world_size, local, restart_count, run_id, is_plain })
     }
 
     /// Returns whether all ranks are known to be on this host.
@@ -111,8 +123,8 @@ mod tests {
         RendezvousOptions { init_method: init_method.to_string(), rank, world_size, ..RendezvousOptions::default() }
     }
 
-    fn tcp(host: &str, port: u16, launcher_hosts: bool) -> Place {
-        Place::Tcp { host: host.to_string(), port, launcher_hosts }
+    fn tcp(host: &str, port: u16, launcher_hosts: bool) -> StoreLocation {
+        StoreLocation::Tcp { host: host.to_string(), port, launcher_hosts }
     }
 
     const LAUNCHED: &[(&str, &str)] = &[
@@ -130,19 +142,25 @@ mod tests {
     #[test]
     fn from_the_environment() {
         let expected = Plan {
-            place: tcp("node0", 29500, true),
+            store: tcp("node0", 29500, true),
             rank: 1,
             world_size: 4,
             local: Some((1, 2)),
             restart_count: 3,
             run_id: Some("night".to_string()),
+            is_plain: true,
         };
         assert!(!expected.is_one_host());
         assert_eq!(plan(RendezvousOptions::default(), LAUNCHED).unwrap(), expected);
         assert_eq!(plan(options("tcp://node0:29500", None, None), LAUNCHED).unwrap(), expected);
         // At another port, the store is not the launcher's.
         let other = plan(options("tcp://node0:29501", None, None), LAUNCHED).unwrap();
-        assert_eq!(other.place, tcp("node0", 29501, false));
+        assert_eq!((other.store, other.is_plain), (tcp("node0", 29501, false), false));
+        // The store of ddprun knows the secret, and that of another launcher below ddprun does not.
+        for (store, is_plain) in [("node0:29500", false), ("127.0.0.1:29500", true)] {
+            let variables = [LAUNCHED, &[(STORE_VARIABLE, store)]].concat();
+            assert_eq!(plan(RendezvousOptions::default(), &variables).unwrap().is_plain, is_plain);
+        }
     }
 
     #[test]
@@ -157,7 +175,7 @@ mod tests {
         assert_eq!(plan(options("env://", Some(1), Some(4)), LAUNCHED).unwrap().local, Some((1, 2)));
         // A broken environment does no harm if nothing is read from it.
         let broken = [("RANK", "x"), ("WORLD_SIZE", "2")];
-        assert_eq!(plan(options("tcp://h:1", Some(0), Some(2)), &broken).unwrap().place, tcp("h", 1, false));
+        assert_eq!(plan(options("tcp://h:1", Some(0), Some(2)), &broken).unwrap().store, tcp("h", 1, false));
         assert!(plan(options("tcp://h:1", Some(0), None), &broken).is_err());
         assert_eq!(plan(options("file:///f", Some(0), Some(1)), &[]).unwrap().local, Some((0, 1)));
     }

@@ -1,10 +1,10 @@
-use super::TcpStoreServer;
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
+use super::{TcpStoreOptions, TcpStoreServer};
 use crate::deadline::deadline_after;
 use crate::error::{SHORTAGE_HINT, is_shortage};
-use crate::rendezvous::Store;
 use crate::rendezvous::store::CANCELLATION_CHECK;
+use crate::rendezvous::{Secret, Store};
 use crate::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,6 +31,7 @@ pub struct TcpStore {
     address: SocketAddr,
     local: IpAddr,
     timeout: Duration,
+    secret: Option<Secret>,
     /// The common deadline of all calls, if there is one.
     deadline: Option<Instant>,
     idle: Mutex<Vec<Link>>,
@@ -41,11 +42,26 @@ pub struct TcpStore {
 impl TcpStore {
     /// Connects to the server at `host`:`port` within `timeout`; the server may start later than this client. `timeout`
     /// also bounds each later call.
+    ///
+    /// This is PyTorch's protocol, which knows no secret; [`TcpStore::connect_with`] connects to the store of a job.
+    ///
+    /// # Errors
+    /// Returns [`Error::Secret`] if the server wants a secret, and [`Error::StoreTimeout`] if there is no server.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        Self::connect_with(host, port, TcpStoreOptions { timeout, secret: None })
+    }
+
+    /// Like [`TcpStore::connect`], with options.
+    ///
+    /// # Errors
+    /// Returns [`Error::Secret`] if the two ends do not have the same secret, or only one of them has one, and
+    /// [`Error::StoreTimeout`] if there is no server.
+    pub fn connect_with(host: &str, port: u16, options: TcpStoreOptions) -> Result<Self> {
+        let TcpStoreOptions { timeout, secret } = options;
         let operation = || "connect".to_string();
         let name = format!("{}:{port}", if host.contains(':') { format!("[{host}]") } else { host.to_string() });
         let deadline = deadline_after(timeout);
-        let mut link = connect(host, port, deadline).map_err(|error| match error {
+        let mut link = connect(host, port, secret.as_ref(), deadline).map_err(|error| match error {
             ConnectError::Timeout(last) => Error::StoreTimeout {
                 operation: operation(),
                 store: name.clone(),
@@ -60,6 +76,7 @@ impl TcpStore {
                 store: name.clone(),
                 reason: format!("{reason}: a program other than a TCPStore uses this port"),
             },
+            ConnectError::Refused(reason) => Error::Secret { operation: operation(), peer: name.clone(), reason },
         })?;
         let addresses = link.local_addr().and_then(|local| Ok((local, link.peer_addr()?)));
         let (local, address) = addresses.map_err(|error| Error::io(format!("connect to the store {name}"), error))?;
@@ -69,6 +86,7 @@ impl TcpStore {
             address,
             local: local.ip().to_canonical(),
             timeout,
+            secret,
             deadline: None,
             idle: Mutex::default(),
             server: None,
@@ -91,9 +109,9 @@ impl TcpStore {
     /// them in the end.
     pub(crate) fn until(&self, deadline: Instant) -> Self {
         let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
-        let Self { ref host, port, address, local, timeout, ref server, .. } = *self;
-        let (host, server) = (host.clone(), server.clone());
-        Self { host, port, address, local, timeout, deadline: Some(deadline), idle: Mutex::new(idle), server }
+        let Self { ref host, port, address, local, timeout, ref secret, ref server, .. } = *self;
+        let (host, secret, server) = (host.clone(), secret.clone(), server.clone());
+        Self { host, port, address, local, timeout, secret, deadline: Some(deadline), idle: Mutex::new(idle), server }
     }
 
     /// Uses another host name for the store in messages.
@@ -129,18 +147,20 @@ impl TcpStore {
                 Error::StoreTimeout { operation, store, timeout, reason }
             }
             LinkError::Protocol(reason) => Error::Store { operation, store, reason },
+            LinkError::Refused(reason) => Error::Secret { operation, peer: store, reason },
             LinkError::Closed(error) if is_shortage(&error) => {
                 Error::io(format!("{operation} on the store {store} ({SHORTAGE_HINT})"), error)
             }
             LinkError::Closed(error) => {
                 // A server that is still alive closes a connection only if it refuses the request.
-                let alive = Link::open(self.address, Instant::now() + CANCEL_GRACE.min(timeout)).is_ok();
+                let alive = Link::open(self.address, self.secret.as_ref(), Instant::now() + CANCEL_GRACE.min(timeout));
                 let reason = match alive {
-                    true => format!(
+                    Err(LinkError::Refused(reason)) => return Error::Secret { operation, peer: store, reason },
+                    Ok(_) => format!(
                         "the server refused the request and closed the connection ({error}): \
                          a counter's key does not hold a number, or the store is full"
                     ),
-                    false => format!(
+                    Err(_) => format!(
                         "the server is gone ({error}): the process that hosts it (rank 0, or the launcher) has ended. \
                          Look for the first error in its output"
                     ),
@@ -160,7 +180,7 @@ impl TcpStore {
         let deadline = deadline_after(timeout);
         let deadline = self.deadline.map_or(deadline, |end| end.min(deadline));
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let link = idle.map_or_else(|| Link::open(self.address, deadline), Ok);
+        let link = idle.map_or_else(|| Link::open(self.address, self.secret.as_ref(), deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
         // A connection that had an error is not reused, because a reply may still arrive on it.
         let (result, link) = done.map_err(|error| self.error(operation, timeout, error))?;
@@ -172,7 +192,7 @@ impl TcpStore {
     }
 
     /// Sends a request and reads its reply with `receive`.
-    fn ask<T>(
+    pub(super) fn ask<T>(
         &self,
         operation: &dyn Fn() -> String,
         request: &Request,
@@ -187,7 +207,7 @@ impl TcpStore {
     }
 
     /// Sends a request that has no reply.
-    fn tell(&self, operation: &dyn Fn() -> String, request: &Request) -> Result<()> {
+    pub(super) fn tell(&self, operation: &dyn Fn() -> String, request: &Request) -> Result<()> {
         self.call(operation, self.timeout, |link, deadline| {
             let mut bytes = Vec::new();
             request.encode(&mut bytes);
@@ -195,7 +215,7 @@ impl TcpStore {
         })
     }
 
-    fn key(&self, operation: &str, key: &str) -> Result<Vec<u8>> {
+    pub(super) fn key(&self, operation: &str, key: &str) -> Result<Vec<u8>> {
         let raw = user_key(key);
         self.within(operation, key, "key", raw.len(), MAX_KEY)?;
         Ok(raw)
@@ -205,7 +225,7 @@ impl TcpStore {
         keys.iter().map(|key| self.key(operation, key)).collect()
     }
 
-    fn value(&self, operation: &str, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+    pub(super) fn value(&self, operation: &str, key: &str, value: &[u8]) -> Result<Vec<u8>> {
         self.within(operation, key, "value", value.len(), MAX_VALUE)?;
         Ok(value.to_vec())
     }

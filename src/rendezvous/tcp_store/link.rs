@@ -1,5 +1,8 @@
 //! A connection of a client. Each step is bounded by a deadline.
-use super::protocol::{MAGIC, MAX_MESSAGE, Request, bounded};
+use super::protocol::{CHALLENGE, CLIENT, MAGIC, MAX_MESSAGE, OFFER, PROVEN, Request, SECRET_NEEDED, SERVER, bounded};
+use crate::random::random_bytes;
+use crate::rendezvous::Secret;
+use crate::rendezvous::secret::PROOF;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -14,6 +17,8 @@ pub(super) enum LinkError {
     Closed(io::Error),
     /// A reply that does not conform to the protocol.
     Protocol(String),
+    /// The two ends do not have the same secret.
+    Refused(String),
 }
 
 impl From<io::Error> for LinkError {
@@ -27,9 +32,22 @@ impl From<io::Error> for LinkError {
 
 type Result<T> = std::result::Result<T, LinkError>;
 
-/// A connection that has completed VALIDATE and PING.
+/// What to do where the two ends do not have the same secret.
+const SAME: &str = "give all processes of the job the same secret (CANDLE_DDP_SECRET, or a file with \
+                    CANDLE_DDP_SECRET_FILE); ddprun gives it to its workers";
+
+/// How often a connection is tried again that ends during the handshake: a flood of strangers may have pushed it out.
+const RETRIES: u32 = 5;
+
+/// A connection on which both ends have proved that they know the secret, if there is one, and that has completed PING.
 pub(super) struct Link {
     stream: TcpStream,
+}
+
+/// Whether the server may have closed the connection of a client that it does not know yet, in favour of others.
+fn was_pushed_out(error: &io::Error) -> bool {
+    use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }
 
 /// Returns the time until `deadline`, at least 1 ms, because sockets take zero for no time-out.
@@ -39,8 +57,22 @@ fn left(deadline: Instant) -> Result<Duration> {
 }
 
 impl Link {
-    /// Connects, with a single attempt.
-    pub(super) fn open(address: SocketAddr, deadline: Instant) -> Result<Self> {
+    /// Connects to a server that is there, and proves `secret` to it, or tells it that there is none.
+    pub(super) fn open(address: SocketAddr, secret: Option<&Secret>, deadline: Instant) -> Result<Self> {
+        let mut retries = 0;
+        loop {
+            match Self::open_once(address, secret, deadline) {
+                Err(LinkError::Closed(error)) if retries < RETRIES && was_pushed_out(&error) => {
+                    retries += 1;
+                    let pause = Duration::from_millis(5) * retries;
+                    std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn open_once(address: SocketAddr, secret: Option<&Secret>, deadline: Instant) -> Result<Self> {
         let stream = TcpStream::connect_timeout(&address, left(deadline)?)?;
         if stream.local_addr()? == stream.peer_addr()? {
             // When connecting to a free port of this host, a socket may be assigned that same port and connect to
@@ -53,8 +85,40 @@ impl Link {
         let mut greeting = Vec::new();
         Request::Validate(MAGIC).encode(&mut greeting);
         link.send(&greeting, deadline)?;
-        link.ping(Vec::new(), deadline)?;
+        match secret {
+            Some(secret) => link.prove(secret, deadline)?,
+            None => link.ping(Vec::new(), deadline)?,
+        }
         Ok(link)
+    }
+
+    /// Both ends prove that they know `secret`: this one first, since strangers ask servers rather than clients.
+    fn prove(&mut self, secret: &Secret, deadline: Instant) -> Result<()> {
+        let mut offer = Vec::new();
+        Request::Ping(OFFER).encode(&mut offer);
+        self.send(&offer, deadline)?;
+        match u32::from_le_bytes(self.receive(deadline)?) {
+            CHALLENGE => {}
+            OFFER => {
+                return Err(LinkError::Refused(format!(
+                    "this process has a secret, but the store does not prove that it knows it: {SAME}. If the store is \
+                     PyTorch's, start this program without the variable"
+                )));
+            }
+            other => return Err(LinkError::Protocol(format!("unexpected reply {other:#x} to PING {OFFER:#x}"))),
+        }
+        let theirs: [u8; PROOF] = self.receive(deadline)?;
+        let own = random_bytes::<PROOF>().map_err(|error| LinkError::Closed(io::Error::other(error)))?;
+        let mut proof = Vec::new();
+        Request::Prove { nonce: own, proof: secret.prove(CLIENT, &[&own, &theirs]) }.encode(&mut proof);
+        self.send(&proof, deadline)?;
+        if self.receive(deadline)? == [PROVEN] {
+            let proof: [u8; PROOF] = self.receive(deadline)?;
+            if secret.verify(SERVER, &[&own, &theirs], &proof) {
+                return Ok(());
+            }
+        }
+        Err(LinkError::Refused(format!("the store has another secret than this process: {SAME}")))
     }
 
     /// Returns the local address of the connection.
@@ -86,6 +150,9 @@ impl Link {
         Request::Ping(nonce).encode(&mut bytes);
         self.send(&bytes, deadline)?;
         let answer = u32::from_le_bytes(self.receive(deadline)?);
+        if answer == SECRET_NEEDED {
+            return Err(LinkError::Refused(format!("the store wants a secret, and this process has none: {SAME}")));
+        }
         if answer != nonce {
             return Err(LinkError::Protocol(format!("unexpected reply {answer:#x} to PING {nonce:#x}")));
         }
@@ -161,10 +228,17 @@ pub(super) enum ConnectError {
     Timeout(String),
     /// The server at this address is not a store.
     Protocol(String),
+    /// The server does not have the same secret.
+    Refused(String),
 }
 
 /// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
-pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::Result<Link, ConnectError> {
+pub(super) fn connect(
+    host: &str,
+    port: u16,
+    secret: Option<&Secret>,
+    deadline: Instant,
+) -> std::result::Result<Link, ConnectError> {
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
     let mut is_warned = false;
@@ -190,8 +264,9 @@ pub(super) fn connect(host: &str, port: u16, deadline: Instant) -> std::result::
                     // An address that drops packets must not use up the time of the other addresses.
                     let rest = deadline.saturating_duration_since(Instant::now());
                     let turn = Instant::now() + (rest / share).min(Duration::from_secs(20));
-                    reason = note(match Link::open(address, turn) {
+                    reason = note(match Link::open(address, secret, turn) {
                         Ok(link) => return Ok(link),
+                        Err(LinkError::Refused(reason)) => return Err(ConnectError::Refused(reason)),
                         Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),
                         Err(LinkError::Timeout) => format!("{address} does not answer"),
                         Err(LinkError::Closed(error)) => format!("{address}: {error}"),

@@ -1,16 +1,40 @@
+use crate::rendezvous::Secret;
 use rustix::process::{Resource, getrlimit};
 use std::time::Duration;
 
-/// Limits of a [`TcpStoreServer`](super::TcpStoreServer).
+/// Options of [`TcpStore::connect_with`](super::TcpStore::connect_with).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TcpStoreOptions {
+    /// How long connecting, and later each call, may take. Default: 300 s, like PyTorch's stores.
+    pub timeout: Duration,
+    /// The secret that this client and the server prove to each other. Default: none, for PyTorch's protocol.
+    pub secret: Option<Secret>,
+}
+
+impl Default for TcpStoreOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(300), secret: None }
+    }
+}
+
+/// Options of a [`TcpStoreServer`](super::TcpStoreServer): who may use it, and its limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpStoreServerOptions {
+    /// The secret that clients and this server prove to each other. Default: none; anyone who reaches the server can use
+    /// it.
+    pub secret: Option<Secret>,
+    /// With a secret, whether clients without it are served as well, as long as none has proved that it knows it. They get
+    /// keys of their own, and never those of the job. Then the server closes their connections and drops their keys. So a
+    /// launcher can host a store before it knows whether its workers are PyTorch programs. Default: false; clients without
+    /// the secret are refused.
+    pub guests: bool,
     /// The maximum number of clients; further connections are refused. Default: 16,384, but at most three quarters of
     /// the process's file descriptor limit (`ulimit -n`), so that it can still open files and connect to its peers.
     pub max_clients: usize,
-    /// The maximum number of clients that have connected but not sent VALIDATE; beyond it, the oldest one is closed.
-    /// Default: 128, but at most a quarter of `max_clients`.
+    /// The maximum number of clients that have connected but neither sent VALIDATE nor, if there is a secret, proved that
+    /// they know it; beyond it, the oldest one is closed. Default: 128, but at most a quarter of `max_clients`.
     pub max_ungreeted: usize,
-    /// How long a client may take to send VALIDATE. Default: 10 s. Afterwards it may be idle for any time.
+    /// How long a client may take for that. Default: 10 s. Afterwards it may be idle for any time.
     pub greeting_timeout: Duration,
     /// The maximum size in bytes of keys and values, including old values that replies still refer to and keys that
     /// clients wait for. Default: 1 GiB. A client that tries to store more is closed.
@@ -26,6 +50,8 @@ impl Default for TcpStoreServerOptions {
         let descriptors = getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
         let max_clients = descriptors.map_or(CLIENTS, |limit| (limit / 4 * 3).clamp(1, CLIENTS));
         Self {
+            secret: None,
+            guests: false,
             max_clients,
             max_ungreeted: (max_clients / 4).clamp(1, 128),
             greeting_timeout: Duration::from_secs(10),

@@ -1,5 +1,6 @@
 //! The wire format of PyTorch's c10d TCPStore, independent of sockets: little-endian, without framing; a text or value
 //! is its length as u64 and its bytes. A request is a command byte and its fields.
+use crate::rendezvous::secret::{NONCE, PROOF};
 use std::fmt;
 
 /// PyTorch prefixes users' keys with this, so that they do not collide with its own raw keys.
@@ -12,6 +13,20 @@ pub(super) const READY: u8 = 0;
 pub(super) const NOT_READY: u8 = 1;
 /// The reply to CANCEL_WAIT.
 pub(super) const WAIT_CANCELED: u8 = 1;
+
+/// The nonce of the PING by which a client asks the server to prove itself. A server without a secret sends it back, like
+/// any other nonce. Clients otherwise use the ids of processes, which are smaller.
+pub(super) const OFFER: u32 = 0xCDD9_0001;
+/// The reply to [`OFFER`] of a server with a secret; its random number follows.
+pub(super) const CHALLENGE: u32 = 0xCDD9_0002;
+/// The reply to the first PING of a client that offers no proof, where one is needed.
+pub(super) const SECRET_NEEDED: u32 = 0xCDD9_0003;
+/// The replies to PROVE: the server's own proof follows, or nothing.
+pub(super) const PROVEN: u8 = 1;
+pub(super) const REFUSED: u8 = 0;
+/// The roles of the two ends in their proofs.
+pub(super) const CLIENT: &str = "candle-ddp store client";
+pub(super) const SERVER: &str = "candle-ddp store server";
 
 /// The maximum length of a key in bytes (PyTorch's limit).
 pub(super) const MAX_KEY: usize = 8192;
@@ -45,9 +60,11 @@ enum Command {
     QueueLen,
     ListKeys,
     Barrier,
+    /// Not one of PyTorch's.
+    Prove = 0xDD,
 }
 
-/// The commands in the order of their bytes, from 0.
+/// PyTorch's commands in the order of their bytes, from 0.
 const COMMANDS: [Command; 19] = {
     use Command::*;
     [
@@ -63,6 +80,8 @@ enum Kind {
     Value,
     U32,
     I64,
+    /// 32 bytes without a length.
+    Block,
 }
 
 enum Layout {
@@ -73,7 +92,7 @@ enum Layout {
 
 impl Command {
     fn layout(self) -> Layout {
-        use Kind::{I64, Key, U32, Value};
+        use Kind::{Block, I64, Key, U32, Value};
         match self {
             Self::Validate | Self::Ping => Layout::Fixed(&[U32]),
             Self::Set | Self::Append | Self::QueuePush => Layout::Fixed(&[Key, Value]),
@@ -81,6 +100,7 @@ impl Command {
             Self::Get | Self::Delete | Self::QueuePop | Self::QueueLen => Layout::Fixed(&[Key]),
             Self::Add | Self::Barrier => Layout::Fixed(&[Key, I64]),
             Self::NumKeys | Self::CancelWait | Self::ListKeys => Layout::Fixed(&[]),
+            Self::Prove => Layout::Fixed(&[Block, Block]),
             Self::Check | Self::Wait | Self::MultiGet => Layout::Repeated(&[Key]),
             Self::MultiSet => Layout::Repeated(&[Key, Value]),
         }
@@ -91,24 +111,48 @@ impl Command {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
     Validate(u32),
-    Set { key: Vec<u8>, value: Vec<u8> },
-    CompareSet { key: Vec<u8>, expected: Vec<u8>, desired: Vec<u8> },
+    Set {
+        key: Vec<u8>,
+        value: Vec<u8>,
+    },
+    CompareSet {
+        key: Vec<u8>,
+        expected: Vec<u8>,
+        desired: Vec<u8>,
+    },
     Get(Vec<u8>),
-    Add { key: Vec<u8>, amount: i64 },
+    Add {
+        key: Vec<u8>,
+        amount: i64,
+    },
     Check(Vec<Vec<u8>>),
     Wait(Vec<Vec<u8>>),
     NumKeys,
     Delete(Vec<u8>),
-    Append { key: Vec<u8>, value: Vec<u8> },
+    Append {
+        key: Vec<u8>,
+        value: Vec<u8>,
+    },
     MultiGet(Vec<Vec<u8>>),
     MultiSet(Vec<(Vec<u8>, Vec<u8>)>),
     CancelWait,
     Ping(u32),
-    QueuePush { key: Vec<u8>, value: Vec<u8> },
+    QueuePush {
+        key: Vec<u8>,
+        value: Vec<u8>,
+    },
     QueuePop(Vec<u8>),
     QueueLen(Vec<u8>),
     ListKeys,
-    Barrier { key: Vec<u8>, world_size: i64 },
+    Barrier {
+        key: Vec<u8>,
+        world_size: i64,
+    },
+    /// The client's random number, and its proof for the server's.
+    Prove {
+        nonce: [u8; NONCE],
+        proof: [u8; PROOF],
+    },
 }
 
 /// Appends the length of `bytes` and then `bytes`.
@@ -172,6 +216,11 @@ impl Request {
             Self::Barrier { key, world_size } => {
                 fields(out, Command::Barrier, &[key]);
                 put_i64(out, *world_size);
+            }
+            Self::Prove { nonce, proof } => {
+                out.push(Command::Prove as u8);
+                out.extend_from_slice(nonce);
+                out.extend_from_slice(proof);
             }
         }
     }
@@ -238,7 +287,8 @@ impl Decoder {
                     self.compact();
                     return Ok(None);
                 };
-                let command = COMMANDS.get(usize::from(byte)).copied();
+                let prove = (byte == Command::Prove as u8).then_some(Command::Prove);
+                let command = COMMANDS.get(usize::from(byte)).copied().or(prove);
                 let command = command.ok_or_else(|| Malformed(format!("unknown command {byte:#04x}")))?;
                 Partial { command, count: None, fields: Vec::new(), size: 0 }
             }
@@ -262,6 +312,7 @@ impl Decoder {
                 None => return finish(partial).map(Some),
                 Some(Kind::U32) => self.take().map(|bytes| Field::Number(u32::from_le_bytes(bytes).into())),
                 Some(Kind::I64) => self.take().map(|bytes| Field::Number(u64::from_le_bytes(bytes))),
+                Some(Kind::Block) => self.take::<32>().map(|bytes| Field::Bytes(bytes.to_vec())),
                 Some(Kind::Key) => self.take_bytes(MAX_KEY, "bytes in a key")?,
                 Some(Kind::Value) => self.take_bytes(MAX_VALUE, "bytes in a value")?,
             };
@@ -340,6 +391,10 @@ fn finish(partial: Partial) -> Result<Request, Malformed> {
         Command::NumKeys => Request::NumKeys,
         Command::CancelWait => Request::CancelWait,
         Command::ListKeys => Request::ListKeys,
+        Command::Prove => {
+            let block = |bytes: Vec<u8>| bytes.try_into().map_err(|_| lost());
+            Request::Prove { nonce: block(bytes()?)?, proof: block(bytes()?)? }
+        }
         Command::Add | Command::Barrier | Command::Validate | Command::Ping => {
             let key = if matches!(command, Command::Add | Command::Barrier) { bytes()? } else { Vec::new() };
             let Some(Field::Number(number)) = fields.next() else { return Err(lost()) };

@@ -1,10 +1,15 @@
 use super::listen::{all_interfaces, listen};
+use super::member::Gate;
 use super::options::TcpStoreServerOptions;
-use super::service::Service;
+use super::service::{Keys, Service};
 use super::state::State;
 use crate::{Error, Result};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+#[cfg(feature = "launcher")]
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 /// A server for clients of the types [`TcpStore`](super::TcpStore) and PyTorch's `TCPStore`.
@@ -16,14 +21,17 @@ use std::thread::JoinHandle;
 /// the server uses at most about 1.6 GiB, whatever its clients do. Dropping the server closes every connection and ends
 /// the thread.
 ///
-/// As in PyTorch, there is no authentication: anyone who reaches the port can read and write. Keep it inside the
-/// cluster, and give [`TcpStoreServer::bind_address`] the address at which the ranks reach it instead of listening on
-/// all interfaces.
+/// With [`TcpStoreServerOptions::secret`], clients and the server prove to each other that they know it, and nobody else
+/// can read or write the job's keys. Without, it is as in PyTorch: anyone who reaches the port can. Keep it inside the
+/// cluster in any case, since nothing is encrypted, and give [`TcpStoreServer::bind_address`] the address at which the
+/// ranks reach it instead of listening on all interfaces.
 pub struct TcpStoreServer {
     addresses: Vec<SocketAddr>,
     /// Closing this end stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
+    #[cfg(feature = "launcher")]
+    is_joined: Arc<AtomicBool>,
 }
 
 impl TcpStoreServer {
@@ -37,7 +45,7 @@ impl TcpStoreServer {
         Self::bind_with(address, TcpStoreServerOptions::default())
     }
 
-    /// Listens on `address` only, with custom limits.
+    /// Listens on `address` only, with options.
     pub fn bind_with(address: SocketAddr, options: TcpStoreServerOptions) -> Result<Self> {
         Self::serve(&[address], options, &[])
     }
@@ -53,16 +61,30 @@ impl TcpStoreServer {
         let addresses: std::io::Result<Vec<_>> = listeners.iter().map(TcpListener::local_addr).collect();
         let addresses = addresses.map_err(|error| Error::io(context(), error))?;
         let (stop, stopped) = UnixStream::pair().map_err(|error| Error::io(context(), error))?;
-        let mut state = State::new(options.max_stored);
-        for (key, value) in pairs {
-            let set = state.set(super::protocol::user_key(key), value.as_bytes().to_vec());
-            set.map_err(|error| Error::invalid("run_id", error.0))?;
-        }
+        let state = || {
+            let mut state = State::new(options.max_stored);
+            for (key, value) in pairs {
+                let set = state.set(super::protocol::user_key(key), value.as_bytes().to_vec());
+                set.map_err(|error| Error::invalid("run_id", error.0))?;
+            }
+            Ok::<_, Error>(state)
+        };
+        let guests = options.guests && options.secret.is_some();
+        let gate = Gate { secret: options.secret.clone(), guests };
+        let keys = Keys { gate, members: state()?, guests: if guests { state()? } else { State::new(0) } };
+        let is_joined = Arc::new(AtomicBool::new(!guests));
+        let joined = Arc::clone(&is_joined);
         let thread = std::thread::Builder::new()
             .name("candle-ddp-store".to_string())
-            .spawn(move || Service::new(listeners, stopped, options, state).run())
+            .spawn(move || Service::new(listeners, stopped, options, keys, joined).run())
             .map_err(|error| Error::io(context(), error))?;
-        Ok(Self { addresses, stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            addresses,
+            stop: Some(stop),
+            thread: Some(thread),
+            #[cfg(feature = "launcher")]
+            is_joined,
+        })
     }
 
     /// Returns the port.
@@ -74,6 +96,12 @@ impl TcpStoreServer {
     /// unspecified.
     pub fn local_addr(&self) -> SocketAddr {
         self.addresses.first().copied().unwrap_or(all_interfaces(0))
+    }
+
+    /// Returns whether the store may be the job's by now: a client has proved that it knows the secret, or there are no guests.
+    #[cfg(feature = "launcher")]
+    pub(crate) fn is_joined(&self) -> bool {
+        self.is_joined.load(Ordering::Relaxed)
     }
 
     /// Returns whether it listens on one of `addresses`.

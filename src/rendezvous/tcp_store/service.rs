@@ -1,9 +1,10 @@
 //! The server's thread: moves bytes between its clients' sockets, the [decoders](super::protocol) and the
 //! [state](super::state), and enforces the limits of every client.
+use super::member::{Gate, Standing, stranger};
 use super::options::TcpStoreServerOptions;
 use super::output::Output;
-use super::protocol::{Decoder, Malformed, READY, Request};
-use super::state::{ClientId, State, is_greeting};
+use super::protocol::{Decoder, Malformed, READY};
+use super::state::{ClientId, State};
 use crate::deadline::deadline_after;
 use crate::warnings::Warnings;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,19 +12,23 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The maximum number of bytes read from or sent to one client before it is the turn of the others.
 const TURN: usize = 1 << 20;
 /// The number of connections that are accepted before clients get their turn.
 const ACCEPTED: usize = 1024;
+/// The maximum memory in bytes of requests of a client that has not been admitted. A single read fills up to 64 KiB.
+const STRANGER: usize = 1 << 18;
 /// How long accepting pauses when the process has run out of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
 struct Client {
     stream: TcpStream,
     peer: SocketAddr,
-    greeted: bool,
+    standing: Standing,
     decoder: Decoder,
     out: Output,
     /// The memory that the client used after its last turn.
@@ -47,7 +52,8 @@ impl Client {
     fn new(stream: TcpStream, peer: SocketAddr) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        Ok(Self { stream, peer, greeted: false, decoder: Decoder::default(), out: Output::default(), held: 0 })
+        let standing = Standing::Silent;
+        Ok(Self { stream, peer, standing, decoder: Decoder::default(), out: Output::default(), held: 0 })
     }
 
     /// Sends as much as the socket accepts, up to one turn's share.
@@ -66,28 +72,31 @@ impl Client {
     }
 
     /// Executes all complete requests, until a reply cannot be sent at once.
-    fn answer(&mut self, id: ClientId, state: &mut State) -> Result<(), Leave> {
+    fn answer(&mut self, id: ClientId, keys: &mut Keys) -> Result<(), Leave> {
         while self.out.is_empty() {
             let Some(request) = self.decoder.next().map_err(Leave::Malformed)? else { break };
-            if self.greeted {
-                state.handle(id, request, &mut self.out).map_err(Leave::Malformed)?;
-            } else if is_greeting(&request) {
-                self.greeted = true;
-            } else {
-                return Err(Leave::Malformed(Malformed(format!(
-                    "it began with {} instead of VALIDATE",
-                    brief(&request)
-                ))));
+            match keys.gate.pass(&mut self.standing, request, &mut self.out) {
+                Ok(Some(request)) => {
+                    keys.of(self.standing).handle(id, request, &mut self.out).map_err(Leave::Malformed)?;
+                }
+                Ok(None) => {}
+                Err(reason) => {
+                    self.flush()?;
+                    return Err(Leave::Malformed(reason));
+                }
             }
             self.flush()?;
+        }
+        if !self.standing.is_admitted() && self.decoder.allocated() > STRANGER {
+            return Err(Leave::Malformed(Malformed("it sends much before it says who it is".to_string())));
         }
         Ok(())
     }
 
     /// Reads and replies for one turn.
-    fn serve(&mut self, id: ClientId, state: &mut State, scratch: &mut [u8]) -> Result<(), Leave> {
+    fn serve(&mut self, id: ClientId, keys: &mut Keys, scratch: &mut [u8]) -> Result<(), Leave> {
         self.flush()?;
-        self.answer(id, state)?;
+        self.answer(id, keys)?;
         let mut turn = 0;
         while self.out.is_empty() && turn < TURN {
             match self.stream.read(scratch) {
@@ -95,7 +104,7 @@ impl Client {
                 Ok(count) => {
                     turn += count;
                     self.decoder.feed(scratch.get(..count).unwrap_or_default());
-                    self.answer(id, state)?;
+                    self.answer(id, keys)?;
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -106,21 +115,34 @@ impl Client {
     }
 }
 
-fn brief(request: &Request) -> String {
-    format!("{request:?}").chars().take(60).collect()
+/// The keys of the job, and those of guests.
+pub(super) struct Keys {
+    pub(super) gate: Gate,
+    pub(super) members: State,
+    pub(super) guests: State,
+}
+
+impl Keys {
+    fn of(&mut self, standing: Standing) -> &mut State {
+        if standing == Standing::Guest { &mut self.guests } else { &mut self.members }
+    }
 }
 
 pub(super) struct Service {
     listeners: Vec<TcpListener>,
     stopped: UnixStream,
     clients: BTreeMap<ClientId, Client>,
-    /// The clients that have not sent VALIDATE, oldest first, with their deadlines.
+    /// The clients that have not been admitted, oldest first, with their deadlines.
     ungreeted: BTreeMap<ClientId, Instant>,
+    /// The number of guests.
+    guests: usize,
     /// The memory that all clients use.
     held: usize,
     options: TcpStoreServerOptions,
     next: ClientId,
-    state: State,
+    keys: Keys,
+    /// Whether a client has proved that it knows the secret.
+    is_joined: Arc<AtomicBool>,
     scratch: Vec<u8>,
     /// No connection is accepted before this time, because the process had no file descriptor left.
     pause: Option<Instant>,
@@ -139,17 +161,20 @@ impl Service {
         listeners: Vec<TcpListener>,
         stopped: UnixStream,
         options: TcpStoreServerOptions,
-        state: State,
+        keys: Keys,
+        is_joined: Arc<AtomicBool>,
     ) -> Self {
         Self {
             listeners,
             stopped,
             clients: BTreeMap::new(),
             ungreeted: BTreeMap::new(),
+            guests: 0,
             held: 0,
             options,
             next: 0,
-            state,
+            keys,
+            is_joined,
             scratch: vec![0; 1 << 16],
             pause: None,
             warnings: Warnings::new("the store's server"),
@@ -209,18 +234,30 @@ impl Service {
     fn serve(&mut self, id: ClientId) {
         // The client is absent if it was closed earlier in this round.
         let Some(client) = self.clients.get_mut(&id) else { return };
-        if let Err(leave) = client.serve(id, &mut self.state, &mut self.scratch) {
+        let was_guest = client.standing == Standing::Guest;
+        let served = client.serve(id, &mut self.keys, &mut self.scratch);
+        if client.standing == Standing::Guest && !was_guest {
+            self.guests += 1;
+        }
+        if let Err(leave) = served {
             self.close(id, leave);
         } else {
-            if client.greeted {
+            if client.standing.is_admitted() {
                 self.ungreeted.remove(&id);
             }
+            let is_member = client.standing == Standing::Member;
             let held = client.decoder.allocated() + client.out.held();
             self.held = self.held - client.held + held;
             client.held = held;
             self.bound_memory();
+            if is_member {
+                self.close_guests();
+            } else if self.guests + self.options.max_ungreeted > self.options.max_clients && !was_guest {
+                self.bound_guests(id);
+            }
         }
-        for id in self.state.take_woken() {
+        let woken = self.keys.members.take_woken().into_iter().chain(self.keys.guests.take_woken());
+        for id in woken.collect::<Vec<_>>() {
             let Some(client) = self.clients.get_mut(&id) else { continue };
             client.out.put(&[READY]);
             if let Err(leave) = client.flush() {
@@ -242,20 +279,43 @@ impl Service {
     }
 
     fn close(&mut self, id: ClientId, leave: Leave) {
-        self.state.forget(id);
+        self.keys.members.forget(id);
+        self.keys.guests.forget(id);
         self.ungreeted.remove(&id);
         let Some(client) = self.clients.remove(&id) else { return };
+        self.guests -= usize::from(client.standing == Standing::Guest);
         self.held -= client.held;
         if let Leave::Malformed(reason) = leave {
             self.warnings.warn(format_args!("the store's server closes the connection of {}: {reason}", client.peer));
         }
     }
 
-    /// Closes clients that have not sent VALIDATE in time.
+    /// Leaves room for clients that may yet prove that they are members.
+    fn bound_guests(&mut self, id: ClientId) {
+        if self.clients.get(&id).is_some_and(|client| client.standing == Standing::Guest) {
+            let reason = format!("there are {} other clients without the job's secret", self.guests - 1);
+            self.close(id, Leave::Malformed(Malformed(reason)));
+        }
+    }
+
+    /// Leaves the server to the members, once there is one.
+    fn close_guests(&mut self) {
+        if !self.keys.gate.guests {
+            return;
+        }
+        self.keys.gate.guests = false;
+        self.is_joined.store(true, Ordering::Relaxed);
+        let is_guest = |(id, client): (&ClientId, &Client)| (client.standing == Standing::Guest).then_some(*id);
+        let guests: Vec<ClientId> = self.clients.iter().filter_map(is_guest).collect();
+        guests.into_iter().for_each(|id| self.close(id, Leave::Malformed(stranger())));
+        self.keys.guests = State::new(0);
+    }
+
+    /// Closes clients that have not been admitted in time.
     fn close_silent(&mut self) {
         let now = Instant::now();
         while let Some((id, _)) = self.ungreeted.first_key_value().filter(|(_, deadline)| **deadline <= now) {
-            let reason = format!("it has not sent VALIDATE within {:?}", self.options.greeting_timeout);
+            let reason = format!("it has not said who it is within {:?}", self.options.greeting_timeout);
             self.close(*id, Leave::Malformed(Malformed(reason)));
         }
     }
@@ -265,7 +325,7 @@ impl Service {
         let Some(id) = self.ungreeted.keys().next().copied() else { return };
         self.serve(id);
         if self.ungreeted.contains_key(&id) {
-            let reason = "it has not sent VALIDATE, and other clients want to connect".to_string();
+            let reason = "it has not said who it is, and other clients want to connect".to_string();
             self.close(id, Leave::Malformed(Malformed(reason)));
         }
     }

@@ -1,6 +1,6 @@
 //! The state of a server and its replies, independent of sockets: keys, queues, and waiting clients.
 use super::output::Output;
-use super::protocol::{MAGIC, MAX_MESSAGE, MAX_VALUE, Malformed, NOT_READY, READY, Request, WAIT_CANCELED};
+use super::protocol::{MAX_MESSAGE, MAX_VALUE, Malformed, NOT_READY, READY, Request, WAIT_CANCELED};
 use super::shared::{Meter, Shared};
 use crate::rendezvous::hash_store::parse_counter;
 use std::collections::{HashMap, VecDeque};
@@ -67,6 +67,7 @@ impl State {
     pub(super) fn handle(&mut self, client: ClientId, request: Request, reply: &mut Output) -> Result<(), Malformed> {
         match request {
             Request::Validate(_) => return Err(Malformed("VALIDATE is only allowed once, at the start".to_string())),
+            Request::Prove { .. } => return Err(Malformed("a proof that was not asked for".to_string())),
             Request::Ping(nonce) => reply.put(&nonce.to_le_bytes()),
             Request::Set { key, value } => self.set(key, value)?,
             Request::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired, reply)?,
@@ -328,9 +329,4 @@ fn fits_reply(size: usize) -> Result<(), Malformed> {
         return Err(Malformed(format!("the reply would have {size} bytes, but at most {MAX_MESSAGE} are allowed")));
     }
     Ok(())
-}
-
-/// Returns whether this is the request with which every client must begin.
-pub(super) fn is_greeting(request: &Request) -> bool {
-    *request == Request::Validate(MAGIC)
 }

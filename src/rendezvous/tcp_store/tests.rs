@@ -38,6 +38,7 @@ fn request() -> impl Strategy<Value = Request> {
         key().prop_map(Request::QueueLen),
         Just(Request::ListKeys),
         (key(), number()).prop_map(|(key, world_size)| Request::Barrier { key, world_size }),
+        any::<([u8; 32], [u8; 32])>().prop_map(|(nonce, proof)| Request::Prove { nonce, proof }),
     ]
 }
 

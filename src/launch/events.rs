@@ -1,0 +1,86 @@
+//! What the supervisor waits for: signals, and the end of the output.
+use super::console::Console;
+use super::error::{Error, Result};
+use super::nodes::News;
+use super::output::{Incoming, Remains};
+use super::signal;
+use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
+use signal_hook::iterator::Signals;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+/// An event that the supervisor handles.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// This process received a signal.
+    Signal(i32),
+    /// All output was read.
+    Output(Remains),
+    /// Something that concerns all nodes.
+    News(News),
+}
+
+/// The receiving end of events, and a sender for more.
+#[derive(Debug)]
+pub(super) struct Events {
+    sender: Sender<Event>,
+    receiver: Receiver<Event>,
+}
+
+impl Events {
+    /// Starts to turn signals into events: those that end a run, and those that supervision needs.
+    pub(super) fn listen(ending: &[i32]) -> Result<Self> {
+        let (sender, receiver) = channel();
+        // Signals that this process was started to ignore, as by nohup, stay ignored.
+        let wanted = ending.iter().copied().chain([SIGTSTP]).filter(|&signal| !signal::is_ignored(signal));
+        let mut signals = Signals::new(wanted.chain([SIGCHLD, SIGCONT, SIGWINCH]))
+            .map_err(|error| Error::io("handling signals", error))?;
+        let signal_sender = sender.clone();
+        spawn_thread("signals", move || {
+            for signal in signals.forever() {
+                if signal_sender.send(Event::Signal(signal)).is_err() {
+                    break;
+                }
+            }
+        })?;
+        Ok(Self { sender, receiver })
+    }
+
+    /// Forwards output in a thread until the other end of `incoming` is dropped.
+    pub(super) fn forward(&self, incoming: Incoming) -> Result<()> {
+        let sender = self.sender.clone();
+        spawn_thread("output", move || {
+            let remains = super::output::forward(incoming, Console::get());
+            // The supervisor may have stopped waiting for it.
+            let _ = sender.send(Event::Output(remains));
+        })
+    }
+
+    /// Returns what turns news of other nodes into events.
+    pub(super) fn newsroom(&self) -> impl Fn(News) + Clone + Send + 'static {
+        let sender = self.sender.clone();
+        move |news| {
+            // The supervisor may have ended.
+            let _ = sender.send(Event::News(news));
+        }
+    }
+
+    /// Returns the next event, or `None` if there is none before `deadline`.
+    pub(super) fn next(&self, deadline: Option<Instant>) -> Option<Event> {
+        let Some(deadline) = deadline else { return self.receiver.recv().ok() };
+        self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
+    }
+
+    /// Returns whether this process received a signal that ends a run since the last call.
+    pub(super) fn interrupted(&self) -> bool {
+        self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if !WATCHING.contains(&signal)))
+    }
+}
+
+/// Signals that do not end a run but are needed to supervise it.
+const WATCHING: [i32; 4] = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
+
+fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    let thread = std::thread::Builder::new().name(format!("ddprun-{name}")).spawn(work);
+    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
+}
