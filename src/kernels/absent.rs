@@ -1,7 +1,8 @@
 //! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
+use super::launches::{Address, ConvShape, Convolve, Launch, Product};
 use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
 use crate::{Error, Result};
-use candle_core::{CudaStorage, DType, Device, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
 
 fn absent() -> Error {
     Error::Unavailable {
@@ -65,4 +66,57 @@ pub(crate) fn norm_backward(
     _: bool,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     match *statistics {}
+}
+
+pub(crate) fn address(_: &Tensor) -> Result<Address<'_>> {
+    Err(absent())
+}
+
+pub(crate) fn address_or_none(_: Option<&Tensor>) -> Result<Address<'_>> {
+    Err(absent())
+}
+
+pub(crate) fn storage_address<'a>(_: &'a CudaStorage, _: &Layout) -> Result<Address<'a>> {
+    Err(absent())
+}
+
+#[derive(Debug)]
+pub(crate) enum Output {}
+
+impl Output {
+    pub(crate) fn new(_: &CudaDevice, _: DType, _: impl Into<Shape>) -> Result<Self> {
+        Err(absent())
+    }
+
+    pub(crate) fn zeros(_: &CudaDevice, _: DType, _: impl Into<Shape>) -> Result<Self> {
+        Err(absent())
+    }
+
+    pub(crate) fn address(&self) -> Result<Address<'_>> {
+        match *self {}
+    }
+
+    pub(crate) fn into_parts(self) -> (CudaStorage, Shape) {
+        match self {}
+    }
+
+    pub(crate) fn into_result(self) -> (Storage, Shape) {
+        match self {}
+    }
+
+    pub(crate) fn into_tensor(self) -> Tensor {
+        match self {}
+    }
+}
+
+pub(crate) fn launch(_: &CudaDevice, _: Launch) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn product(_: &CudaDevice, _: Product) -> Result<()> {
+    Err(absent())
+}
+
+pub(crate) fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
+    Err(absent())
 }

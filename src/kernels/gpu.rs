@@ -12,7 +12,7 @@ pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
 
 impl Gpu<'_> {
     /// Compiles a kernel on first use. candle keeps loaded modules for each of its devices.
-    fn function(&self, kernel: Kernel, dtype: DType) -> Result<CudaFunction> {
+    pub(super) fn function(&self, kernel: Kernel, dtype: DType) -> Result<CudaFunction> {
         let source = kernel.source();
         let name = kernel.name(dtype).ok_or_else(|| Error::UnsupportedDType {
             operation: source.name().to_string(),

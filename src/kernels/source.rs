@@ -5,17 +5,6 @@ use candle_core::DType;
 pub(super) const DTYPES: [(DType, &str); 4] =
     [(DType::F32, "f32"), (DType::F64, "f64"), (DType::F16, "f16"), (DType::BF16, "bf16")];
 
-/// A compilation unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Source {
-    Adam,
-    Sgd,
-    Lamb,
-    Copy,
-    Gradient,
-    Norm,
-}
-
 /// A file with the files that it needs before it. `#line` keeps line numbers in the compiler's messages correct.
 macro_rules! source {
     ($($file:literal),*) => {
@@ -23,85 +12,106 @@ macro_rules! source {
     };
 }
 
-impl Source {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Adam => "adam.cu",
-            Self::Sgd => "sgd.cu",
-            Self::Lamb => "lamb.cu",
-            Self::Copy => "copy.cu",
-            Self::Gradient => "gradient.cu",
-            Self::Norm => "norm.cu",
+/// The compilation units: their names, and the files that each is made of, the last of which has its kernels.
+macro_rules! sources {
+    ($($Source:ident: [$($file:literal),*] $name:literal,)*) => {
+        /// A compilation unit.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub(super) enum Source {
+            $($Source,)*
         }
-    }
 
-    pub(super) fn text(self) -> &'static str {
-        match self {
-            Self::Adam => source!("element.cu", "part.cu", "adam.cu"),
-            Self::Sgd => source!("element.cu", "part.cu", "sgd.cu"),
-            Self::Lamb => source!("element.cu", "part.cu", "reduce.cu", "lamb.cu"),
-            Self::Copy => source!("element.cu", "part.cu", "copy.cu"),
-            Self::Gradient => source!("element.cu", "part.cu", "reduce.cu", "gradient.cu"),
-            Self::Norm => source!("element.cu", "part.cu", "reduce.cu", "norm.cu"),
+        impl Source {
+            #[cfg(test)]
+            #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+            pub(super) const ALL: &[Self] = &[$(Self::$Source,)*];
+
+            pub(super) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$Source => $name,)*
+                }
+            }
+
+            pub(super) fn text(self) -> &'static str {
+                match self {
+                    $(Self::$Source => source!($($file,)* $name),)*
+                }
+            }
         }
-    }
+    };
 }
 
-/// A kernel, for all dtypes that it supports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kernel {
-    Adam,
-    Sgd,
-    LambMoments,
-    LambSums,
-    LambUpdate,
-    CopyFromF32,
-    CopyFromF64,
-    CopyFromF16,
-    CopyFromBf16,
-    Measure,
-    Total,
-    Rescale,
-    Clamp,
-    NormForward,
-    NormBackward,
-    NormColumns,
-    NormTotals,
+macro_rules! kernels {
+    ($($Source:ident: $($Kernel:ident $name:literal),*;)*) => {
+        /// A kernel, for all dtypes that it supports.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Kernel {
+            $($($Kernel,)*)*
+        }
+
+        impl Kernel {
+            #[cfg(test)]
+            #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+            pub(super) const ALL: &[Self] = &[$($(Self::$Kernel,)*)*];
+
+            pub(super) fn source(self) -> Source {
+                match self {
+                    $($(Self::$Kernel)|* => Source::$Source,)*
+                }
+            }
+
+            /// The kernel's name in the source, without the dtype.
+            fn base(self) -> &'static str {
+                match self {
+                    $($(Self::$Kernel => $name,)*)*
+                }
+            }
+        }
+    };
+}
+
+sources! {
+    Adam: ["element.cu", "part.cu"] "adam.cu",
+    Sgd: ["element.cu", "part.cu"] "sgd.cu",
+    Lamb: ["element.cu", "part.cu", "reduce.cu"] "lamb.cu",
+    Copy: ["element.cu", "part.cu"] "copy.cu",
+    Gradient: ["element.cu", "part.cu", "reduce.cu"] "gradient.cu",
+    Norm: ["element.cu", "part.cu", "reduce.cu"] "norm.cu",
+    Conv: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
+    Pool: ["element.cu", "part.cu", "layer.cu"] "pool.cu",
+    Channels: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
+    Softmax: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "softmax.cu",
+    Elementwise: ["element.cu", "part.cu", "layer.cu"] "elementwise.cu",
+    Linear: ["element.cu", "part.cu", "layer.cu"] "linear.cu",
+    Attention: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
+}
+
+kernels! {
+    Adam: Adam "adam";
+    Sgd: Sgd "sgd";
+    Lamb: LambMoments "lamb_moments", LambSums "lamb_sums", LambUpdate "lamb_update";
+    Copy: CopyFromF32 "copy_from_f32", CopyFromF64 "copy_from_f64", CopyFromF16 "copy_from_f16",
+        CopyFromBf16 "copy_from_bf16";
+    Gradient: Measure "measure", Total "total", Rescale "rescale", Clamp "clamp";
+    Norm: NormForward "norm_forward", NormBackward "norm_backward", NormColumns "norm_columns",
+        NormTotals "norm_totals";
+    Conv: Im2col "im2col", Col2im "col2im", ImagesToColumns "images_to_columns", ColumnsToImages "columns_to_images",
+        AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
+        DepthwiseBackwardFilter "depthwise_backward_filter";
+    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample";
+    Channels: Moments "moments", MomentsTotals "moments_totals", ChannelSums "channel_sums",
+        GradientSums "gradient_sums", SumsTotals "sums_totals", Normalise "normalise",
+        AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
+    Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
+        SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
+        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossBackward "loss_backward";
+    Elementwise: Activation "activation", ActivationBackward "activation_backward", Dropout "dropout", Lookup "lookup",
+        LookupLinks "lookup_links", LookupBackward "lookup_backward", Rope "rope";
+    Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
+    Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients";
 }
 
 impl Kernel {
-    #[cfg(test)]
-    pub(super) const ALL: [Self; 17] = [
-        Self::Adam,
-        Self::Sgd,
-        Self::LambMoments,
-        Self::LambSums,
-        Self::LambUpdate,
-        Self::CopyFromF32,
-        Self::CopyFromF64,
-        Self::CopyFromF16,
-        Self::CopyFromBf16,
-        Self::Measure,
-        Self::Total,
-        Self::Rescale,
-        Self::Clamp,
-        Self::NormForward,
-        Self::NormBackward,
-        Self::NormColumns,
-        Self::NormTotals,
-    ];
-
-    pub(super) fn source(self) -> Source {
-        match self {
-            Self::Adam => Source::Adam,
-            Self::Sgd => Source::Sgd,
-            Self::LambMoments | Self::LambSums | Self::LambUpdate => Source::Lamb,
-            Self::CopyFromF32 | Self::CopyFromF64 | Self::CopyFromF16 | Self::CopyFromBf16 => Source::Copy,
-            Self::Measure | Self::Total | Self::Rescale | Self::Clamp => Source::Gradient,
-            Self::NormForward | Self::NormBackward | Self::NormColumns | Self::NormTotals => Source::Norm,
-        }
-    }
-
     /// Returns the kernel that copies from tensors of `dtype`.
     pub(super) fn copy_from(dtype: DType) -> Option<Self> {
         match dtype {
@@ -115,27 +125,11 @@ impl Kernel {
 
     /// Returns the kernel's name in the source, or `None` if it does not support `dtype`.
     pub(super) fn name(self, dtype: DType) -> Option<String> {
-        let base = match self {
-            Self::Adam => "adam",
-            Self::Sgd => "sgd",
-            Self::LambMoments => "lamb_moments",
-            // These kernels work on sums.
-            Self::LambSums => return Some("lamb_sums".to_string()),
-            Self::Total => return Some("total".to_string()),
-            Self::LambUpdate => "lamb_update",
-            Self::CopyFromF32 => "copy_from_f32",
-            Self::CopyFromF64 => "copy_from_f64",
-            Self::CopyFromF16 => "copy_from_f16",
-            Self::CopyFromBf16 => "copy_from_bf16",
-            Self::Measure => "measure",
-            Self::Rescale => "rescale",
-            Self::Clamp => "clamp",
-            Self::NormForward => "norm_forward",
-            Self::NormBackward => "norm_backward",
-            Self::NormColumns => "norm_columns",
-            Self::NormTotals => "norm_totals",
-        };
+        // These kernels work on sums.
+        if let Self::LambSums | Self::Total = self {
+            return Some(self.base().to_string());
+        }
         let (_, suffix) = DTYPES.into_iter().find(|(known, _)| *known == dtype)?;
-        Some(format!("{base}_{suffix}"))
+        Some(format!("{}_{suffix}", self.base()))
     }
 }

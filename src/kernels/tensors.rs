@@ -25,7 +25,7 @@ pub(crate) fn has_own_stream(device: &Device) -> Result<bool> {
 struct Batch<'a> {
     device: &'a CudaDevice,
     dtype: DType,
-    places: Vec<usize>,
+    indices: Vec<usize>,
     entries: Vec<Entry>,
 }
 
@@ -33,15 +33,15 @@ impl<'a> Batch<'a> {
     /// Groups `tensors`, given with their entries, into batches.
     fn all(tensors: impl Iterator<Item = (&'a Tensor, Result<Entry>)>) -> Result<Vec<Self>> {
         let mut batches: Vec<Self> = Vec::new();
-        for (place, (tensor, entry)) in tensors.enumerate() {
+        for (index, (tensor, entry)) in tensors.enumerate() {
             let (device, dtype, entry) = (tensor.device().as_cuda_device()?, tensor.dtype(), entry?);
             let alike = |batch: &&mut Self| batch.device.id() == device.id() && batch.dtype == dtype;
             match batches.iter_mut().find(alike) {
                 Some(batch) => {
-                    batch.places.push(place);
+                    batch.indices.push(index);
                     batch.entries.push(entry);
                 }
-                None => batches.push(Self { device, dtype, places: vec![place], entries: vec![entry] }),
+                None => batches.push(Self { device, dtype, indices: vec![index], entries: vec![entry] }),
             }
         }
         Ok(batches)
@@ -91,8 +91,8 @@ pub(crate) fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>
     let launched = launched.collect::<Result<Vec<_>>>()?;
     for (batch, numbers) in batches.iter().zip(&launched) {
         let found = program::read_sums(&batch.gpu(), numbers.as_ref(), batch.entries.len())?;
-        for (place, found) in batch.places.iter().zip(found) {
-            sums[*place] = found;
+        for (index, found) in batch.indices.iter().zip(found) {
+            sums[*index] = found;
         }
     }
     Ok(sums)
@@ -101,7 +101,7 @@ pub(crate) fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>
 /// Updates parts of parameters; `sums` has the sums over all parts of the parameter, for each part.
 pub(crate) fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Result<()> {
     Batch::of_operands(operands)?.iter().try_for_each(|batch| {
-        let sums: Vec<[f64; 2]> = batch.places.iter().map(|place| sums[*place]).collect();
+        let sums: Vec<[f64; 2]> = batch.indices.iter().map(|index| sums[*index]).collect();
         program::update(&batch.gpu(), rule, batch.dtype, &batch.entries, &sums)
     })
 }

@@ -1,11 +1,15 @@
 //! Activation functions, each one operation forward and one backward.
 use super::channels::accumulator;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{Element, Real, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::op::{Gelu, GeluErf, Relu, Silu};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, MetalStorage, Result, Shape, Tensor,
+    WithDType,
+};
 use rayon::prelude::*;
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -94,6 +98,19 @@ impl Activation {
             Self::Silu => silu_gradients(dx, x, dy),
         });
         dx
+    }
+
+    fn launch(
+        self,
+        device: &CudaDevice,
+        (kernel, dtype): (Kernel, DType),
+        elements: usize,
+        tensors: &[Address],
+    ) -> Result<()> {
+        // The order of the definitions in elementwise.cu.
+        let numbers = &[elements, self as usize];
+        let grid = Grid::Threads(elements);
+        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
     }
 
     /// The gradient by candle's operations.
@@ -201,6 +218,15 @@ impl CustomOp1 for Activation {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        kernels::supported(x.dtype(), self.name())?;
+        let y = Output::new(x.device(), x.dtype(), layout.shape())?;
+        let tensors = [kernels::storage_address(x, layout)?, y.address()?];
+        self.launch(x.device(), (Kernel::Activation, x.dtype()), layout.shape().elem_count(), &tensors)?;
+        Ok(y.into_parts())
+    }
+
+    /// With candle's kernel.
+    fn metal_fwd(&self, x: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
         let y = match self {
             Self::Relu => x.unary_impl::<Relu>(layout),
             Self::Gelu => x.unary_impl::<Gelu>(layout),
@@ -211,10 +237,16 @@ impl CustomOp1 for Activation {
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        if !x.device().is_cpu() {
+        if x.device().is_metal() {
             return Ok(Some(self.backward_composite(&x.detach(), &y.detach(), dy)?));
         }
         let (of, dy) = (if let Self::Relu = self { y } else { x }, dy.contiguous()?);
+        if let Device::Cuda(device) = x.device() {
+            let dx = Output::new(device, x.dtype(), x.shape())?;
+            let tensors = [kernels::address(of)?, kernels::address(&dy)?, dx.address()?];
+            self.launch(device, (Kernel::ActivationBackward, x.dtype()), x.elem_count(), &tensors)?;
+            return Ok(Some(dx.into_tensor()));
+        }
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(of, |of| with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.backward(of, dy), x.shape(), x.device())?))
         })))
@@ -224,7 +256,6 @@ impl CustomOp1 for Activation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
 
     /// The loops of the CPU agree with candle's operations, which other devices use.
     #[test]

@@ -1,4 +1,9 @@
 //! The cross entropy between logits and classes, as one operation.
+mod cuda;
+mod options;
+
+pub use options::{CrossEntropyOptions, Reduction};
+
 use super::channels::accumulator;
 use super::softmax::{self, BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
 use crate::Error;
@@ -13,36 +18,6 @@ use std::sync::OnceLock;
 
 const TARGETS: &str = "the targets of cross_entropy";
 
-/// Options of [`cross_entropy_with_options`]. The default is PyTorch's.
-#[derive(Clone, Debug)]
-pub struct CrossEntropyOptions {
-    /// A weight for each class, of the shape (C); `None`, the default, weighs all alike. It gets no gradient.
-    pub weight: Option<Tensor>,
-    /// Targets with this value count for nothing; −100 by default.
-    pub ignore_index: i64,
-    /// How much of the target is spread over all classes, from 0 (the default) to 1.
-    pub label_smoothing: f64,
-    /// What becomes of the losses of the samples; by default their mean.
-    pub reduction: Reduction,
-}
-
-impl Default for CrossEntropyOptions {
-    fn default() -> Self {
-        Self { weight: None, ignore_index: -100, label_smoothing: 0.0, reduction: Reduction::Mean }
-    }
-}
-
-/// What becomes of the losses of the samples.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reduction {
-    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of
-    /// samples that are not ignored.
-    #[default]
-    Mean,
-    /// Their sum.
-    Sum,
-}
-
 /// The mean of −log softmax(logits)\[target\]: `torch.nn.functional.cross_entropy`, and a drop-in for
 /// `candle_nn::loss::cross_entropy`. [`cross_entropy_with_options`] with the default options.
 ///
@@ -53,17 +28,17 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
-/// `torch.nn.functional.cross_entropy`. One operation on the CPU, which keeps one number per sample for the backward
-/// pass.
+/// `torch.nn.functional.cross_entropy`. One operation, which keeps one number per sample for the backward pass.
 ///
 /// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
 /// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`.
-/// Where all targets are ignored, the mean is NaN; on the CPU the gradient is zero then.
+/// Where all targets are ignored, the mean is NaN and the gradient zero.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, for targets of another dtype or
-/// (checked on the CPU only) outside of the classes, and a `label_smoothing` outside of 0 to 1;
-/// [`Error::UnsupportedDType`].
+/// outside of the classes, and a `label_smoothing` outside of 0 to 1;
+/// [`Error::UnsupportedDType`]. On a GPU, where looking at them would mean waiting, targets outside of the classes make the
+/// loss NaN instead.
 pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     let (shape, smoothing) = (logits.dims(), options.label_smoothing);
     if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
@@ -85,7 +60,10 @@ pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &C
         let reason = format!("they are {weight}, where one for each of {classes} classes is expected");
         return Err(Error::invalid("the weights of cross_entropy", reason).into());
     }
-    if !logits.device().is_cpu() {
+    if logits.device().is_cuda() {
+        return cuda::cross_entropy(logits, targets, options);
+    }
+    if logits.device().is_metal() {
         return composite(logits, targets, options);
     }
     let targets = classes(targets, shape[1], options.ignore_index)?;
@@ -269,11 +247,11 @@ impl CrossEntropy {
                     gradient_tile(dx_tile, x_tile, inner, &weights, [norm, by_p, by_weight]);
                 }
                 for (index, target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORED) {
-                    let (place, class) = (*target as usize * inner + start + index, *target as usize);
-                    let probability = (x[place].widen() - norm[index]).exp() * by_p[index];
+                    let (element, class) = (*target as usize * inner + start + index, *target as usize);
+                    let probability = (x[element].widen() - norm[index]).exp() * by_p[index];
                     let own = gradient * self.scale * self.shares(*target).0;
                     let weight = T::Real::from_f64(own) + by_weight[index] * T::Real::from_f64(self.weights[class]);
-                    dx[place] = T::narrow(probability - weight);
+                    dx[element] = T::narrow(probability - weight);
                 }
             }
         });

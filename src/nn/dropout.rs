@@ -1,12 +1,15 @@
 //! Dropout whose masks can be repeated.
 use super::attach::attach;
 use crate::Error;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::seed::{Draw, Generator, draw};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, ModuleT, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, ModuleT, Result, Shape, Tensor, WithDType,
+};
 use rayon::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,7 +20,7 @@ const BLOCK_ELEMENTS: usize = 1 << 12;
 /// training, and `candle_nn::ops::dropout`, with random numbers from a generator.
 ///
 /// `x` has any shape and the dtype f32, f64, f16 or bf16. The mask is not stored: the backward pass computes it again.
-/// It is the same on the CPU and on a GPU, for which it is computed on the CPU and copied.
+/// It is the same on the CPU and on a GPU, where the kernel computes it.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], carried by candle's error, for a `p` that is not `0 <= p < 1`;
@@ -32,10 +35,10 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     let draw = draw(|| generator.draw(x.elem_count()));
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
     let x = x.contiguous()?;
-    if x.device().is_cpu() { op1(&x, mask) } else { on_gpu(&x, mask) }
+    if x.device().is_metal() { on_metal(&x, mask) } else { op1(&x, mask) }
 }
 
-fn on_gpu(x: &Tensor, mask: Mask) -> Result<Tensor> {
+fn on_metal(x: &Tensor, mask: Mask) -> Result<Tensor> {
     attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
 }
 
@@ -108,6 +111,22 @@ impl Mask {
         self.draw.fill(block * BLOCK_ELEMENTS, numbers);
     }
 
+    fn on_cuda(&self, device: &CudaDevice, (x, dtype): (Address, DType), shape: &Shape) -> Result<Output> {
+        kernels::supported(dtype, "dropout")?;
+        let (y, Draw { seed, sequence, offset }) = (Output::new(device, dtype, shape)?, self.draw);
+        let elements = shape.elem_count();
+        let launch = Launch {
+            kernel: Kernel::Dropout,
+            dtype,
+            grid: Grid::Threads(elements.div_ceil(4)),
+            tensors: &[x, y.address()?],
+            numbers: &[elements, seed as usize, sequence as usize, offset as usize, self.threshold as usize],
+            reals: &[self.scale],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
+    }
+
     /// With candle's operations.
     fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let mut kept = vec![0u8; x.elem_count()];
@@ -135,8 +154,17 @@ impl CustomOp1 for Mask {
         Ok((y, layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape())?.into_parts())
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape())?;
+            return Ok(Some(dx.into_tensor()));
+        }
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.apply(dy), x.shape(), x.device())?))
         }))
@@ -146,7 +174,7 @@ impl CustomOp1 for Mask {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, Var};
+    use candle_core::Var;
 
     /// The loops of the CPU agree with candle's operations, which other devices use.
     #[test]
@@ -162,7 +190,7 @@ mod tests {
                 (flat(&y), flat(grads.get(&x).unwrap()))
             };
             let loops = run(x.apply_op1(mask).unwrap());
-            let composite = run(on_gpu(&x, mask).unwrap());
+            let composite = run(on_metal(&x, mask).unwrap());
             let tolerance = if dtype == DType::BF16 { 1e-2 } else { 1e-3 };
             assert!(loops.0.iter().zip(&composite.0).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");
             assert!(loops.1.iter().zip(&composite.1).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");

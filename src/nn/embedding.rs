@@ -1,11 +1,14 @@
 //! Embeddings with a fast backward pass.
 use crate::Error;
 use crate::error::describe;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType,
+};
 use candle_nn::{Init, VarBuilder};
 use rayon::prelude::*;
 
@@ -15,8 +18,8 @@ const BLOCK_ELEMENTS: usize = 1 << 15;
 /// A table of vectors that are looked up by their index: a drop-in for [`candle_nn::Embedding`], with the same name in
 /// the `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
 ///
-/// The gradient of the table is dense. On the CPU what belongs to the same vector is added up in f32 (f64 for f64), in
-/// the order of the indices, so that the result does not depend on the number of threads.
+/// The gradient of the table is dense. What belongs to the same vector is added up in f32 (f64 for f64), in the order of
+/// the indices, so that the result does not depend on the number of threads.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -42,7 +45,8 @@ impl Embedding {
 }
 
 /// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
-/// index outside of the table is [`Error::InvalidArgument`] on the CPU.
+/// index outside of the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where looking at it would mean waiting,
+/// its vector is NaN.
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {
         let table = &self.embeddings;
@@ -54,12 +58,16 @@ impl Module for Embedding {
         }
         let shape = [indices.dims(), &[size]].concat();
         let indices = indices.flatten_all()?;
-        if !table.device().is_cpu() {
-            return table.index_select(&indices, 0)?.reshape(shape);
-        }
         if !matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64) {
             let reason = format!("they are {}, where u32, i64 or u8 is expected", indices.dtype().as_str());
             return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        if table.device().is_metal() {
+            return table.index_select(&indices, 0)?.reshape(shape);
+        }
+        if table.device().is_cuda() {
+            let indices = wide_indices(&indices)?;
+            return op1(&table.contiguous()?, LookupOnCuda { indices, size })?.reshape(shape);
         }
         let index = |index: i64| match usize::try_from(index) {
             Ok(index) if index < count => Ok(index),
@@ -145,5 +153,74 @@ impl CustomOp1 for Lookup {
         dispatch!(table.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.backward(dy, table.dim(0)?), table.shape(), table.device())?))
         }))
+    }
+}
+
+/// Indices on CUDA as the kernels expect them: in i64, and contiguous.
+pub(super) fn wide_indices(indices: &Tensor) -> Result<Tensor> {
+    if indices.elem_count() == 0 {
+        // candle cannot convert a tensor without elements on a GPU.
+        return Ok(Output::zeros(indices.device().as_cuda_device()?, DType::I64, indices.shape())?.into_tensor());
+    }
+    indices.detach().to_dtype(DType::I64)?.contiguous()
+}
+
+struct LookupOnCuda {
+    /// i64
+    indices: Tensor,
+    size: usize,
+}
+
+impl LookupOnCuda {
+    /// `rows`: vectors in the table; `items`: what the kernel has a thread for.
+    fn launch(
+        &self,
+        device: &CudaDevice,
+        (kernel, dtype): (Kernel, DType),
+        (rows, items): (usize, usize),
+        tensors: &[Address],
+    ) -> Result<()> {
+        let numbers = &[self.indices.elem_count(), rows, self.size];
+        let grid = Grid::Threads(items);
+        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
+    }
+}
+
+impl CustomOp1 for LookupOnCuda {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        candle_core::bail!("the table of Embedding was on CUDA")
+    }
+
+    fn cuda_fwd(&self, table: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (device, dtype, count) = (table.device(), table.dtype(), self.indices.elem_count());
+        kernels::supported(dtype, self.name())?;
+        if !self.indices.device().is_cuda() {
+            let reason = "they are on the CPU, and the table is on CUDA".to_string();
+            return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        let y = Output::new(device, dtype, (count, self.size))?;
+        let tensors = [kernels::storage_address(table, layout)?, kernels::address(&self.indices)?, y.address()?];
+        self.launch(device, (Kernel::Lookup, dtype), (layout.dims()[0], count * self.size), &tensors)?;
+        Ok(y.into_parts())
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let (dy, device, dtype) = (dy.contiguous()?, table.device().as_cuda_device()?, table.dtype());
+        let (rows, count) = (table.dim(0)?, self.indices.elem_count());
+        if u32::try_from(count).is_err() {
+            let reason = format!("there are {count}, more than 2^32");
+            return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        let d_table = Output::zeros(device, dtype, table.shape())?;
+        let links = Output::zeros(device, DType::U32, 2 * count)?;
+        let indices = kernels::address(&self.indices)?;
+        self.launch(device, (Kernel::LookupLinks, dtype), (rows, count), &[indices, links.address()?])?;
+        let tensors = [indices, links.address()?, kernels::address(&dy)?, d_table.address()?];
+        self.launch(device, (Kernel::LookupBackward, dtype), (rows, count * self.size), &tensors)?;
+        Ok(Some(d_table.into_tensor()))
     }
 }

@@ -2,11 +2,12 @@
 use super::pool::{Windows, windows};
 use super::resample::{plane, with_planes};
 use crate::Error;
+use crate::kernels::{self, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{Element, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
@@ -47,14 +48,19 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) 
         columns: windows(width, kernel.1, stride.1, padding.1, ceil_mode)?,
         indices: OnceLock::new(),
     };
-    if x.device().is_cpu() { op1(&x.contiguous()?, op) } else { op.composite(x) }
+    if x.device().is_metal() { op.composite(x) } else { op1(&x.contiguous()?, op) }
 }
 
 struct MaxPool {
     rows: Windows,
     columns: Windows,
     /// Where in its plane each maximum was found.
-    indices: OnceLock<Vec<u32>>,
+    indices: OnceLock<Indices>,
+}
+
+enum Indices {
+    OnCpu(Vec<u32>),
+    OnCuda(Output),
 }
 
 impl MaxPool {
@@ -120,8 +126,32 @@ impl MaxPool {
         );
     }
 
-    fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Result<Vec<T>> {
-        let Some(indices) = self.indices.get() else { candle_core::bail!("max_pool2d's forward pass did not run") };
+    /// The numbers that the kernels need.
+    fn numbers(&self, elements: usize) -> Vec<usize> {
+        let Self { rows, columns, .. } = self;
+        let pair = |of: fn(&Windows) -> usize| [of(rows), of(columns)];
+        let planes = elements / (rows.size * columns.size);
+        let extents =
+            [pair(|w| w.size), pair(|w| w.count), pair(|w| w.kernel), pair(|w| w.stride), pair(|w| w.padding)];
+        [&[planes][..], extents.as_flattened()].concat()
+    }
+
+    fn backward_on_cuda(&self, x: &Tensor, dy: &Tensor, indices: &Output) -> Result<Tensor> {
+        let device = x.device().as_cuda_device()?;
+        let dx = Output::new(device, x.dtype(), x.shape())?;
+        let launch = Launch {
+            kernel: Kernel::MaxPoolBackward,
+            dtype: x.dtype(),
+            grid: Grid::Threads(x.elem_count()),
+            tensors: &[kernels::address(dy)?, dx.address()?, indices.address()?],
+            numbers: &self.numbers(x.elem_count()),
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        Ok(dx.into_tensor())
+    }
+
+    fn backward<T: Element>(&self, dy: &[T], indices: &[u32], planes: usize) -> Vec<T> {
         let (input, output) = (self.rows.size * self.columns.size, self.rows.count * self.columns.count);
         let zero = T::Real::from_f64(0.0);
         let mut dx = vec![T::from_f64(0.0); planes * input];
@@ -135,7 +165,7 @@ impl MaxPool {
                 dx.iter_mut().zip(&*sums).for_each(|(dx, sum)| *dx = T::narrow(*sum));
             },
         );
-        Ok(dx)
+        dx
     }
 }
 
@@ -206,15 +236,38 @@ impl CustomOp1 for MaxPool {
             self.forward(slice::<T>(x, layout)?, &mut y, &mut indices);
             Ok(T::to_cpu_storage_owned(y))
         })?;
-        let _ = self.indices.set(indices);
+        let _ = self.indices.set(Indices::OnCpu(indices));
         Ok((y, shape))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (device, dtype) = (x.device(), x.dtype());
+        kernels::supported(dtype, self.name())?;
+        let shape = with_planes(layout.shape(), self.rows.count, self.columns.count);
+        let (y, indices) = (Output::new(device, dtype, &shape)?, Output::new(device, DType::U32, &shape)?);
+        let launch = Launch {
+            kernel: Kernel::MaxPool,
+            dtype,
+            grid: Grid::Threads(shape.elem_count()),
+            tensors: &[kernels::storage_address(x, layout)?, y.address()?, indices.address()?],
+            numbers: &self.numbers(layout.shape().elem_count()),
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        let _ = self.indices.set(Indices::OnCuda(indices));
+        Ok(y.into_parts())
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        let indices = match self.indices.get() {
+            Some(Indices::OnCpu(indices)) => indices,
+            Some(Indices::OnCuda(indices)) => return self.backward_on_cuda(x, &dy, indices).map(Some),
+            None => candle_core::bail!("max_pool2d's forward pass did not run"),
+        };
         let planes = x.elem_count() / (self.rows.size * self.columns.size);
         dispatch!(x.dtype(), self.name(), T => {
-            let dx = with_slice::<T, _>(&dy, |dy| self.backward(dy, planes))?;
+            let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, indices, planes)))?;
             Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
         })
     }
@@ -223,7 +276,7 @@ impl CustomOp1 for MaxPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, Var};
+    use candle_core::{Device, Var};
 
     /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and
     /// NaNs.

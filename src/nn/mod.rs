@@ -5,11 +5,12 @@
 //!   [`RmsNorm`], [`Embedding`], [`Dropout`].
 //! - [`SyncBatchNorm`]: batch normalisation over the batches of all ranks.
 //! - Functions: activations, pooling, [`interpolate`], [`softmax`], [`cross_entropy`], [`rope`],
-//!   [`scaled_dot_product_attention`].
+//!   [`scaled_dot_product_attention`], [`scaled_dot_product_attention_qkvpacked`].
 //! - [`checkpoint()`]: activation checkpointing.
 //!
-//! On CUDA, LayerNorm and RMSNorm have kernels of their own; everything else is made of those candle operations whose
-//! gradients are right. `docs/migrating.md` lists the ones that are not.
+//! On CUDA, all have kernels of their own beside the matrix products of cuBLAS, and with the feature `cudnn` convolutions are
+//! cuDNN's (`docs/performance.md`). On Metal, all are made of those candle operations whose gradients are right.
+//! `docs/migrating.md` lists the ones that are not.
 mod activation;
 mod attach;
 mod attention;
@@ -37,7 +38,7 @@ mod softmax;
 mod sync_batch_norm;
 
 pub use activation::{gelu, gelu_erf, relu, silu};
-pub use attention::{AttentionOptions, scaled_dot_product_attention};
+pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;

@@ -112,14 +112,6 @@ impl Core {
             after,
             parameters: [weight.dtype(), bias.dtype()],
         };
-        if !x.device().is_cpu() {
-            let y = normalise(After::Nothing).apply(&[x, &weight, &bias])?;
-            return match fused {
-                Fused::Nothing => Ok(y),
-                Fused::Relu => y.relu(),
-                Fused::AddRelu(z) => (y + z)?.relu(),
-            };
-        }
         match fused {
             Fused::Nothing => normalise(After::Nothing).apply(&[x, &weight, &bias]),
             Fused::Relu => normalise(After::Relu).apply(&[x, &weight, &bias]),
@@ -133,6 +125,11 @@ impl Core {
     /// Means and variances of the whole batch, and the changes of the running statistics.
     fn batch_statistics(&self, x: &Tensor, group: Option<&ProcessGroup>) -> Result<Statistics> {
         let group = match group {
+            Some(group) if group.world_size() > 1 && group.current_join().is_some() => {
+                let reason = "it is in training mode inside of `join`, where ranks without inputs make no forward passes, and \
+                              its statistics need all ranks: use `batch_norm`, or give all ranks as many batches";
+                return Err(Error::invalid(self.input, reason).into());
+            }
             Some(group) if group.world_size() > 1 => Some(group.companion()?),
             _ => None,
         };
@@ -218,26 +215,7 @@ impl Normalise {
     }
 
     fn forward(&self) -> Result<(Storage, Shape)> {
-        let channels = [&self.mean, &self.scale, &self.shift];
-        let (storage, layout) = self.x.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => {
-                let (storage, shape) = channels::normalise(storage, layout, channels, &self.after)?;
-                Ok((Storage::Cpu(storage), shape))
-            }
-            Storage::Cuda(storage) => {
-                let guards = channels.map(Tensor::storage_and_layout);
-                let [Storage::Cuda(mean), Storage::Cuda(scale), Storage::Cuda(shift)] =
-                    [&*guards[0].0, &*guards[1].0, &*guards[2].0]
-                else {
-                    candle_core::bail!("the parameters of batch normalisation are not on the device of its input")
-                };
-                let others = [(mean, guards[0].1), (scale, guards[1].1), (shift, guards[2].1)];
-                let (storage, shape) = channels::normalise_composite(storage, layout, others)?;
-                Ok((Storage::Cuda(storage), shape))
-            }
-            Storage::Metal(_) => candle_core::bail!("batch normalisation works on the CPU and on CUDA, not on Metal"),
-        }
+        channels::normalise(&self.x, [&self.mean, &self.scale, &self.shift], &self.after)
     }
 }
 

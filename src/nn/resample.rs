@@ -2,11 +2,14 @@
 //! the output is a weighted sum of rows of the input, each column of columns; the backward pass is the transpose.
 use super::channels::accumulator;
 use crate::Error;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{Element, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
 use rayon::prelude::*;
 
 /// About how many elements a thread takes at a time.
@@ -36,6 +39,31 @@ impl Axis {
     fn outputs<R: WithDType>(&self) -> Vec<(usize, Vec<R>)> {
         let convert = |weights: &Vec<f64>| weights.iter().map(|weight| R::from_f64(*weight)).collect();
         self.outputs.iter().map(|(start, weights)| (*start, convert(weights))).collect()
+    }
+
+    /// For each output, or with `is_transposed` for each input, the terms that it is the sum of: inputs, or outputs, and
+    /// their weights.
+    fn terms(&self, is_transposed: bool) -> Vec<Vec<(usize, f64)>> {
+        let mut terms = vec![Vec::new(); if is_transposed { self.input } else { self.output() }];
+        for (output, (start, weights)) in self.outputs.iter().enumerate() {
+            for (input, weight) in (*start..).zip(weights) {
+                let (to, from) = if is_transposed { (input, output) } else { (output, input) };
+                terms[to].push((from, *weight));
+            }
+        }
+        terms
+    }
+
+    /// The terms as the kernel `resample` reads them.
+    fn table(&self, is_transposed: bool, device: &Device) -> Result<Tensor> {
+        let terms = self.terms(is_transposed);
+        let mut table = vec![0.0];
+        for terms in &terms {
+            table.push(table[table.len() - 1] + terms.len() as f64);
+        }
+        table.extend(terms.iter().flatten().flat_map(|(index, weight)| [*index as f64, *weight]));
+        let length = table.len();
+        Tensor::from_vec(table, length, device)
     }
 
     /// The map as a matrix of shape (inputs, outputs).
@@ -78,7 +106,7 @@ pub(super) fn with_planes(shape: &Shape, height: usize, width: usize) -> Shape {
 /// Maps the planes of `x`, which [`plane`] has checked.
 pub(super) fn resample(x: &Tensor, name: &'static str, rows: Axis, columns: Axis) -> Result<Tensor> {
     let op = Resample { name, rows, columns };
-    if x.device().is_cpu() { op1(&x.contiguous()?, op) } else { op.composite(x) }
+    if x.device().is_metal() { op.composite(x) } else { op1(&x.contiguous()?, op) }
 }
 
 struct Resample {
@@ -103,6 +131,36 @@ impl Resample {
         let wide = x.to_dtype(acc)?.contiguous()?;
         let narrow = times(wide, &self.columns, self.rows.input)?;
         times(narrow, &self.rows, self.columns.output())?.to_dtype(x.dtype())?.reshape(shape)
+    }
+
+    /// The map, or with `is_transposed` its transpose, of the planes of a tensor of `shape`.
+    fn on_cuda(
+        &self,
+        device: &CudaDevice,
+        (x, dtype): (Address, DType),
+        shape: &Shape,
+        is_transposed: bool,
+    ) -> Result<Output> {
+        let Self { name, rows, columns } = self;
+        kernels::supported(dtype, name)?;
+        let (mut from, mut to) = ([rows.input, columns.input], [rows.output(), columns.output()]);
+        if is_transposed {
+            (from, to) = (to, from);
+        }
+        let planes = shape.elem_count() / (from[0] * from[1]);
+        let y = Output::new(device, dtype, with_planes(shape, to[0], to[1]))?;
+        let target = Device::Cuda(device.clone());
+        let tables = [rows.table(is_transposed, &target)?, columns.table(is_transposed, &target)?];
+        let launch = Launch {
+            kernel: Kernel::Resample,
+            dtype,
+            grid: Grid::Threads(planes * to[0] * to[1]),
+            tensors: &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?],
+            numbers: &[planes, from[0], from[1], to[0], to[1]],
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
     }
 
     fn blocks(&self) -> usize {
@@ -208,8 +266,17 @@ impl CustomOp1 for Resample {
         Ok((y, with_planes(layout.shape(), self.rows.output(), self.columns.output())))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape(), false)?.into_parts())
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape(), true)?;
+            return Ok(Some(dx.into_tensor()));
+        }
         let planes = x.elem_count() / (self.rows.input * self.columns.input);
         dispatch!(x.dtype(), self.name, T => {
             let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, planes)))?;
@@ -221,7 +288,7 @@ impl CustomOp1 for Resample {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device, Var};
+    use candle_core::Var;
 
     /// The loops of the CPU agree with the products of matrices, which other devices use.
     #[test]

@@ -3,11 +3,14 @@ use super::attach::attach;
 use super::channels::accumulator;
 use crate::Error;
 use crate::error::describe;
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{self, Element, dispatch};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
 use candle_nn::rotary_emb;
 use rayon::prelude::*;
 
@@ -74,11 +77,11 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     }
     let x = x.contiguous()?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
-    if x.device().is_cpu() { op1(&x, Rope { kind, cos, sin }) } else { on_gpu(&x, &cos, &sin, kind) }
+    if x.device().is_metal() { on_metal(&x, &cos, &sin, kind) } else { op1(&x, Rope { kind, cos, sin }) }
 }
 
 /// With candle's kernels, which rotate back by the opposite angles.
-fn on_gpu(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
+fn on_metal(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
     let y = by_candle(&x.detach(), cos, sin, kind)?;
     let (cos, sin) = (cos.clone(), sin.neg()?);
     attach(&[x], &y, "rope", move |dy| Ok(vec![by_candle(dy, &cos, &sin, kind)?]))
@@ -100,6 +103,26 @@ struct Rope {
 
 impl Rope {
     /// `sign` −1 rotates back, which is the gradient.
+    fn on_cuda(&self, device: &CudaDevice, (x, dtype): (Address, DType), shape: &Shape, sign: f64) -> Result<Output> {
+        kernels::supported(dtype, "rope")?;
+        let (batch, second, third, size) = shape.dims4()?;
+        let (vectors, half) = (batch * second * third, size / 2);
+        let table = if self.cos.rank() == 3 { self.cos.dim(1)? * half } else { 0 };
+        let [is_thd, is_interleaved] = [Kind::HalvesThd, Kind::Interleaved].map(|kind| usize::from(self.kind == kind));
+        let y = Output::new(device, dtype, shape)?;
+        let launch = Launch {
+            kernel: Kernel::Rope,
+            dtype,
+            grid: Grid::Threads(vectors * half),
+            tensors: &[x, kernels::address(&self.cos)?, kernels::address(&self.sin)?, y.address()?],
+            numbers: &[vectors, second, third, half, is_thd, is_interleaved, table],
+            reals: &[sign],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
+    }
+
+    /// The same on the CPU.
     fn rotate<T: Element>(&self, x: &[T], shape: &Shape, sign: f64) -> Result<Vec<T>> {
         let (batch, second, third, size) = shape.dims4()?;
         let mut y = vec![T::from_f64(0.0); x.len()];
@@ -154,8 +177,17 @@ impl CustomOp1 for Rope {
         Ok((y, layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape(), 1.0)?.into_parts())
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape(), -1.0)?;
+            return Ok(Some(dx.into_tensor()));
+        }
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
             Ok(Some(Tensor::from_vec(self.rotate(dy, x.shape(), -1.0)?, x.shape(), x.device())?))
         }))
@@ -165,7 +197,7 @@ impl CustomOp1 for Rope {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, Var};
+    use candle_core::Var;
 
     /// The loops of the CPU agree with candle's kernels, which other devices use.
     #[test]
@@ -189,7 +221,7 @@ mod tests {
                     [flat(&y), flat(grads.get(&x).unwrap())].concat()
                 };
                 let (loops, candles) =
-                    (run(apply(&x, &cos, &sin, kind).unwrap()), run(on_gpu(&x, &cos, &sin, kind).unwrap()));
+                    (run(apply(&x, &cos, &sin, kind).unwrap()), run(on_metal(&x, &cos, &sin, kind).unwrap()));
                 for (a, b) in loops.iter().zip(&candles) {
                     assert!((a - b).abs() <= tolerance, "{a} and {b}, {kind:?} {dtype:?}");
                 }

@@ -1,12 +1,15 @@
 //! Softmax and its logarithm.
 use super::channels::accumulator;
 use super::rows::{dot, exponentials, larger, maximum, sum};
+use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::function::op1;
 use crate::tensor::{Element, Real, dispatch, vectorise};
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
 use rayon::prelude::*;
 
 /// How many neighbouring columns are worked on together where the dimension is not the last.
@@ -46,7 +49,7 @@ fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return x.affine(1.0, 0.0);
     }
-    if !x.device().is_cpu() {
+    if x.device().is_metal() {
         return composite(x, dim, log);
     }
     op1(&x.contiguous()?, Softmax { dim, log })
@@ -225,6 +228,24 @@ impl Softmax {
     }
 }
 
+impl Softmax {
+    /// Launches the kernel for rows or the one for columns.
+    fn launch(
+        &self,
+        device: &CudaDevice,
+        ([rows, columns], dtype): ([Kernel; 2], DType),
+        shape: &Shape,
+        tensors: &[Address],
+    ) -> Result<()> {
+        let (count, inner, block) = extents(shape, self.dim);
+        let outer = shape.elem_count() / block;
+        let (kernel, grid) =
+            if inner == 1 { (rows, Grid::Blocks(outer)) } else { (columns, Grid::Threads(outer * inner)) };
+        let numbers = &[outer, count, inner, usize::from(self.log)];
+        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
+    }
+}
+
 impl CustomOp1 for Softmax {
     fn name(&self) -> &'static str {
         if self.log { "log_softmax" } else { "softmax" }
@@ -237,8 +258,24 @@ impl CustomOp1 for Softmax {
         Ok((y, layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        kernels::supported(x.dtype(), self.name())?;
+        let y = Output::new(x.device(), x.dtype(), layout.shape())?;
+        let tensors = [kernels::storage_address(x, layout)?, y.address()?];
+        let kernels = [Kernel::SoftmaxRows, Kernel::SoftmaxColumns];
+        self.launch(x.device(), (kernels, x.dtype()), layout.shape(), &tensors)?;
+        Ok(y.into_parts())
+    }
+
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = x.device() {
+            let dx = Output::new(device, x.dtype(), x.shape())?;
+            let tensors = [kernels::address(y)?, kernels::address(&dy)?, dx.address()?];
+            let kernels = [Kernel::SoftmaxRowsBackward, Kernel::SoftmaxColumnsBackward];
+            self.launch(device, (kernels, x.dtype()), x.shape(), &tensors)?;
+            return Ok(Some(dx.into_tensor()));
+        }
         dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(y, |y| with_slice::<T, _>(&dy, |dy| {
             let dx = self.backward(y, dy, x.shape());
             Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
@@ -249,7 +286,7 @@ impl CustomOp1 for Softmax {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, Var};
+    use candle_core::Var;
 
     /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of
     /// lanes and the width of a tile.

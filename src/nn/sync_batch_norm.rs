@@ -26,8 +26,8 @@ use candle_nn::{BatchNormConfig, VarBuilder};
 /// `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
 ///
 /// Means and variances are calculated in f32 (in f64 for f64 inputs) also for f16 and bf16; parameters and running
-/// statistics may be of another floating-point dtype than the input, as in mixed precision. On the CPU the passes are
-/// fused loops, on other devices they are made of candle's operations.
+/// statistics may be of another floating-point dtype than the input, as in mixed precision. The passes are fused
+/// loops on the CPU, and kernels on CUDA.
 ///
 /// As with candle's `BatchNorm`, PyTorch's `momentum=None` (a cumulative average) and `track_running_stats=False` are not
 /// offered.
@@ -102,9 +102,9 @@ impl SyncBatchNorm {
     }
 
     fn forward(&self, x: &Tensor, train: bool, fused: Fused) -> Result<Tensor> {
-        let place = self.group.device();
-        if self.group.world_size() > 1 && !x.device().same_device(place) {
-            let reason = format!("it is on {:?}, its group's device is {:?}", x.device().location(), place.location());
+        let device = self.group.device();
+        if self.group.world_size() > 1 && !x.device().same_device(device) {
+            let reason = format!("it is on {:?}, its group's device is {:?}", x.device().location(), device.location());
             return Err(Error::invalid(INPUT, reason).into());
         }
         self.core.forward(x, train, Some(&self.group), fused)

@@ -17,7 +17,7 @@ const PARTS: usize = 16;
 #[derive(Clone, Copy)]
 pub(super) struct Mask<'a, R> {
     values: &'a [R],
-    /// By sample, head, query and key; 0 where the same holds for all.
+    /// See [`Problem::mask_strides`].
     strides: [usize; 4],
 }
 
@@ -27,12 +27,7 @@ pub(super) fn with_mask<R: WithDType, O>(
     work: impl FnOnce(Option<Mask<R>>) -> Result<O>,
 ) -> Result<O> {
     let Some(mask) = &problem.mask else { return work(None) };
-    let mut strides = [0; 4];
-    for (index, stride) in strides.iter_mut().enumerate() {
-        if mask.dims()[index] > 1 {
-            *stride = mask.dims()[index + 1..].iter().product();
-        }
-    }
+    let strides = problem.mask_strides();
     with_slice::<R, _>(mask, |values| work(Some(Mask { values, strides })))
 }
 
@@ -260,9 +255,6 @@ pub(super) fn backward<T: Element>(
     let zeros = |count| vec![T::Real::from_f64(0.0); count];
     let pairs = batch * heads / group;
     let (mut dk, mut dv) = (zeros(pairs * keys * size), zeros(pairs * keys * value_size));
-    if keys == 0 {
-        return Ok([zeros(batch * heads * queries * size), dk, dv]);
-    }
     let mut products = zeros(batch * heads * queries);
     products
         .par_iter_mut()
@@ -336,13 +328,13 @@ impl<T: Element> BackwardTask<'_, T> {
                     if count == 0 {
                         continue;
                     }
-                    let place = head * queries + query;
-                    let q = &q[place * size..][..rows * size];
+                    let row = head * queries + query;
+                    let q = &q[row * size..][..rows * size];
                     let (scaled_q, q) = (scaled(q, self.problem.scale, scaled_q), wide(q, wide_q));
-                    let dy = wide(&self.dy[place * value_size..][..rows * value_size], wide_dy);
+                    let dy = wide(&self.dy[row * value_size..][..rows * value_size], wide_dy);
                     let transposed = Strides::transposed(size);
                     gemm((rows, count, size), scores, false, (scaled_q, by_key), (k, transposed), 1)?;
-                    let normalisers = &self.normalisers[place..][..rows];
+                    let normalisers = &self.normalisers[row..][..rows];
                     for (query, (scores, normaliser)) in scores.chunks_exact_mut(count).zip(normalisers).enumerate() {
                         block.mask(self.problem, self.mask, query, scores);
                         weights_of_row(scores, *normaliser);
@@ -351,7 +343,7 @@ impl<T: Element> BackwardTask<'_, T> {
                     gemm((count, value_size, rows), dv, true, (scores, transposed), (dy, by_value), 1)?;
                     let of_value = Strides::transposed(value_size);
                     gemm((rows, count, value_size), gradients, false, (dy, by_value), (v, of_value), 1)?;
-                    let sums = &self.products[place..][..rows];
+                    let sums = &self.products[row..][..rows];
                     let rows_of = scores.chunks_exact_mut(count).zip(gradients.chunks_exact(count)).zip(sums);
                     for ((weights, gradients), sum) in rows_of {
                         gradients_of_row(weights, gradients, *sum, scale);

@@ -9,8 +9,11 @@ use std::sync::{Arc, OnceLock};
 
 mod composite;
 mod cpu;
+mod cuda;
+mod packed;
 mod problem;
 
+pub use packed::scaled_dot_product_attention_qkvpacked;
 pub use problem::AttentionOptions;
 use problem::Problem;
 
@@ -18,25 +21,29 @@ use problem::Problem;
 ///
 /// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq, E).
 /// H is a multiple of H′: neighbouring heads of queries share keys and values, as with PyTorch's `enable_gqa`. All three
-/// have the same dtype, f32, f64, f16 or bf16. The CPU calculates in f32 (f64 for f64); other devices multiply matrices in
-/// the dtype itself. The result of a query that sees no key is zero, and it has no gradient.
+/// have the same dtype, f32, f64, f16 or bf16. Calculated in f32 (f64 for f64), where on GPUs the weights are rounded to the
+/// dtype before they are multiplied with the values. The result of a query that sees no key is zero, and it has no gradient.
 ///
-/// Only a block of the weights is in memory at a time: 128 × 256 for each thread on the CPU, and (B, H, 512, Tk) on other
-/// devices. One number per query is kept for the backward pass.
+/// Only a block of the weights is in memory at a time, and one number per query is kept for the backward pass. The block has
+/// 128 × 256 weights for each thread on the CPU. On CUDA, blocks need at most 64 MiB, or what a single query needs, and the
+/// backward pass in f16 and bf16 also needs the gradients of keys and values in f32; on Metal, a block is (B, H, 512, Tk).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for shapes and dtypes that do not
-/// fit each other, a mask together with `is_causal`, and a mask that wants a gradient;
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), carried by candle's error, for shapes, dtypes and devices that do
+/// not fit each other, a mask together with `is_causal`, and a mask that wants a gradient;
 /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
     let problem = Problem::new([q, k, v], options)?;
     if problem.is_empty() {
         return Tensor::zeros(problem.output_shape(), q.dtype(), q.device());
     }
-    if !q.device().is_cpu() {
-        return on_gpu([q, k, v], problem);
+    if q.device().is_metal() {
+        return by_candle([q, k, v], problem);
     }
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+    if q.device().is_cuda() {
+        return cuda::attention([&q, &k, &v], problem);
+    }
     let qkv = [&q, &k, &v].map(Tensor::detach);
     let (storage, normalisers) = forward(&problem, &qkv)?;
     let (shape, result) = (problem.output_shape(), Arc::default());
@@ -46,7 +53,8 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     Ok(y)
 }
 
-fn on_gpu(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
+/// With candle's operations, for devices without loops or kernels of this crate.
+fn by_candle(qkv: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
     let detached = qkv.map(Tensor::detach);
     let (y, normalisers) = composite::forward(&problem, &detached)?;
     let result = y.clone();
@@ -66,6 +74,24 @@ fn forward(problem: &Problem, [q, k, v]: &[Tensor; 3]) -> Result<(CpuStorage, Te
     })
 }
 
+/// On the CPU: the gradients of q, k and v.
+fn backward<T: Element>(
+    problem: &Problem,
+    [q, k, v]: &[Tensor; 3],
+    [y, dy]: [&[T]; 2],
+    normalisers: &Tensor,
+) -> Result<[Vec<T::Real>; 3]> {
+    with_slice::<T, _>(q, |q| {
+        with_slice::<T, _>(k, |k| {
+            with_slice::<T, _>(v, |v| {
+                with_slice::<T::Real, _>(normalisers, |normalisers| {
+                    cpu::with_mask(problem, |mask| cpu::backward(problem, [q, k, v], [y, dy], normalisers, mask))
+                })
+            })
+        })
+    })
+}
+
 /// What the backward pass needs.
 struct Attention {
     problem: Problem,
@@ -82,14 +108,11 @@ impl Function for Attention {
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { problem, qkv, normalisers, result } = self;
         let Some(y) = result.get() else { candle_core::bail!("the result of attention is not there yet") };
-        let [q, k, v] = qkv;
-        dispatch!(q.dtype(), self.name(), T => {
+        dispatch!(dy.dtype(), self.name(), T => {
             type Acc = <T as Element>::Real;
-            let gradients = with_slice::<T, _>(q, |q| with_slice::<T, _>(k, |k| with_slice::<T, _>(v, |v| {
-                with_slice::<T, _>(y, |y| with_slice::<T, _>(dy, |dy| with_slice::<Acc, _>(normalisers, |normalisers| {
-                    cpu::with_mask(problem, |mask| cpu::backward(problem, [q, k, v], [y, dy], normalisers, mask))
-                })))
-            })))?;
+            let gradients = with_slice::<T, _>(y, |y| with_slice::<T, _>(dy, |dy| {
+                backward::<T>(problem, qkv, [y, dy], normalisers)
+            }))?;
             // Without a copy where the dtype is the same.
             let finish = |(values, like): (Vec<Acc>, &Tensor)| {
                 Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype()).map(Some)
@@ -139,7 +162,7 @@ mod tests {
                 };
                 let loops = run(scaled_dot_product_attention(&q, &k, &v, &options).unwrap());
                 let problem = Problem::new([&q, &k, &v], &options).unwrap();
-                let composite = run(on_gpu([&q, &k, &v], problem).unwrap());
+                let composite = run(by_candle([&q, &k, &v], problem).unwrap());
                 for (index, (a, b)) in loops.iter().zip(&composite).enumerate() {
                     let largest = b.iter().fold(1f64, |largest, value| largest.max(value.abs()));
                     for (a, b) in a.iter().zip(b) {

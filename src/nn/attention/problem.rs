@@ -1,6 +1,6 @@
 //! What attention is to be computed of.
 use crate::Error;
-use crate::error::describe;
+use crate::error::{describe, describe_placed};
 use crate::nn::channels::accumulator;
 use candle_core::{DType, Result, Shape, Tensor};
 
@@ -49,6 +49,11 @@ impl Problem {
         if !fits || !groups || size == 0 || value_size == 0 || [k.dtype(), v.dtype()] != [q.dtype(); 2] {
             return invalid("the inputs of attention", refusal([q, k, v]));
         }
+        let others = [Some(k), Some(v), options.mask.as_ref()];
+        if let Some(other) = others.into_iter().flatten().find(|other| !other.device().same_device(q.device())) {
+            let reason = format!("one is {}, where the queries are {}", describe_placed(other), describe_placed(q));
+            return invalid("the inputs of attention", reason);
+        }
         let mask = match &options.mask {
             None => None,
             Some(_) if options.is_causal => {
@@ -62,7 +67,24 @@ impl Problem {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.batch * self.heads * self.queries == 0
+        self.batch * self.heads * self.queries * self.keys == 0
+    }
+
+    /// How many pairs of a sample and a head of keys there are.
+    pub(super) fn items(&self) -> usize {
+        self.batch * self.heads / self.group
+    }
+
+    /// How many queries each of them has.
+    pub(super) fn rows_of_item(&self) -> usize {
+        self.group * self.queries
+    }
+
+    /// How far apart what is added to scores lies in the mask, by sample, head, query and key: 0 where the same holds for all.
+    pub(super) fn mask_strides(&self) -> [usize; 4] {
+        let Some(mask) = &self.mask else { return [0; 4] };
+        let dims = mask.dims();
+        std::array::from_fn(|index| if dims[index] > 1 { dims[index + 1..].iter().product() } else { 0 })
     }
 
     pub(super) fn output_shape(&self) -> Shape {

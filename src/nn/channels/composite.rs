@@ -1,8 +1,6 @@
-//! The same with candle's operations, for other devices than the CPU.
+//! The same with candle's operations, to compare with.
 use super::extents::{Extents, accumulator};
-use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::op::{Add, Mul, Sub};
-use candle_core::{Layout, Result, Shape, Tensor};
+use candle_core::{Result, Tensor};
 
 pub(super) fn moments_composite(x: &Tensor, centred: bool) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
@@ -28,32 +26,10 @@ pub(super) fn gradient_sums_composite(x: &Tensor, dy: &Tensor, mean: &Tensor) ->
     Tensor::cat(&[dy.sum_keepdim((0, 2))?, products.sum_keepdim((0, 2))?], 0)?.reshape((2, extents.channels))
 }
 
-/// [`normalise`] with candle's operations, on any device. `channels` are the storages of mean, scale and shift, which
-/// are contiguous, and of the dtype `accumulator`.
-pub(crate) fn normalise_composite<S>(
-    x: &S,
-    layout: &Layout,
-    [mean, scale, shift]: [(&S, &Layout); 3],
-) -> Result<(S, Shape)>
-where
-    S: BackendStorage<Device: BackendDevice<Storage = S>>,
-{
-    let extents = Extents::of(layout.dims());
-    let (dtype, acc) = (x.dtype(), accumulator(x.dtype()));
-    if layout.shape().elem_count() == 0 {
-        // Of one element, since on some GPUs an allocation of nothing fails; the tensor takes none of it.
-        return Ok((x.device().zeros_impl(&Shape::from(1), dtype)?, layout.shape().clone()));
-    }
-    let wide = x.to_dtype(layout, acc)?;
-    let flat = Layout::contiguous(extents.shape());
-    let spread = |layout: &Layout| -> Result<Layout> {
-        let column = Layout::new(Shape::from((1, extents.channels, 1)), vec![0, 1, 0], layout.start_offset());
-        column.broadcast_as(extents.shape())
-    };
-    let y = wide.binary_impl::<Sub>(mean.0, &flat, &spread(mean.1)?)?;
-    let y = y.binary_impl::<Mul>(scale.0, &flat, &spread(scale.1)?)?;
-    let y = y.binary_impl::<Add>(shift.0, &flat, &spread(shift.1)?)?;
-    Ok((y.to_dtype(&flat, dtype)?, layout.shape().clone()))
+pub(super) fn normalise_composite(x: &Tensor, [mean, scale, shift]: [&Tensor; 3]) -> Result<Tensor> {
+    let wide = x.to_dtype(mean.dtype())?.reshape(Extents::of(x.dims()).shape())?;
+    let y = wide.broadcast_sub(&column(mean)?)?.broadcast_mul(&column(scale)?)?.broadcast_add(&column(shift)?)?;
+    y.to_dtype(x.dtype())?.reshape(x.shape())
 }
 
 pub(super) fn input_gradient_composite(x: &Tensor, dy: &Tensor, [mean, scale, a, b]: [&Tensor; 4]) -> Result<Tensor> {

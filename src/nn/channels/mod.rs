@@ -1,21 +1,20 @@
 //! Sums and maps over the channels (dimension 1) of a batch, the two halves of batch normalisation: fused loops on the
-//! CPU, candle's operations on other devices. f16 and bf16 are calculated with in f32.
-//!
-//! A batch may be empty. On a GPU most of candle's operations on storages, and some on tensors, refuse that, since a
-//! kernel cannot be launched without threads; the composites therefore leave them out.
+//! CPU, kernels on CUDA. f16 and bf16 are calculated with in f32. A batch may be empty.
+#[cfg(test)]
 mod composite;
+mod cuda;
 mod extents;
+mod fused;
 #[cfg(test)]
 mod tests;
 
-pub(super) use composite::normalise_composite;
 pub(super) use extents::accumulator;
+pub(super) use fused::{After, Gate};
 
 use crate::tensor::borrow::{slice, with_slice};
 use crate::tensor::{self, Element, Real, dispatch};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, WithDType};
-use composite::{gradient_sums_composite, input_gradient_composite, moments_composite};
+use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, WithDType};
 use extents::Extents;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -30,8 +29,8 @@ const MIN_RUN: usize = 32;
 /// Each channel's mean (zero unless `centred`) and mean squared distance from it, as a tensor of shape (2, channels).
 /// Without samples, both are zero.
 pub(super) fn moments(x: &Tensor, centred: bool) -> Result<Tensor> {
-    if !x.device().is_cpu() {
-        return moments_composite(x, centred);
+    if x.device().is_cuda() {
+        return cuda::moments(x, centred);
     }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => with_slice::<T, _>(x, |x| {
@@ -83,11 +82,11 @@ fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
     moments.iter().map(|[mean, _]| *mean).chain(moments.iter().map(|[_, spread]| spread / count)).collect()
 }
 
-/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, which only the CPU has, of
-/// those dy that it lets through.
+/// Each channel's Σ dy and Σ dy·(x − mean), as a tensor of shape (2, channels); with a `gate`, of those dy
+/// that it lets through.
 pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option<Gate>) -> Result<Tensor> {
-    if !x.device().is_cpu() {
-        return gradient_sums_composite(x, dy, mean);
+    if x.device().is_cuda() {
+        return cuda::gradient_sums(x, dy, mean, gate);
     }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
@@ -113,19 +112,6 @@ pub(super) fn gradient_sums(x: &Tensor, dy: &Tensor, mean: &Tensor, gate: Option
     })
 }
 
-/// A ReLU behind the normalisation: lets gradients through where (x − mean) × scale + shift is positive.
-#[derive(Clone, Copy)]
-pub(super) struct Gate<'a> {
-    pub(super) scale: &'a Tensor,
-    pub(super) shift: &'a Tensor,
-}
-
-impl Gate<'_> {
-    fn values<A: WithDType>(self) -> Result<[Vec<A>; 2]> {
-        Ok([self.scale.to_vec1()?, self.shift.to_vec1()?])
-    }
-}
-
 /// What a ReLU leaves of a gradient.
 #[inline(always)]
 fn gated<A: Real>(value: A, gradient: A) -> A {
@@ -135,8 +121,11 @@ fn gated<A: Real>(value: A, gradient: A) -> A {
 /// Each channel's sum, as a tensor of shape (channels) and the dtype of `x`, which is contiguous.
 pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
-    if !x.device().is_cpu() {
+    if x.device().is_metal() {
         return x.detach().reshape(extents.shape())?.sum((0, 2));
+    }
+    if x.device().is_cuda() {
+        return cuda::totals(x);
     }
     dispatch!(x.dtype(), "the sums of channels", T => with_slice::<T, _>(x, |x| {
         type Acc = <T as Element>::Real;
@@ -147,12 +136,21 @@ pub(super) fn totals(x: &Tensor) -> Result<Tensor> {
 }
 
 /// (x − mean) × scale + shift, each channel with its own, and what comes `after`; the storage of a tensor like `x`.
-pub(super) fn normalise(
+pub(super) fn normalise(x: &Tensor, channels: [&Tensor; 3], after: &After) -> Result<(Storage, Shape)> {
+    let (storage, layout) = x.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => normalise_on_cpu(storage, layout, channels, after),
+        Storage::Cuda(_) => Ok(cuda::normalise(x, channels, after)?.into_result()),
+        Storage::Metal(_) => candle_core::bail!("batch normalisation works on the CPU and on CUDA, not on Metal"),
+    }
+}
+
+fn normalise_on_cpu(
     x: &CpuStorage,
     layout: &Layout,
     [mean, scale, shift]: [&Tensor; 3],
     after: &After,
-) -> Result<(CpuStorage, Shape)> {
+) -> Result<(Storage, Shape)> {
     let extents = Extents::of(layout.dims());
     let storage = dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;
@@ -181,15 +179,7 @@ pub(super) fn normalise(
         };
         Ok(T::to_cpu_storage_owned(y))
     })?;
-    Ok((storage, layout.shape().clone()))
-}
-
-/// What follows a normalisation in the same pass over memory.
-pub(super) enum After {
-    Nothing,
-    Relu,
-    /// A tensor of the same shape and dtype, contiguous, is added first.
-    AddRelu(Tensor),
+    Ok((Storage::Cpu(storage), layout.shape().clone()))
 }
 
 /// NaN stays NaN, as in PyTorch.
@@ -205,6 +195,9 @@ pub(super) fn add_relu_gradient(
     dy: &Tensor,
     [mean, scale, shift]: [&Tensor; 3],
 ) -> Result<Tensor> {
+    if x.device().is_cuda() {
+        return cuda::add_relu_gradient(x, z, dy, [mean, scale, shift]);
+    }
     let extents = Extents::of(x.dims());
     dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;
@@ -223,8 +216,8 @@ pub(super) fn add_relu_gradient(
     })
 }
 
-/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`. With a `gate`, which only the CPU has,
-/// dy counts as zero where that does not let it through.
+/// scale × (dy − a − (x − mean) × b), each channel with its own: the gradient of `x`. With a `gate`, dy counts as
+/// zero where that does not let it through.
 pub(super) fn input_gradient(
     x: &Tensor,
     dy: &Tensor,
@@ -232,8 +225,8 @@ pub(super) fn input_gradient(
     gate: Option<Gate>,
 ) -> Result<Tensor> {
     let extents = Extents::of(x.dims());
-    if !x.device().is_cpu() {
-        return input_gradient_composite(x, dy, [mean, scale, a, b]);
+    if x.device().is_cuda() {
+        return cuda::input_gradient(x, dy, [mean, scale, a, b], gate);
     }
     dispatch!(x.dtype(), "batch normalisation", T => {
         type Acc = <T as Element>::Real;

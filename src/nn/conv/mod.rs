@@ -2,6 +2,7 @@
 mod columns;
 mod composite;
 mod cpu;
+mod cuda;
 mod depthwise;
 mod geometry;
 mod operation;
@@ -69,9 +70,11 @@ layer!(
     /// Takes (N, C, H, W) and gives (N, out, H', W'), H' = (H + 2·padding − dilation·(kernel − 1) − 1) / stride + 1, of dtype
     /// f32, f64, f16 or bf16; f16 and bf16 are multiplied and added up in f32. The weight has the shape (out, in / groups,
     /// kernel, kernel). On the CPU it is a product of matrices, a block of output pixels at a time: the workspace is at most
-    /// 2 MiB for each thread, or what 512 pixels or one row of outputs need. On other devices it is made of candle's
-    /// products and copies (`cudnn_fwd_algo` has no effect): its gradients are right, where those of candle's
-    /// convolution are not always.
+    /// 2 MiB for each thread, or what 512 pixels or one row of outputs need. On CUDA it is cuDNN's with the feature `cudnn`, and
+    /// otherwise products of matrices by cuBLAS or, where a group has one input channel, a kernel; the workspace is at most
+    /// 64 MiB, or what one image needs. `cudnn_fwd_algo` has no effect: the algorithm is chosen once for each shape. On Metal
+    /// it is made of candle's products and copies: its gradients are right, where those of candle's convolution are not
+    /// always.
     Conv2d,
     Conv2dConfig,
     "Conv2d",

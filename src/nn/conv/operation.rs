@@ -1,6 +1,6 @@
 //! Convolutions and transposed convolutions as operations with a backward pass of their own.
 use super::geometry::{Geometry, positions};
-use super::{composite, cpu};
+use super::{composite, cpu, cuda};
 use crate::Error;
 use crate::error::describe_placed;
 use crate::nn::channels;
@@ -53,7 +53,7 @@ pub(super) fn convolution(
     settings: Settings,
 ) -> Result<Tensor> {
     let geometry = geometry(name, x, weight, bias, settings)?;
-    if !x.device().is_cpu() {
+    if x.device().is_metal() {
         return composite::convolution(&geometry, x, weight, bias, settings.transposed);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -158,6 +158,14 @@ impl Convolution {
             if self.transposed { (geometry.ci, geometry.input) } else { (geometry.co, geometry.output) };
         let mut shape = vec![geometry.n, channels];
         shape.extend(if x.rank() == 4 { &size[..] } else { &size[1..] });
+        let shape = Shape::from(shape);
+        if x.device().is_cuda() {
+            let y = match self.transposed {
+                false => cuda::forward(geometry, x, weight, bias, shape)?,
+                true => cuda::backward_data(geometry, x, weight, bias, shape)?,
+            };
+            return Ok(y.into_result());
+        }
         let storage = dispatch!(x.dtype(), self.name, T => {
             let bias = bias.map(|bias| with_wide::<T, _>(bias, |bias| Ok(bias.to_vec()))).transpose()?;
             with_slice::<T, _>(x, |x| with_wide::<T, _>(weight, |weight| {
@@ -168,16 +176,28 @@ impl Convolution {
                 Ok(T::to_cpu_storage_owned(y))
             }))
         })?;
-        Ok((Storage::Cpu(storage), Shape::from(shape)))
-    }
-}
-
-impl Function for Convolution {
-    fn name(&self) -> &'static str {
-        self.name
+        Ok((Storage::Cpu(storage), shape))
     }
 
-    fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+    fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { geometry, x, weight, transposed, .. } = self;
+        let mut gradients = vec![None; needed.len()];
+        if needed[0] {
+            let shape = x.shape().clone();
+            let dx = match transposed {
+                true => cuda::forward(geometry, dy, weight, None, shape)?,
+                false => cuda::backward_data(geometry, dy, weight, None, shape)?,
+            };
+            gradients[0] = Some(dx.into_tensor());
+        }
+        if needed[1] {
+            let (x, dy) = if *transposed { (dy, x) } else { (x, dy) };
+            gradients[1] = Some(cuda::backward_filter(geometry, x, dy, weight.shape())?);
+        }
+        Ok(gradients)
+    }
+
+    fn backward_on_cpu(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Self { geometry, x, weight, transposed, .. } = self;
         let mut gradients = vec![None; needed.len()];
         dispatch!(dy.dtype(), self.name, T => with_slice::<T, _>(dy, |dy| {
@@ -198,6 +218,20 @@ impl Function for Convolution {
             }
             Ok(())
         }))?;
+        Ok(gradients)
+    }
+}
+
+impl Function for Convolution {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let mut gradients = match dy.device().is_cuda() {
+            true => self.backward_on_cuda(dy, needed),
+            false => self.backward_on_cpu(dy, needed),
+        }?;
         if needed.get(2) == Some(&true) {
             gradients[2] = Some(channels::totals(dy)?);
         }

@@ -168,41 +168,56 @@ fn weight_gradient_of_two<R: Real>([a, b, c, d]: [R; 4]) -> [R; 3] {
     [a + even, odd, even + d]
 }
 
+/// The points of [`Four`] beside 0 and infinity are ±A and ±B. The usual ±1 and ±2 round three to four times as badly; these,
+/// which oneDNN uses as well, are exact in every dtype.
+const A: f64 = 0.625;
+const B: f64 = 1.5;
+const A2: f64 = A * A;
+const B2: f64 = B * B;
+/// What the weights are divided by at 0, ±A and ±B: the products of the differences to the other points.
+const AT_ZERO: f64 = A2 * B2;
+const AT_A: f64 = 2.0 * A2 * (A2 - B2);
+const AT_B: f64 = 2.0 * B2 * (B2 - A2);
+
 #[inline(always)]
 fn input_of_four<R: Real>([a, b, c, d, e, f]: [R; 6]) -> [R; 6] {
-    let (two, four, five) = (number::<R>(2.0), number::<R>(4.0), number::<R>(5.0));
-    let (even, odd) = (e - c * four, d - b * four);
-    let (even2, odd2) = (e - c, (d - b) * two);
-    [a * four - c * five + e, even + odd, even - odd, even2 + odd2, even2 - odd2, b * four - d * five + f]
+    let (zero, sum) = (number::<R>(AT_ZERO), number::<R>(A2 + B2));
+    let (even, odd) = (e - c * number(B2), d * number(A) - b * number(A * B2));
+    let (even2, odd2) = (e - c * number(A2), d * number(B) - b * number(B * A2));
+    [a * zero - c * sum + e, even + odd, even - odd, even2 + odd2, even2 - odd2, b * zero - d * sum + f]
 }
 
 #[inline(always)]
 fn output_of_four<R: Real>([a, b, c, d, e, f]: [R; 6]) -> [R; 4] {
-    let (two, four, eight) = (number::<R>(2.0), number::<R>(4.0), number::<R>(8.0));
     let (even, odd, even2, odd2) = (b + c, b - c, d + e, d - e);
-    [a + even + even2, odd + odd2 * two, even + even2 * four, odd + odd2 * eight + f]
+    [
+        a + even + even2,
+        odd * number(A) + odd2 * number(B),
+        even * number(A2) + even2 * number(B2),
+        odd * number(A * A2) + odd2 * number(B * B2) + f,
+    ]
 }
 
 #[inline(always)]
 fn gradient_of_four<R: Real>([a, b, c, d]: [R; 4]) -> [R; 6] {
-    let (two, four, eight) = (number::<R>(2.0), number::<R>(4.0), number::<R>(8.0));
-    let (even, odd) = (a + c, b + d);
-    let (even2, odd2) = (a + c * four, b * two + d * eight);
+    let (even, odd) = (a + c * number(A2), b * number(A) + d * number(A * A2));
+    let (even2, odd2) = (a + c * number(B2), b * number(B) + d * number(B * B2));
     [a, even + odd, even - odd, even2 + odd2, even2 - odd2, d]
 }
 
 #[inline(always)]
 fn weight_of_four<R: Real>([a, b, c]: [R; 3]) -> [R; 6] {
-    let (quarter, sixth) = (number::<R>(0.25), number::<R>(1.0 / 6.0));
-    let (even, odd) = ((a + c) * -sixth, b * -sixth);
-    let (even2, odd2) = (a * number(1.0 / 24.0) + c * sixth, b * number(1.0 / 12.0));
-    [a * quarter, even + odd, even - odd, even2 + odd2, even2 - odd2, c]
+    let (even, odd) = (a * number(1.0 / AT_A) + c * number(A2 / AT_A), b * number(A / AT_A));
+    let (even2, odd2) = (a * number(1.0 / AT_B) + c * number(B2 / AT_B), b * number(B / AT_B));
+    [a * number(1.0 / AT_ZERO), even + odd, even - odd, even2 + odd2, even2 - odd2, c]
 }
 
 #[inline(always)]
 fn weight_gradient_of_four<R: Real>([a, b, c, d, e, f]: [R; 6]) -> [R; 3] {
-    let (quarter, sixth) = (number::<R>(0.25), number::<R>(1.0 / 6.0));
-    let (even, odd) = ((b + c) * -sixth, (b - c) * -sixth);
-    let (even2, odd2) = (d + e, d - e);
-    [a * quarter + even + even2 * number(1.0 / 24.0), odd + odd2 * number(1.0 / 12.0), even + even2 * sixth + f]
+    let (even, odd, even2, odd2) = (b + c, b - c, d + e, d - e);
+    [
+        a * number(1.0 / AT_ZERO) + even * number(1.0 / AT_A) + even2 * number(1.0 / AT_B),
+        odd * number(A / AT_A) + odd2 * number(B / AT_B),
+        even * number(A2 / AT_A) + even2 * number(B2 / AT_B) + f,
+    ]
 }

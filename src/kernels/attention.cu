@@ -1,0 +1,100 @@
+// Attention, for some rows of some heads at a time: a row is a query of one of the heads that share keys and values.
+
+struct Attention {
+    unsigned long long first_item, first_row; // of the block of scores: (items, rows, keys)
+    unsigned long long rows, keys;            // of the block; a causal query sees none of the keys behind these
+    unsigned long long all_rows;              // group × queries, of an item
+    unsigned long long queries, key_heads, group;
+    unsigned long long is_causal;
+    unsigned long long mask[4]; // its strides by sample, head, query and key; 0 where the same holds for all
+};
+#define ATTENTION (*reinterpret_cast<const Attention *>(by.numbers))
+
+// This block's row: where its numbers begin, and what is added to its scores.
+template <typename Real> struct Row {
+    unsigned long long scores, normaliser, seen;
+    const Real *mask;
+    unsigned long long step;
+
+    __device__ Row(const Attention &a, const Real *masks) {
+        unsigned long long item = blockIdx.x;
+        const unsigned long long row = a.first_row + take(item, a.rows);
+        item += a.first_item;
+        unsigned long long member = row, sample = item;
+        const unsigned long long query = take(member, a.queries), head = take(sample, a.key_heads) * a.group + member;
+        scores = (unsigned long long)blockIdx.x * a.keys;
+        normaliser = item * a.all_rows + row;
+        seen = a.is_causal ? min(query + 1, a.keys) : a.keys;
+        mask = masks ? masks + sample * a.mask[0] + head * a.mask[1] + query * a.mask[2] : masks;
+        step = a.mask[3];
+    }
+
+    // The score of a key that the query sees, of its product with the query.
+    __device__ Real score(Real product, Real scale, unsigned long long key) const {
+        return mask ? product * scale + mask[key * step] : product * scale;
+    }
+};
+
+// tensors: products of queries and keys in the dtype of the arithmetic, which are overwritten; weights, maybe in the same
+// memory; log Σ e^score of each query; what is added to scores, or null. reals: what products are multiplied by. One
+// block per row. A query that sees nothing has zero weights and an infinite normaliser.
+template <typename T> __device__ inline void attention_weights(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    const Attention &a = ATTENTION;
+    const Row<Real> row(a, TENSOR(const Real, 3));
+    Real *scores = TENSOR(Real, 0) + row.scores;
+    T *weights = TENSOR(T, 1) + row.scores;
+    const Real scale = by.reals[0], nothing = __uint_as_float(0xff800000u);
+    double largest = nothing;
+    for (unsigned long long key = threadIdx.x; key < row.seen; key += THREADS) {
+        scores[key] = row.score(scores[key], scale, key);
+        largest = Larger::of(largest, scores[key]);
+    }
+    reduce_block<Larger, Add>(largest, 0, pair);
+    __syncthreads();
+    const Real shift = pair[0];
+    const bool sees = shift != nothing;
+    Real part = 0;
+    for (unsigned long long key = threadIdx.x; sees && key < row.seen; key += THREADS) {
+        scores[key] = exp(scores[key] - shift);
+        part += scores[key];
+    }
+    __syncthreads();
+    reduce_block<Add, Add>(part, 0, pair);
+    __syncthreads();
+    const Real sum = pair[0];
+    for (unsigned long long key = threadIdx.x; key < a.keys; key += THREADS)
+        weights[key] = Element<T>::store(sees && key < row.seen ? scores[key] / sum : 0);
+    if (threadIdx.x == 0) TENSOR(Real, 2)[row.normaliser] = sees ? shift + log(sum) : -nothing;
+}
+LAYER(attention_weights)
+
+// tensors: products of queries and keys, and gradients of weights, both in the dtype of the arithmetic; weights, and
+// gradients of products, each maybe in the memory of the former; normalisers; what is added to scores, or null. reals: what
+// products are multiplied by. One block per row.
+template <typename T> __device__ inline void attention_gradients(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    const Attention &a = ATTENTION;
+    const Row<Real> row(a, TENSOR(const Real, 5));
+    Real *scores = TENSOR(Real, 0) + row.scores;
+    const Real *of_weights = TENSOR(const Real, 1) + row.scores;
+    T *weights = TENSOR(T, 2) + row.scores, *gradients = TENSOR(T, 3) + row.scores;
+    const Real scale = by.reals[0], normaliser = TENSOR(const Real, 4)[row.normaliser];
+    Real part = 0;
+    for (unsigned long long key = threadIdx.x; key < row.seen; key += THREADS) {
+        scores[key] = exp(row.score(scores[key], scale, key) - normaliser);
+        part += scores[key] * of_weights[key];
+    }
+    reduce_block<Add, Add>(part, 0, pair);
+    __syncthreads();
+    const Real mean = pair[0];
+    for (unsigned long long key = threadIdx.x; key < a.keys; key += THREADS) {
+        const Real weight = key < row.seen ? scores[key] : 0;
+        const Real gradient = key < row.seen ? weight * (of_weights[key] - mean) * scale : 0;
+        weights[key] = Element<T>::store(weight);
+        gradients[key] = Element<T>::store(gradient);
+    }
+}
+LAYER(attention_gradients)

@@ -1,0 +1,127 @@
+//! Convolutions by cuDNN: its algorithm for each shape is chosen once, by its heuristics, and kept.
+mod algorithm;
+mod descriptor;
+
+use super::launches::{Address, ConvShape, Convolve};
+use super::layer::Output;
+use crate::{Error, Result};
+use algorithm::{Algorithm, choose, run};
+use candle_core::cuda_backend::gemm_reduced_precision_f32;
+use candle_core::{CudaDevice, DType};
+use cudarc::cudnn::result;
+use cudarc::cudnn::sys::{cudnnHandle_t, cudnnMathType_t};
+use cudarc::driver::CudaStream;
+use descriptor::{Descriptors, failure};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// How many bytes an algorithm may work with, beside its operands and its result.
+const WORKSPACE: usize = 64 << 20;
+/// How many shapes a thread keeps algorithms for.
+const PLANS: usize = 4096;
+/// The oldest version whose status codes and functions are the ones expected here: 9.0.
+const OLDEST: usize = 90_000;
+
+/// What an algorithm is chosen for.
+type Key = (Convolve, DType, cudnnMathType_t, ConvShape);
+
+/// An algorithm, and how many bytes it needs to work with.
+#[derive(Debug)]
+struct Plan {
+    descriptors: Descriptors,
+    algorithm: Algorithm,
+    workspace: usize,
+}
+
+/// cuDNN's handle for a stream, which one thread at a time may use.
+struct Handle {
+    raw: cudnnHandle_t,
+    stream: Arc<CudaStream>,
+    /// None where cuDNN has no algorithm.
+    plans: HashMap<Key, Option<Rc<Plan>>>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // Nobody is left to be told of an error.
+        let _ = self.stream.context().bind_to_thread();
+        // SAFETY: the handle was created, and is destroyed only here.
+        let _ = unsafe { result::destroy_handle(self.raw) };
+    }
+}
+
+impl Handle {
+    fn new(stream: Arc<CudaStream>) -> Result<Self> {
+        let version = result::get_version();
+        if version < OLDEST {
+            return Err(Error::Unavailable {
+                what: format!("cuDNN {}.{}", version / 1000, version % 1000 / 100),
+                hint: "install cuDNN 9, or build without the feature `cudnn`".to_string(),
+            });
+        }
+        let raw = result::create_handle().map_err(|error| failure("creating a handle", error))?;
+        let handle = Self { raw, stream, plans: HashMap::new() };
+        // SAFETY: the handle was just created, and the stream lives at least as long.
+        unsafe { result::set_stream(raw, handle.stream.cu_stream().cast()) }
+            .map_err(|error| failure("setting the stream", error))?;
+        Ok(handle)
+    }
+
+    fn plan(&mut self, key: Key) -> Result<Option<Rc<Plan>>> {
+        if let Some(plan) = self.plans.get(&key) {
+            return Ok(plan.clone());
+        }
+        let (convolve, dtype, math, shape) = key;
+        let plan = match Descriptors::new(dtype, math, &shape)? {
+            Some(descriptors) => choose(self.raw, convolve, &descriptors, WORKSPACE, math)?
+                .map(|(algorithm, workspace)| Rc::new(Plan { descriptors, algorithm, workspace })),
+            None => None,
+        };
+        log::debug!("{convolve:?} of {shape:?} in {dtype:?} by cuDNN: {:?}", plan.as_ref().map(|plan| plan.algorithm));
+        if self.plans.len() >= PLANS {
+            self.plans.clear();
+        }
+        self.plans.insert(key, plan.clone());
+        Ok(plan)
+    }
+}
+
+thread_local! {
+    /// The handles of this thread, by their streams, whose addresses stay taken as long as these are here.
+    static HANDLES: RefCell<HashMap<(usize, usize), Handle>> = RefCell::default();
+}
+
+/// As the function of this name of the parent module.
+pub(super) fn convolve(
+    device: &CudaDevice,
+    (convolve, dtype): (Convolve, DType),
+    shape: &ConvShape,
+    [x, w, y]: [Address; 3],
+) -> Result<bool> {
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(|error| Error::Kernel {
+        file: "cuDNN",
+        operation: "binding the context".into(),
+        reason: error.to_string(),
+    })?;
+    // cuDNN's own default for f32 is TF32.
+    let math = match dtype {
+        DType::F16 | DType::BF16 => cudnnMathType_t::CUDNN_TENSOR_OP_MATH,
+        DType::F32 if !gemm_reduced_precision_f32() => cudnnMathType_t::CUDNN_FMA_MATH,
+        _ => cudnnMathType_t::CUDNN_DEFAULT_MATH,
+    };
+    HANDLES.with_borrow_mut(|handles| {
+        let key = (stream.context().cu_ctx() as usize, stream.cu_stream() as usize);
+        let handle = match handles.entry(key) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Handle::new(stream)?),
+        };
+        let Some(plan) = handle.plan((convolve, dtype, math, *shape))? else { return Ok(false) };
+        let workspace = Output::new(device, DType::U8, plan.workspace)?;
+        let workspace = (workspace.address()?, plan.workspace);
+        run(handle.raw, &plan.descriptors, plan.algorithm, workspace, [x, w, y], dtype == DType::F64)?;
+        Ok(true)
+    })
+}

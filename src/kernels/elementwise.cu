@@ -1,0 +1,182 @@
+// Activations, dropout, lookups of vectors, and rotations of pairs.
+
+#define RELU 0
+#define GELU 1
+#define GELU_ERF 2
+#define SILU 3
+
+template <typename Real> __device__ inline Real sigmoid(Real x) { return 1 / (1 + exp(-x)); }
+
+// √(8 / π), the coefficient of the cube in the approximation of gelu, √½, and 1 / √(2π).
+#define GELU_SCALE Real(1.5957691216057308)
+#define CUBE Real(0.044715)
+#define ROOT_HALF Real(0.70710678118654752440)
+#define DENSITY Real(0.39894228040143267794)
+
+// Twice what gelu takes the hyperbolic tangent of.
+template <typename Real> __device__ inline Real gelu_argument(Real x) { return x * (1 + CUBE * x * x) * GELU_SCALE; }
+
+template <typename Real> __device__ inline Real normal_cdf(Real x) { return erfc(-x * ROOT_HALF) / 2; }
+
+// tensors: x, y; numbers: elements, and which function. One thread per element.
+template <typename T> __device__ inline void activation(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const unsigned long long i = thread_in_grid();
+    if (i >= by.numbers[0]) return;
+    const Real x = Element<T>::load(TENSOR(const T, 0)[i]);
+    Real y = x;
+    switch (by.numbers[1]) {
+    case RELU: y = x <= 0 ? 0 : x; break;
+    case GELU: y = x * sigmoid(gelu_argument(x)); break;
+    case GELU_ERF: y = x * normal_cdf(x); break;
+    case SILU: y = x * sigmoid(x); break;
+    }
+    TENSOR(T, 1)[i] = Element<T>::store(y);
+}
+LAYER(activation)
+
+// tensors: x (for relu y), dy, dx; numbers as above.
+template <typename T> __device__ inline void activation_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const unsigned long long i = thread_in_grid();
+    if (i >= by.numbers[0]) return;
+    const Real x = Element<T>::load(TENSOR(const T, 0)[i]), dy = Element<T>::load(TENSOR(const T, 1)[i]);
+    Real dx = dy;
+    switch (by.numbers[1]) {
+    case RELU: dx = x <= 0 ? 0 : dy; break;
+    case GELU: {
+        const Real s = sigmoid(gelu_argument(x)), slope = GELU_SCALE * (1 + 3 * CUBE * x * x);
+        dx = dy * (s + x * s * (1 - s) * slope);
+        break;
+    }
+    case GELU_ERF: dx = dy * (normal_cdf(x) + x * exp(x * x * Real(-0.5)) * DENSITY); break;
+    case SILU: {
+        const Real s = sigmoid(x);
+        dx = dy * s * (1 + x * (1 - s));
+        break;
+    }
+    }
+    TENSOR(T, 2)[i] = Element<T>::store(dx);
+}
+LAYER(activation_backward)
+
+// Four numbers of Philox 4x32-10.
+__device__ inline void philox(unsigned key[2], unsigned counter[4]) {
+    for (int round = 0; round < 10; round++) {
+        const unsigned long long first = 0xD2511F53ull * counter[0], second = 0xCD9E8D57ull * counter[2];
+        const unsigned a = (unsigned)(second >> 32) ^ counter[1] ^ key[0];
+        const unsigned c = (unsigned)(first >> 32) ^ counter[3] ^ key[1];
+        counter[0] = a;
+        counter[1] = (unsigned)second;
+        counter[2] = c;
+        counter[3] = (unsigned)first;
+        key[0] += 0x9E3779B9u;
+        key[1] += 0xBB67AE85u;
+    }
+}
+
+// tensors: x, y; numbers: elements; seed, sequence and offset of a `Draw` (seed/generator.rs); the number below which
+// elements become zero; reals: what the others are multiplied by. One thread per four elements.
+template <typename T> __device__ inline void dropout(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const unsigned long long block = thread_in_grid(), position = by.numbers[3] + block;
+    if (4 * block >= by.numbers[0]) return;
+    unsigned key[2] = {(unsigned)by.numbers[1], (unsigned)(by.numbers[1] >> 32)};
+    unsigned counter[4] = {(unsigned)position, (unsigned)(position >> 32), (unsigned)by.numbers[2],
+                           (unsigned)(by.numbers[2] >> 32)};
+    philox(key, counter);
+    const Real scale = by.reals[0];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const unsigned long long element = 4 * block + i;
+        if (element >= by.numbers[0]) return;
+        const bool is_dropped = counter[i] < (unsigned)by.numbers[4];
+        TENSOR(T, 1)[element] =
+            Element<T>::store(is_dropped ? 0 : Element<T>::load(TENSOR(const T, 0)[element]) * scale);
+    }
+}
+LAYER(dropout)
+
+// A table of `rows` vectors of `size` elements, of which `count` are looked up.
+struct Lookup {
+    unsigned long long count, rows, size;
+};
+#define LOOKUP (*reinterpret_cast<const Lookup *>(by.numbers))
+
+// tensors: the table, indices (i64), y. Of an index that is not in the table, NaN. One thread per element of y.
+template <typename T> __device__ inline void lookup(const Arguments &by) {
+    const Lookup &l = LOOKUP;
+    const unsigned long long element = thread_in_grid();
+    unsigned long long rest = element;
+    const unsigned long long column = take(rest, l.size);
+    if (rest >= l.count) return;
+    const long long row = TENSOR(const long long, 1)[rest];
+    const bool is_there = row >= 0 && row < (long long)l.rows;
+    TENSOR(T, 2)[element] =
+        is_there ? TENSOR(const T, 0)[row * l.size + column] : Element<T>::store(__uint_as_float(0x7fc00000u));
+}
+LAYER(lookup)
+
+// tensors: indices, and two numbers (u32) for each, which are zero before: 1 + the next position that has the same index, and
+// whether one before it has. One thread per index.
+template <typename T> __device__ inline void lookup_links(const Arguments &by) {
+    const Lookup &l = LOOKUP;
+    const long long *indices = TENSOR(const long long, 0);
+    unsigned *links = TENSOR(unsigned, 1);
+    const unsigned long long position = thread_in_grid();
+    if (position >= l.count) return;
+    const long long index = indices[position];
+    for (unsigned long long next = position + 1; next < l.count; next++) {
+        if (indices[next] == index) {
+            links[2 * position] = next + 1;
+            links[2 * next + 1] = 1;
+            return;
+        }
+    }
+}
+LAYER(lookup_links)
+
+// tensors: indices, the links, dy, the gradient of the table, which is zero before. What belongs to a vector is added in the
+// order of the indices. One thread per element of dy, of which those of the first position with an index work.
+template <typename T> __device__ inline void lookup_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Lookup &l = LOOKUP;
+    const unsigned *links = TENSOR(const unsigned, 1);
+    unsigned long long position = thread_in_grid();
+    const unsigned long long column = take(position, l.size);
+    if (position >= l.count || links[2 * position + 1]) return;
+    const long long row = TENSOR(const long long, 0)[position];
+    if (row < 0 || row >= (long long)l.rows) return;
+    Real sum = Element<T>::load(TENSOR(const T, 2)[position * l.size + column]);
+    for (unsigned next = links[2 * position]; next > 0; next = links[2 * (next - 1ull)])
+        sum += Element<T>::load(TENSOR(const T, 2)[(next - 1ull) * l.size + column]);
+    TENSOR(T, 3)[row * l.size + column] = Element<T>::store(sum);
+}
+LAYER(lookup_backward)
+
+// Vectors of `2 × half` elements, `second × third` of them in a sample.
+struct Rotation {
+    unsigned long long vectors, second, third, half;
+    unsigned long long is_thd, is_interleaved, table; // elements of a sample's angles; 0 if all samples share them
+};
+#define ROTATION (*reinterpret_cast<const Rotation *>(by.numbers))
+
+// tensors: x, cos, sin, y; reals: 1, or −1 to rotate back. One thread per pair.
+template <typename T> __device__ inline void rope(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Rotation &r = ROTATION;
+    unsigned long long vector = thread_in_grid();
+    const unsigned long long pair = take(vector, r.half);
+    if (vector >= r.vectors) return;
+    unsigned long long sample = vector;
+    const unsigned long long third = take(sample, r.third), second = take(sample, r.second);
+    const unsigned long long angle = sample * r.table + (r.is_thd ? second : third) * r.half + pair;
+    const unsigned long long first = 2 * vector * r.half + (r.is_interleaved ? 2 * pair : pair);
+    const unsigned long long other = first + (r.is_interleaved ? 1 : r.half);
+    const Real x0 = Element<T>::load(TENSOR(const T, 0)[first]), x1 = Element<T>::load(TENSOR(const T, 0)[other]);
+    const Real cos = Element<T>::load(TENSOR(const T, 1)[angle]);
+    const Real sin = Element<T>::load(TENSOR(const T, 2)[angle]) * Real(by.reals[0]);
+    TENSOR(T, 3)[first] = Element<T>::store(x0 * cos - x1 * sin);
+    TENSOR(T, 3)[other] = Element<T>::store(x0 * sin + x1 * cos);
+}
+LAYER(rope)

@@ -1,0 +1,248 @@
+// Softmax, its logarithm, and the cross entropy, over the middle dimension of (outer, count, inner). Where inner is 1, a
+// block takes a row; otherwise a thread takes a column.
+
+struct Rows {
+    unsigned long long outer, count, inner;
+};
+#define ROWS (*reinterpret_cast<const Rows *>(by.numbers))
+
+// The maximum m of a row or column and Σ e^(x − m), for all threads that have it.
+template <typename Real> struct Sum {
+    Real largest, sum;
+};
+
+template <typename T> __device__ inline Sum<typename Element<T>::Real> sum_row(const T *x, unsigned long long count) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    double largest = __uint_as_float(0xff800000u), sum = 0;
+    for (unsigned long long i = threadIdx.x; i < count; i += THREADS) largest = Larger::of(largest, Element<T>::load(x[i]));
+    reduce_block<Larger, Add>(largest, 0, pair);
+    __syncthreads();
+    const Real shift = pair[0];
+    Real part = 0;
+    for (unsigned long long i = threadIdx.x; i < count; i += THREADS) part += exp(Element<T>::load(x[i]) - shift);
+    sum = part;
+    __syncthreads();
+    reduce_block<Add, Add>(sum, 0, pair);
+    __syncthreads();
+    Sum<Real> result = {shift, (Real)pair[0]};
+    return result;
+}
+
+template <typename T>
+__device__ inline Sum<typename Element<T>::Real> sum_column(const T *x, unsigned long long count,
+                                                            unsigned long long inner) {
+    typedef typename Element<T>::Real Real;
+    Real largest = __uint_as_float(0xff800000u), sum = 0;
+    for (unsigned long long i = 0; i < count; i++) {
+        const Real value = Element<T>::load(x[i * inner]);
+        if (value > largest || value != value) largest = value;
+    }
+    for (unsigned long long i = 0; i < count; i++) sum += exp(Element<T>::load(x[i * inner]) - largest);
+    Sum<Real> result = {largest, sum};
+    return result;
+}
+
+// Writes elements `from`, `from` + `step`, … of y.
+template <typename T>
+__device__ inline void put_softmax(const T *x, T *y, unsigned long long count, unsigned long long inner,
+                                   unsigned long long from, unsigned long long step,
+                                   Sum<typename Element<T>::Real> of, bool is_log) {
+    typedef typename Element<T>::Real Real;
+    const Real scale = is_log ? log(of.sum) : 1 / of.sum;
+    for (unsigned long long i = from; i < count; i += step) {
+        const Real distance = Element<T>::load(x[i * inner]) - of.largest;
+        y[i * inner] = Element<T>::store(is_log ? distance - scale : exp(distance) * scale);
+    }
+}
+
+// tensors: x, y; numbers[3]: whether to take the logarithm. One block per row.
+template <typename T> __device__ inline void softmax_rows(const Arguments &by) {
+    const Rows &r = ROWS;
+    const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
+    T *y = TENSOR(T, 1) + blockIdx.x * r.count;
+    put_softmax<T>(x, y, r.count, 1, threadIdx.x, THREADS, sum_row(x, r.count), by.numbers[3]);
+}
+LAYER(softmax_rows)
+
+// The same with one thread per column.
+template <typename T> __device__ inline void softmax_columns(const Arguments &by) {
+    const Rows &r = ROWS;
+    unsigned long long outer = thread_in_grid();
+    const unsigned long long column = take(outer, r.inner), start = outer * r.count * r.inner + column;
+    if (outer >= r.outer) return;
+    const T *x = TENSOR(const T, 0) + start;
+    put_softmax<T>(x, TENSOR(T, 1) + start, r.count, r.inner, 0, 1, sum_column(x, r.count, r.inner), by.numbers[3]);
+}
+LAYER(softmax_columns)
+
+template <typename Real> __device__ inline Real softmax_term(Real y, Real dy, bool is_log) {
+    return is_log ? dy : y * dy;
+}
+
+template <typename Real> __device__ inline Real softmax_slope(Real y, Real dy, Real sum, bool is_log) {
+    return is_log ? dy - exp(y) * sum : y * (dy - sum);
+}
+
+// tensors: y, dy, dx; numbers[3]: whether y is the logarithm. One block per row.
+template <typename T> __device__ inline void softmax_rows_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    const Rows &r = ROWS;
+    const bool is_log = by.numbers[3];
+    const unsigned long long start = blockIdx.x * r.count;
+    const T *y = TENSOR(const T, 0) + start, *dy = TENSOR(const T, 1) + start;
+    Real part = 0;
+    for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
+        part += softmax_term<Real>(Element<T>::load(y[i]), Element<T>::load(dy[i]), is_log);
+    reduce_block<Add, Add>(part, 0, pair);
+    __syncthreads();
+    const Real sum = pair[0];
+    for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
+        TENSOR(T, 2)[start + i] =
+            Element<T>::store(softmax_slope<Real>(Element<T>::load(y[i]), Element<T>::load(dy[i]), sum, is_log));
+}
+LAYER(softmax_rows_backward)
+
+// The same with one thread per column.
+template <typename T> __device__ inline void softmax_columns_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Rows &r = ROWS;
+    const bool is_log = by.numbers[3];
+    unsigned long long outer = thread_in_grid();
+    const unsigned long long column = take(outer, r.inner), start = outer * r.count * r.inner + column;
+    if (outer >= r.outer) return;
+    const T *y = TENSOR(const T, 0) + start, *dy = TENSOR(const T, 1) + start;
+    Real sum = 0;
+    for (unsigned long long i = 0; i < r.count; i++)
+        sum += softmax_term<Real>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), is_log);
+    for (unsigned long long i = 0; i < r.count; i++)
+        TENSOR(T, 2)[start + i * r.inner] = Element<T>::store(
+            softmax_slope<Real>(Element<T>::load(y[i * r.inner]), Element<T>::load(dy[i * r.inner]), sum, is_log));
+}
+LAYER(softmax_columns_backward)
+
+// The cross entropy. A target that is neither a class nor the ignored index makes the loss and the gradient NaN.
+
+// numbers: those of `Rows`, then these; reals: the label smoothing.
+struct Losses {
+    long long ignore;
+    unsigned long long is_mean;
+};
+#define LOSSES (*reinterpret_cast<const Losses *>(by.numbers + 3))
+
+// What the target's negative log-probability counts.
+template <typename Real>
+__device__ inline double share(const Real *weights, unsigned long long classes, long long target, long long ignore) {
+    if (target == ignore) return 0;
+    if (target < 0 || target >= (long long)classes) return __uint_as_float(0x7fc00000u);
+    return weights ? weights[target] : 1;
+}
+
+// tensors: logits, targets (i64), weights of the classes or null, log Σ e^x of each sample (f64), pairs (f64) for each sample:
+// its loss, and the weight of its target. One block per sample.
+template <typename T> __device__ inline void losses_of_rows(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    const Rows &r = ROWS;
+    const T *x = TENSOR(const T, 0) + blockIdx.x * r.count;
+    const Real *weights = TENSOR(const Real, 2);
+    const Sum<Real> of = sum_row(x, r.count);
+    const double norm = (double)of.largest + log((double)of.sum);
+    double smooth = 0;
+    if (by.reals[0] > 0) {
+        for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS)
+            smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i]));
+        __syncthreads();
+        reduce_block<Add, Add>(smooth, 0, pair);
+        smooth = pair[0];
+    }
+    if (threadIdx.x != 0) return;
+    const long long target = TENSOR(const long long, 1)[blockIdx.x];
+    const double weight = share(weights, r.count, target, LOSSES.ignore);
+    TENSOR(double, 3)[blockIdx.x] = norm;
+    double loss = weight;
+    if (weight == weight && target != LOSSES.ignore)
+        loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target])) + by.reals[0] / r.count * smooth;
+    TENSOR(double, 4)[2 * blockIdx.x] = loss;
+    TENSOR(double, 4)[2 * blockIdx.x + 1] = weight;
+}
+LAYER(losses_of_rows)
+
+// The same with one thread per sample.
+template <typename T> __device__ inline void losses_of_columns(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Rows &r = ROWS;
+    const unsigned long long sample = thread_in_grid();
+    unsigned long long outer = sample;
+    const unsigned long long column = take(outer, r.inner);
+    if (outer >= r.outer) return;
+    const T *x = TENSOR(const T, 0) + outer * r.count * r.inner + column;
+    const Real *weights = TENSOR(const Real, 2);
+    const Sum<Real> of = sum_column(x, r.count, r.inner);
+    const double norm = (double)of.largest + log((double)of.sum);
+    const long long target = TENSOR(const long long, 1)[sample];
+    const double weight = share(weights, r.count, target, LOSSES.ignore);
+    TENSOR(double, 3)[sample] = norm;
+    double loss = weight;
+    if (weight == weight && target != LOSSES.ignore) {
+        double smooth = 0;
+        if (by.reals[0] > 0)
+            for (unsigned long long i = 0; i < r.count; i++)
+                smooth += (weights ? weights[i] : 1) * (norm - Element<T>::load(x[i * r.inner]));
+        loss = weight * (1 - by.reals[0]) * (norm - Element<T>::load(x[target * r.inner])) + by.reals[0] / r.count * smooth;
+    }
+    TENSOR(double, 4)[2 * sample] = loss;
+    TENSOR(double, 4)[2 * sample + 1] = weight;
+}
+LAYER(losses_of_columns)
+
+// tensors: the pairs, the loss, weights or null, and (f64) what sums over samples are multiplied by and the sum of all
+// weights. One block.
+template <typename T> __device__ inline void loss_total(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    __shared__ double pair[2];
+    const Rows &r = ROWS;
+    const Real *weights = TENSOR(const Real, 2);
+    double all = r.count, unused = 0;
+    if (weights) {
+        all = 0;
+        for (unsigned long long i = threadIdx.x; i < r.count; i += THREADS) all += weights[i];
+        reduce_block<Add, Add>(all, unused, pair);
+        all = pair[0];
+        __syncthreads();
+    }
+    reduce_chunks<Add, Add>(TENSOR(const double, 0), 0, r.outer * r.inner, pair);
+    if (threadIdx.x != 0) return;
+    const double scale = LOSSES.is_mean ? 1 / pair[1] : 1;
+    *TENSOR(T, 1) = Element<T>::store(pair[0] * scale);
+    TENSOR(double, 3)[0] = scale;
+    TENSOR(double, 3)[1] = all;
+}
+LAYER(loss_total)
+
+// tensors: logits, targets, weights or null, log Σ e^x, the gradient of the loss, scale and sum of weights, dx. One thread per
+// element.
+template <typename T> __device__ inline void loss_backward(const Arguments &by) {
+    typedef typename Element<T>::Real Real;
+    const Rows &r = ROWS;
+    const unsigned long long element = thread_in_grid();
+    unsigned long long outer = element;
+    const unsigned long long column = take(outer, r.inner), row = take(outer, r.count);
+    if (outer >= r.outer) return;
+    const unsigned long long sample = outer * r.inner + column;
+    const long long target = TENSOR(const long long, 1)[sample];
+    const Real *weights = TENSOR(const Real, 2);
+    T &dx = TENSOR(T, 6)[element];
+    if (target == LOSSES.ignore) {
+        dx = Element<T>::store(0);
+        return;
+    }
+    const double factor = Element<T>::load(*TENSOR(const T, 4)) * TENSOR(const double, 5)[0];
+    const double own = factor * share(weights, r.count, target, LOSSES.ignore) * (1 - by.reals[0]);
+    const double each = factor * by.reals[0] / r.count;
+    const Real by_p = own + each * TENSOR(const double, 5)[1], norm = TENSOR(const double, 3)[sample];
+    const Real by_weight = each * (weights ? weights[row] : 1) + ((long long)row == target ? own : 0);
+    dx = Element<T>::store(exp(Element<T>::load(TENSOR(const T, 0)[element]) - norm) * by_p - by_weight);
+}
+LAYER(loss_backward)
