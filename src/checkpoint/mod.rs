@@ -26,13 +26,16 @@
 //! [`LoadOptions::rename`]; the [`LoadReport`] says what was left out. What has to be changed itself is [`read`], changed,
 //! and given to [`load_tensors`].
 //!
+//! # A whole run
+//! A [`Checkpointer`] saves model, optimizer, schedule and whatever else a run has to remember, together and in the
+//! background, and loads the newest of its checkpoints after a restart.
+//!
 //! # With several ranks
 //! [`save_distributed`] and [`load_distributed`] are called by every rank, and fail on every rank alike. With
 //! DistributedDataParallel the variables are there once the model is built; every rank then loads the same file.
 //!
 //! # What is in a checkpoint
-//! The variables, buffers among them. The state of an optimizer has a file of its own (see
-//! [`StateDict`](crate::optim::StateDict)).
+//! The variables, buffers among them. The state of an optimizer has a file of its own (see [`StateDict`]).
 //!
 //! Booleans are read as `u8`. A tensor that cannot be read, such as one of a dtype that candle does not have, is an
 //! error where the model has a variable of that name, or where all tensors are asked for ([`read`]); otherwise it counts
@@ -45,12 +48,22 @@
 //! A pickle is read without running any of it, however deep it is. Many of its tensors may be views of the same values: a
 //! file whose tensors would need more than 16 times its size in memory (and one MiB) is refused. Besides, the pickle itself, which
 //! holds names and shapes, takes about a hundred times its own size while it is read.
+mod checkpointer;
 mod distributed;
 mod error;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
 mod load;
+mod model;
 mod pickle;
 
+pub use crate::state::{Json, StateDict};
+#[cfg(any(test, fuzzing))]
+pub(crate) use checkpointer::fuzz_index;
+pub use checkpointer::{Checkpointer, CheckpointerOptions, SaveHandle};
 pub use distributed::{load_distributed, save_distributed};
+#[cfg(any(test, fuzzing))]
+pub(crate) use fuzz::{checkpoint_file as fuzz_checkpoint_file, pickle as fuzz_pickle};
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 
 use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};

@@ -1,18 +1,52 @@
 //! From an order of indices to batches.
 use crate::{Error, Result};
 
-/// How a [`DataLoader`] cuts batches. The defaults are those of PyTorch's `DataLoader`.
+/// How a [`DataLoader`] or a [`StatefulDataLoader`](super::StatefulDataLoader) makes batches. The defaults are those of
+/// PyTorch's `DataLoader`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
     /// How many samples a batch has, on each rank. Default: 1.
     pub batch_size: usize,
     /// Leave out a last batch that would be smaller than the others. Default: false.
     pub drop_last: bool,
+    /// How many threads read samples and make batches ahead of training. Default: 0, all is done by the thread that asks
+    /// for a batch. Only a [`StatefulDataLoader`](super::StatefulDataLoader) has workers.
+    pub num_workers: usize,
+    /// How many batches for each worker are begun before they are asked for. Default: 2. Without workers it has no effect.
+    pub prefetch_factor: usize,
 }
 
 impl Default for LoaderOptions {
     fn default() -> Self {
-        Self { batch_size: 1, drop_last: false }
+        Self { batch_size: 1, drop_last: false, num_workers: 0, prefetch_factor: 2 }
+    }
+}
+
+impl LoaderOptions {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.batch_size == 0 {
+            return Err(Error::invalid("batch_size", "a batch needs at least one sample"));
+        }
+        if self.num_workers > 0 && self.prefetch_factor == 0 {
+            let reason = "workers need at least one batch each to work on; for no read-ahead, set num_workers to 0";
+            return Err(Error::invalid("prefetch_factor", reason));
+        }
+        if self.num_workers.checked_mul(self.prefetch_factor).is_none() {
+            return Err(Error::invalid("prefetch_factor", "num_workers × prefetch_factor overflows usize"));
+        }
+        Ok(())
+    }
+
+    /// How many batches an order of `len` indices makes.
+    pub(super) fn num_batches(&self, len: usize) -> usize {
+        if self.drop_last { len / self.batch_size } else { len.div_ceil(self.batch_size) }
+    }
+
+    /// Takes the indices of the next batch out of `order`. Returns whether there was a batch.
+    pub(super) fn cut(&self, order: &mut impl Iterator<Item = usize>, indices: &mut Vec<usize>) -> bool {
+        indices.clear();
+        indices.extend(order.take(self.batch_size));
+        if self.drop_last { indices.len() == self.batch_size } else { !indices.is_empty() }
     }
 }
 
@@ -23,7 +57,8 @@ impl Default for LoaderOptions {
 /// Every rank of a sampler gets the same number of indices, so every rank gets the same number of batches.
 ///
 /// A batch is made when it is asked for, on the thread that asks; nothing is read ahead. On a GPU this keeps all work
-/// of a rank on one thread, and so on one stream.
+/// of a rank on one thread, and so on one stream. A [`StatefulDataLoader`](super::StatefulDataLoader) has worker threads,
+/// and a state that can be saved.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -46,10 +81,13 @@ pub struct DataLoader<F> {
 }
 
 impl<T, F: Fn(&[usize]) -> Result<T>> DataLoader<F> {
-    /// A loader that makes each batch with `collate`. Fails where `batch_size` is 0.
+    /// A loader that makes each batch with `collate`. Fails where `batch_size` is 0 or `num_workers` is not 0.
     pub fn new(options: LoaderOptions, collate: F) -> Result<Self> {
-        if options.batch_size == 0 {
-            return Err(Error::invalid("batch_size", "a batch needs at least one sample"));
+        options.check()?;
+        if options.num_workers != 0 {
+            let reason = "a DataLoader makes batches on the thread that asks for them, without workers; a \
+                          StatefulDataLoader reads a Dataset with workers";
+            return Err(Error::invalid("num_workers", reason));
         }
         Ok(Self { options, collate })
     }
@@ -57,12 +95,12 @@ impl<T, F: Fn(&[usize]) -> Result<T>> DataLoader<F> {
     /// The batches of `order`, one after the other. An error of `collate` takes the place of its batch; the batches
     /// after it can still be read.
     pub fn iter<I: IntoIterator<Item = usize>>(&self, order: I) -> Batches<'_, I::IntoIter, F> {
-        Batches { loader: self, order: order.into_iter(), indices: Vec::with_capacity(self.options.batch_size) }
+        Batches { loader: self, order: order.into_iter(), indices: Vec::new() }
     }
 
     /// How many batches an order of `len` indices makes.
     pub fn num_batches(&self, len: usize) -> usize {
-        if self.options.drop_last { len / self.options.batch_size } else { len.div_ceil(self.options.batch_size) }
+        self.options.num_batches(len)
     }
 }
 
@@ -78,11 +116,8 @@ impl<T, I: Iterator<Item = usize>, F: Fn(&[usize]) -> Result<T>> Iterator for Ba
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Result<T>> {
-        let LoaderOptions { batch_size, drop_last } = self.loader.options;
-        self.indices.clear();
-        self.indices.extend(self.order.by_ref().take(batch_size));
-        let too_few = if drop_last { self.indices.len() < batch_size } else { self.indices.is_empty() };
-        (!too_few).then(|| (self.loader.collate)(&self.indices))
+        let DataLoader { options, collate } = self.loader;
+        options.cut(&mut self.order, &mut self.indices).then(|| collate(&self.indices))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -12,19 +12,25 @@ pub struct SamplerOptions {
     /// As in PyTorch, only the low 32 bits of the sum count. The sum wraps, so that a negative seed of PyTorch's can be
     /// given as `seed as u64`.
     pub seed: u64,
-    /// Where the dataset cannot be split evenly: drop its tail (true), or repeat its head until it can (false).
-    /// Default: false.
+    /// Where the dataset cannot be split evenly: drop its tail, fewer samples than there are ranks. Default: false.
     pub drop_last: bool,
+    /// Where the dataset cannot be split evenly and nothing is dropped: repeat its head until it can be. Default: true.
+    ///
+    /// Without padding every sample is there exactly once, as an evaluation needs it, and some ranks have one sample
+    /// less than others. So they may have fewer batches as well: do nothing per batch that all ranks have to do
+    /// together, such as [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward).
+    pub padding: bool,
 }
 
 impl Default for SamplerOptions {
     fn default() -> Self {
-        Self { shuffle: true, seed: 0, drop_last: false }
+        Self { shuffle: true, seed: 0, drop_last: false, padding: true }
     }
 }
 
 /// Deals the indices of a dataset out to the ranks: each rank gets the same number, and all of them together get every
-/// index (but for the tail that `drop_last` drops).
+/// index (but for the tail that `drop_last` drops). Without [`padding`](SamplerOptions::padding), the first ranks may
+/// get one more than the others.
 ///
 /// The indices are those of PyTorch's `torch.utils.data.DistributedSampler`, bit for bit: the dataset in the order of
 /// [`randperm`](super::randperm)`(len, seed + epoch)`, padded from its own head or cut, and every `world_size`-th of it
@@ -45,7 +51,6 @@ pub struct DistributedSampler {
     rank: usize,
     options: SamplerOptions,
     epoch: usize,
-    num_samples: usize,
 }
 
 impl DistributedSampler {
@@ -57,8 +62,8 @@ impl DistributedSampler {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
-        let num_samples = if options.drop_last { len / world_size } else { len.div_ceil(world_size) };
-        if num_samples.checked_mul(world_size).is_none() {
+        let padded = options.padding && !options.drop_last;
+        if padded && len.div_ceil(world_size).checked_mul(world_size).is_none() {
             return Err(Error::invalid(
                 "len",
                 format!(
@@ -66,7 +71,7 @@ impl DistributedSampler {
                 ),
             ));
         }
-        Ok(Self { dataset_len: len, world_size, rank, options, epoch: 0, num_samples })
+        Ok(Self { dataset_len: len, world_size, rank, options, epoch: 0 })
     }
 
     /// Chooses the permutation of the next [`iter`](Self::iter): `seed + epoch`. Call it before each epoch, with the
@@ -75,26 +80,24 @@ impl DistributedSampler {
         self.epoch = epoch;
     }
 
-    /// How many indices each rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
-    /// rounded up, or down with `drop_last`.
+    /// How many indices this rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
+    /// rounded up, or down with `drop_last`. Without padding, it is rounded up on the first ranks and down on the others.
     pub fn len(&self) -> usize {
-        self.num_samples
+        self.len_after(0)
     }
 
-    /// Whether a rank gets nothing.
+    /// Whether this rank gets nothing.
     pub fn is_empty(&self) -> bool {
-        self.num_samples == 0
+        self.len() == 0
     }
 
     /// How many indices all ranks get together, padding included (PyTorch's `total_size`).
     pub fn total_size(&self) -> usize {
-        self.num_samples * self.world_size
-    }
-
-    /// How many of this rank's indices are not padding. They come first: what follows repeats samples that some rank
-    /// has already, so an evaluation that must count each sample once takes only the first `unpadded_len` of them.
-    pub fn unpadded_len(&self) -> usize {
-        self.dataset_len.saturating_sub(self.rank).div_ceil(self.world_size).min(self.num_samples)
+        match self.options {
+            SamplerOptions { drop_last: true, .. } => self.dataset_len / self.world_size * self.world_size,
+            SamplerOptions { padding: true, .. } => self.dataset_len.div_ceil(self.world_size) * self.world_size,
+            _ => self.dataset_len,
+        }
     }
 
     /// This rank's indices in this epoch.
@@ -102,15 +105,65 @@ impl DistributedSampler {
     /// The iterator owns the permutation, 4 bytes per sample of the dataset (8 from 2³² samples on), and is all that
     /// grows with the dataset; without `shuffle` nothing does.
     pub fn iter(&self) -> SamplerIter {
-        let permutation =
-            self.options.shuffle.then(|| randperm(self.dataset_len, self.options.seed.wrapping_add(self.epoch as u64)));
+        self.iter_after(0)
+    }
+
+    /// This rank's indices in what is left of this epoch after the ranks, as many as there were then, have consumed the
+    /// first `consumed` samples of its order together. They are dealt out as a whole epoch is: `iter_after(0)` is
+    /// [`iter`](Self::iter).
+    ///
+    /// Since ranks consume an order from its beginning, and the order does not depend on their number, this goes on
+    /// exactly where a run stopped, also with another `world_size`: the ranks get every sample that was left, once, and
+    /// fewer than `world_size` of them are padding or dropped.
+    pub fn iter_after(&self, consumed: usize) -> SamplerIter {
+        let remaining = self.len_after(consumed);
+        let shuffle = self.options.shuffle && remaining > 0;
         SamplerIter {
-            permutation,
+            permutation: shuffle.then(|| randperm(self.dataset_len, self.options.seed.wrapping_add(self.epoch as u64))),
             dataset_len: self.dataset_len,
             world_size: self.world_size,
-            next: self.rank,
-            remaining: self.num_samples,
+            next: consumed.saturating_add(self.rank),
+            remaining,
         }
+    }
+
+    /// How many indices this rank gets after all ranks have consumed `consumed`.
+    pub(super) fn len_after(&self, consumed: usize) -> usize {
+        let left = self.dataset_len.saturating_sub(consumed);
+        match self.options {
+            SamplerOptions { drop_last: true, .. } => left / self.world_size,
+            SamplerOptions { padding: true, .. } => left.div_ceil(self.world_size),
+            _ => left.saturating_sub(self.rank).div_ceil(self.world_size),
+        }
+    }
+
+    /// How many samples the dataset has.
+    pub fn dataset_len(&self) -> usize {
+        self.dataset_len
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// The rank that the indices are for.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The seed: that of the options, unless a loader has taken over another from a checkpoint.
+    pub fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    /// The epoch that [`set_epoch`](Self::set_epoch) chose; 0 at first.
+    pub fn epoch(&self) -> usize {
+        self.epoch
+    }
+
+    pub(super) fn set_seed(&mut self, seed: u64) {
+        self.options.seed = seed;
     }
 }
 

@@ -1,6 +1,6 @@
 //! The zip archive that a file of `torch.save` is: its parts, and the tensors that are views of its storages.
 use super::checked::Checked;
-use super::view::{Place, View};
+use super::view::{Extent, View};
 use crate::state::file::{Readable, read_tensor};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -119,14 +119,14 @@ impl Archive {
         for ((storage, _), views) in of_storage {
             let storage = format!("data/{storage}");
             let (_, held) = self.find(&format!("{}{storage}", self.folder))?;
-            let mut placed = Vec::with_capacity(views.len());
+            let mut found = Vec::with_capacity(views.len());
             for (name, view) in views {
-                match view.place(held, self.length) {
-                    Ok(place) => placed.push((name, view, place)),
+                match view.extent(held, self.length) {
+                    Ok(extent) => found.push((name, view, extent)),
                     Err(reason) => drop(tensors.insert(name.to_string(), Err(reason))),
                 }
             }
-            self.load_storage(&storage, held, &placed, budget, &mut tensors)?;
+            self.load_storage(&storage, held, &found, budget, &mut tensors)?;
         }
         Ok(tensors)
     }
@@ -136,15 +136,15 @@ impl Archive {
         &mut self,
         name: &str,
         held: u64,
-        views: &[(&str, View, Place)],
+        views: &[(&str, View, Extent)],
         budget: &mut Budget,
         tensors: &mut HashMap<String, Readable>,
     ) -> Checked<()> {
         let Some((_, View { dtype, .. }, _)) = views.first() else { return Ok(()) };
         let size = dtype.size_in_bytes();
         budget.take(held)?;
-        let bytes_of = |(.., place): &(&str, View, Place)| (place.count * size) as u64;
-        let contiguous = |(.., place): &&(&str, View, Place)| place.is_contiguous;
+        let bytes_of = |(.., extent): &(&str, View, Extent)| (extent.count * size) as u64;
+        let contiguous = |(.., extent): &&(&str, View, Extent)| extent.is_contiguous;
         // The contiguous ones share its memory, unless most of it would be kept for nothing.
         let shared = views.iter().filter(contiguous).map(bytes_of).fold(0, u64::saturating_add) >= held / 2;
         let elements = held as usize / size;
@@ -157,18 +157,18 @@ impl Archive {
                 shared.then(|| Tensor::from_raw_buffer(&bytes[..whole_bytes], *dtype, &[elements], &Device::Cpu));
             (bytes, whole.transpose().map_err(|error| error.to_string())?)
         };
-        for (name, view, place) in views {
+        for (name, view, extent) in views {
             let tensor = match &whole {
-                Some(whole) if place.is_contiguous && place.count > 0 => {
-                    whole.narrow(0, place.start, place.count).and_then(|part| part.reshape(&view.shape[..]))
+                Some(whole) if extent.is_contiguous && extent.count > 0 => {
+                    whole.narrow(0, extent.start, extent.count).and_then(|part| part.reshape(&view.shape[..]))
                 }
-                _ if place.is_contiguous => {
-                    let bytes = if place.count > 0 { &bytes[place.start * size..place.end * size] } else { &[] };
+                _ if extent.is_contiguous => {
+                    let bytes = if extent.count > 0 { &bytes[extent.start * size..extent.end * size] } else { &[] };
                     Tensor::from_raw_buffer(bytes, *dtype, &view.shape, &Device::Cpu)
                 }
                 _ => {
-                    budget.take((place.count * size) as u64)?;
-                    let gathered = view.gather(&bytes[place.start * size..place.end * size], place.count);
+                    budget.take((extent.count * size) as u64)?;
+                    let gathered = view.gather(&bytes[extent.start * size..extent.end * size], extent.count);
                     Tensor::from_raw_buffer(&gathered, *dtype, &view.shape, &Device::Cpu)
                 }
             };

@@ -19,7 +19,7 @@ pub(super) struct View<'a> {
 }
 
 /// Where in its storage a view is, in elements.
-pub(super) struct Place {
+pub(super) struct Extent {
     pub(super) start: usize,
     /// Behind the last element.
     pub(super) end: usize,
@@ -128,8 +128,8 @@ impl<'a> View<'a> {
         512 + 32 * self.shape.len() as u64
     }
 
-    /// Its place in a storage of `held` bytes. The tensor may have `limit` bytes.
-    pub(super) fn place(&self, held: u64, limit: u64) -> Checked<Place> {
+    /// Its extent in a storage of `held` bytes. The tensor may have `limit` bytes.
+    pub(super) fn extent(&self, held: u64, limit: u64) -> Checked<Extent> {
         let size = self.dtype.size_in_bytes();
         // candle multiplies dimensions without looking, also where one of them is zero.
         let all = self.shape.iter().try_fold(1usize, |all, dim| all.checked_mul((*dim).max(1)));
@@ -139,7 +139,7 @@ impl<'a> View<'a> {
             return Err(format!("its shape {:?} is larger than the file", self.shape));
         };
         if count == 0 {
-            return Ok(Place { start: 0, end: 0, count, is_contiguous: true });
+            return Ok(Extent { start: 0, end: 0, count, is_contiguous: true });
         }
         // From the first element to the last.
         let reach = self.shape.iter().zip(&self.strides).try_fold(1usize, |reach, (dim, stride)| {
@@ -149,7 +149,7 @@ impl<'a> View<'a> {
         if end.checked_mul(size).is_none_or(|end| end as u64 > held) {
             return Err(format!("it lies outside of its storage, which has {held} bytes"));
         }
-        Ok(Place { start: self.offset, end, count, is_contiguous: self.is_contiguous() })
+        Ok(Extent { start: self.offset, end, count, is_contiguous: self.is_contiguous() })
     }
 
     fn is_contiguous(&self) -> bool {

@@ -1,0 +1,222 @@
+//! The folders of checkpoints: `step-00001000`, and `step-00001000-2` where that was taken.
+//!
+//! A folder in which a save is under way holds a temporary file for the index from its beginning to its end, which is locked
+//! as long as the process lives. One without an index whose temporary file is not locked is left of a process that was
+//! killed. Folders that have neither are not ours.
+use super::index::{INDEX, Index};
+use crate::error::Context;
+use crate::state::file::{PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name};
+use crate::{Error, Result};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The name of a checkpoint's folder. A later attempt at the same step is newer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Name {
+    pub(super) step: u64,
+    attempt: u32,
+}
+
+impl Name {
+    fn parse(name: &OsStr) -> Option<Self> {
+        let number = name.to_str()?.strip_prefix("step-")?;
+        let (step, attempt) = match number.split_once('-') {
+            Some((step, attempt)) => (step, attempt.parse().ok()?),
+            None => (number, 1),
+        };
+        let parsed = Self { step: step.parse().ok()?, attempt };
+        // Others may have named theirs `step-7`.
+        (name == parsed.text().as_str()).then_some(parsed)
+    }
+
+    fn text(self) -> String {
+        let Self { step, attempt } = self;
+        if attempt == 1 { format!("step-{step:08}") } else { format!("step-{step:08}-{attempt}") }
+    }
+}
+
+/// A checkpoint that has an index.
+#[derive(Clone, Debug)]
+pub(super) struct Checkpoint {
+    pub(super) name: Name,
+    pub(super) path: PathBuf,
+    pub(super) index: Index,
+}
+
+/// The folders in `root` that are named like those of checkpoints, oldest first. None if `root` is not there.
+fn named(root: &Path) -> Result<Vec<(Name, PathBuf)>> {
+    let io = |error| Error::io(format!("reading {}", root.display()), error);
+    let entries = match root.read_dir() {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(io(error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(io)?;
+        if let Some(name) = Name::parse(&entry.file_name())
+            && entry.file_type().map_err(io)?.is_dir()
+        {
+            found.push((name, entry.path()));
+        }
+    }
+    found.sort_by_key(|(name, _)| *name);
+    Ok(found)
+}
+
+/// The whole checkpoints in `root`, oldest first. `report` is told of those that have an index and are damaged.
+pub(super) fn whole(root: &Path, report: impl Fn(&Path, String)) -> Result<Vec<Checkpoint>> {
+    let mut found = Vec::new();
+    for (name, path) in named(root)? {
+        match Index::read(&path)? {
+            Ok(index) => found.push(Checkpoint { name, path, index }),
+            Err(reason) if path.join(INDEX).exists() => report(&path, reason),
+            // A save that is under way, a leftover, or a folder of someone else.
+            Err(_) => {}
+        }
+    }
+    Ok(found)
+}
+
+/// The folder of a checkpoint that is being saved. Dropped before it is whole, it is removed.
+#[derive(Debug)]
+pub(super) struct Started {
+    pub(super) path: PathBuf,
+    index: Option<PreparedFile>,
+}
+
+impl Started {
+    /// Makes a new folder in `root`, which is made as well where it is missing.
+    pub(super) fn new(root: &Path, step: u64) -> Result<Self> {
+        make(root)?;
+        let mut name = Name { step, attempt: 1 };
+        let path = loop {
+            let path = root.join(name.text());
+            match fs::create_dir(&path) {
+                Ok(()) => break path,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && name.attempt < u32::MAX => {
+                    name.attempt += 1;
+                }
+                Err(error) => return Err(Error::io(format!("making the folder {}", path.display()), error)),
+            }
+        };
+        let mut started = Self { path, index: None };
+        started.index = Some(PreparedFile::create(&started.path.join(INDEX))?);
+        sync(root)?;
+        Ok(started)
+    }
+
+    /// Writes the index, after which the checkpoint is whole.
+    pub(super) fn finish(mut self, index: &Index, progress: &Progress) -> Result<PathBuf> {
+        let text = index.to_json()?;
+        if let Some(file) = &self.index {
+            file.fill(progress, |file| file.write_all(&text))?;
+        }
+        if let Some(file) = self.index.take() {
+            file.commit()?;
+        }
+        Ok(std::mem::take(&mut self.path))
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if !self.path.as_os_str().is_empty() {
+            // It may have got its name, and then not have reached the disk.
+            let _ = fs::remove_file(self.path.join(INDEX));
+            remove_files(&self.path, |_| true);
+            self.index = None;
+            remove_folder(&self.path);
+        }
+    }
+}
+
+/// Removes what saves to `root` have left that were killed. What cannot be removed stays.
+pub(super) fn clean(root: &Path) {
+    let folders = named(root).unwrap_or_else(|error| {
+        log::debug!("{error}");
+        Vec::new()
+    });
+    for (_, path) in folders.into_iter().filter(|(_, path)| !path.join(INDEX).exists()) {
+        let Ok(entries) = path.read_dir() else { continue };
+        let names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+        let temporary: Vec<_> = names.iter().filter(|name| is_temporary(name)).collect();
+        // All of its files belong to a save if there is the temporary file of an index; otherwise the temporary ones.
+        let is_ours = temporary.iter().any(|name| is_temporary_for(name, OsStr::new(INDEX)));
+        let locks: Option<Vec<File>> = temporary.iter().map(|name| lock_leftover(&path.join(name))).collect();
+        if locks.is_none() || (!is_ours && temporary.len() < names.len()) {
+            continue;
+        }
+        remove_files(&path, |_| true);
+        remove_temporary_index(&path);
+        if remove_folder(&path) {
+            log::info!("removed {}, which a save that was killed has left", path.display());
+        }
+    }
+}
+
+/// Removes a whole checkpoint; from the first step on it is none any more.
+pub(super) fn remove(checkpoint: &Checkpoint) -> Result<()> {
+    let path = &checkpoint.path;
+    let unpublish = || {
+        fs::rename(path.join(INDEX), path.join(temporary_name(OsStr::new(INDEX))?))?;
+        File::open(path)?.sync_all()
+    };
+    unpublish().with_context(|| format!("removing {}", path.display()))?;
+    let files: Vec<_> = checkpoint.index.parts.iter().flat_map(|part| &part.files).collect();
+    remove_files(path, |name| files.iter().any(|file| name == file.name.as_str()));
+    remove_temporary_index(path);
+    remove_folder(path);
+    Ok(())
+}
+
+/// Removes the files of parts for which `is_removed`, and all temporary ones but that of an index, which says whose folder
+/// it is.
+fn remove_files(folder: &Path, is_removed: impl Fn(&OsStr) -> bool) {
+    remove_if(folder, |name| match is_temporary(name) {
+        true => !is_temporary_for(name, OsStr::new(INDEX)),
+        false => Path::new(name).extension() == Some(OsStr::new("safetensors")) && is_removed(name),
+    });
+}
+
+fn remove_temporary_index(folder: &Path) {
+    remove_if(folder, |name| is_temporary_for(name, OsStr::new(INDEX)));
+}
+
+fn remove_if(folder: &Path, is_removed: impl Fn(&OsStr) -> bool) {
+    let Ok(entries) = folder.read_dir() else { return };
+    for entry in entries.flatten().filter(|entry| is_removed(&entry.file_name())) {
+        if let Err(error) = fs::remove_file(entry.path()) {
+            log::debug!("{} cannot be removed: {error}", entry.path().display());
+        }
+    }
+}
+
+/// Removes a folder, unless somebody has put something into it.
+fn remove_folder(folder: &Path) -> bool {
+    let removed = fs::remove_dir(folder);
+    if let Err(error) = &removed {
+        log::debug!("{} cannot be removed: {error}", folder.display());
+    }
+    removed.is_ok()
+}
+
+/// Makes a folder and those above it that are missing, all of which are then on the disk.
+fn make(folder: &Path) -> Result<()> {
+    let missing: Vec<_> =
+        folder.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
+    fs::create_dir_all(folder).with_context(|| format!("making the folder {}", folder.display()))?;
+    missing.into_iter().filter_map(Path::parent).try_for_each(|parent| match parent.as_os_str().is_empty() {
+        true => sync(Path::new(".")),
+        false => sync(parent),
+    })
+}
+
+fn sync(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|folder| folder.sync_all()).with_context(|| format!("writing {}", folder.display()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,144 @@
+//! Loading: all parts on all ranks, or none on any.
+use super::Checkpointer;
+use super::folder::{self, Checkpoint};
+use super::index::{Index, Part};
+use super::snapshot::{Buffers, PartSnapshot};
+use crate::backend::Label;
+use crate::state::file::read_safetensors;
+use crate::state::{Dict, StateDict};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// The checkpoint that rank 0 has found.
+#[derive(Serialize, Deserialize)]
+struct Found {
+    folder: String,
+    index: Index,
+}
+
+/// A part that was read.
+enum Saved {
+    Whole(Dict),
+    /// In the order of the ranks that saved them.
+    Shards(Vec<Dict>),
+}
+
+impl Checkpointer {
+    /// Loads the newest whole checkpoint in the folder, and returns its step; `None` if there is none, and then nothing has
+    /// changed. All ranks call it; the world may have another size than the one that saved. The checkpoint may have more parts
+    /// than `parts`, as where a model is only evaluated.
+    ///
+    /// A checkpoint that is damaged (a file of it is missing, has another length, or is no safetensors file) is passed over
+    /// with a warning in the log.
+    ///
+    /// # Errors
+    /// On every rank, and then all parts are as before: that of the first part that does not fit or that the checkpoint does
+    /// not have; [`Error::Io`] for a file that cannot be read; those of the group.
+    pub fn load_latest(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
+        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, false))
+    }
+
+    /// [`load_latest`](Self::load_latest) for the newest checkpoint that [`save_best`](Self::save_best) has saved.
+    ///
+    /// # Errors
+    /// As with [`load_latest`](Self::load_latest).
+    pub fn load_best(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
+        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, true))
+    }
+
+    fn load(&mut self, parts: &mut [(&str, &mut dyn StateDict)], best: bool) -> Result<Option<u64>> {
+        // What is being saved may be the newest one.
+        let ended = self.end_previous();
+        self.group.agree(ended)?;
+        loop {
+            let Some(Found { folder, index }) = self.find(best)? else { return Ok(None) };
+            let folder = self.root.join(folder);
+            let read = parts.iter().map(|(name, _)| read_part(&folder, index.part(name)?)).collect::<Result<Vec<_>>>();
+            let (damage, saved) = match read {
+                Ok(saved) => (Ok(String::new()), Some(saved)),
+                Err(error) if is_damage(&error) => (Ok(error.to_string()), None),
+                Err(error) => (Err(error), None),
+            };
+            let reports = self.group.gather_reports(damage.as_deref());
+            damage?;
+            let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
+            match (reports.iter().enumerate().find(|(_, damage)| !damage.is_empty()), saved) {
+                (None, Some(saved)) => {
+                    self.apply(parts, saved)?;
+                    return Ok(Some(index.step));
+                }
+                (damage, _) => {
+                    let (rank, damage) = damage.map_or((0, ""), |(rank, damage)| (rank, damage));
+                    log::warn!("the checkpoint {} is passed over: on rank {rank}, {damage}", folder.display());
+                    self.damaged.insert(folder);
+                }
+            }
+        }
+    }
+
+    /// The newest checkpoint that rank 0 finds.
+    fn find(&self, best: bool) -> Result<Option<Found>> {
+        let warn = |path: &Path, reason| log::warn!("the checkpoint {} is passed over: {reason}", path.display());
+        let search = || {
+            let whole = folder::whole(&self.root, warn)?;
+            let is_wanted = |found: &Checkpoint| (found.index.best || !best) && !self.damaged.contains(&found.path);
+            Ok(whole.into_iter().rfind(is_wanted).and_then(|Checkpoint { path, index, .. }| {
+                let folder = path.file_name()?.to_str()?.to_string();
+                Some(Found { folder, index })
+            }))
+        };
+        let found = (self.group.rank() == 0).then(search).transpose();
+        let found = self.group.agree(found)?;
+        self.group.broadcast_object(found.as_ref(), 0)
+    }
+
+    /// Has all parts take over what was saved of them, or none.
+    fn apply(&self, parts: &mut [(&str, &mut dyn StateDict)], saved: Vec<Saved>) -> Result<()> {
+        let shared: Vec<(&str, &dyn StateDict)> = parts.iter().map(|(name, part)| (*name, &**part)).collect();
+        let before = Buffers::default().snapshot(&shared, true);
+        drop(shared);
+        let before = self.group.agree(before)?;
+        let mut loaded = 0;
+        let result = parts.iter_mut().zip(saved).try_for_each(|((name, part), saved)| {
+            loaded += 1;
+            let result = match saved {
+                Saved::Whole(state) => part.load_state_dict(&state),
+                Saved::Shards(shards) => part.load_sharded_state_dict(&shards),
+            };
+            result.inspect_err(|error| log::debug!("the part {name} was not loaded: {error}"))
+        });
+        let agreed = self.group.agree(result);
+        if agreed.is_err() {
+            for ((name, part), before) in parts.iter_mut().zip(before).take(loaded) {
+                if let Err(error) = self.restore(*part, before) {
+                    log::error!("the part {name} is not as it was before: {error}");
+                }
+            }
+        }
+        agreed
+    }
+
+    fn restore(&self, part: &mut dyn StateDict, before: PartSnapshot) -> Result<()> {
+        let state = before.tensors.unwrap_or_default();
+        if !before.sharded {
+            return part.load_state_dict(&state);
+        }
+        let mut shards = vec![Dict::new(); self.group.world_size()];
+        shards[self.group.rank()] = state;
+        part.load_sharded_state_dict(&shards)
+    }
+}
+
+fn read_part(folder: &Path, part: &Part) -> Result<Saved> {
+    let mut files = part.files.iter().map(|file| read_safetensors(&folder.join(&file.name)));
+    match (part.sharded, files.next()) {
+        (false, Some(state)) => Ok(Saved::Whole(state?)),
+        (_, first) => Ok(Saved::Shards(first.into_iter().chain(files).collect::<Result<_>>()?)),
+    }
+}
+
+/// Whether a file has something else in it than was written.
+fn is_damage(error: &Error) -> bool {
+    matches!(error, Error::InvalidArgument { argument: "path", .. })
+}

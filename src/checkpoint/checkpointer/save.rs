@@ -1,0 +1,206 @@
+//! Saving: a snapshot on the thread that trains, the rest in the background.
+use super::Checkpointer;
+use super::folder::{self, Checkpoint, Started};
+use super::handle::{Save, SaveHandle};
+use super::index::{self, Index};
+use super::snapshot::PartSnapshot;
+use crate::backend::Label;
+use crate::panic::panic_message;
+use crate::process_group::ProcessGroup;
+use crate::state::StateDict;
+use crate::state::file::WriteJob;
+use crate::{Error, Result};
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+impl Checkpointer {
+    /// Saves `parts` as the checkpoint of `step`: how many steps, or epochs, the run has made. All ranks call it.
+    ///
+    /// It returns once `parts` are copied, and all ranks have confirmed that everything which the group did before has ended
+    /// well, on GPUs as well. The rest happens in the background, and may take longer than the group's time-out, unless there
+    /// is no progress for so long (and for 10 minutes). The [handle](SaveHandle) tells when the checkpoint is whole; only
+    /// then are older ones removed, as [`CheckpointerOptions::keep`](super::CheckpointerOptions::keep) says.
+    ///
+    /// # Errors
+    /// On every rank, and then nothing is saved. That of the save before, if it has failed and its handle was not asked:
+    /// ask it on every rank to go on without that checkpoint. Parts that differ from rank to rank, or have impossible names;
+    /// a checkpoint of a later step in the folder, which the run has not loaded ([`Error::InvalidArgument`]). The failure of
+    /// the group.
+    pub fn save(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<SaveHandle> {
+        self.start(step, parts, false)
+    }
+
+    /// [`save`](Self::save), for a checkpoint that is better than those before: it is kept, beside the newest ones, until
+    /// there is another best one. [`load_best`](Self::load_best) loads it.
+    ///
+    /// # Errors
+    /// As with [`save`](Self::save).
+    pub fn save_best(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<SaveHandle> {
+        self.start(step, parts, true)
+    }
+
+    /// [`save`](Self::save) if `step` is a multiple of [`CheckpointerOptions::every`](super::CheckpointerOptions::every).
+    ///
+    /// # Errors
+    /// As with [`save`](Self::save).
+    pub fn save_if_due(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<Option<SaveHandle>> {
+        if step.is_multiple_of(self.options.every) { self.save(step, parts).map(Some) } else { Ok(None) }
+    }
+
+    fn start(&mut self, step: u64, parts: &[(&str, &dyn StateDict)], best: bool) -> Result<SaveHandle> {
+        let snapshot = self.end_previous().and_then(|()| self.snapshot(step, parts));
+        // An engine may end failed calls as if they were complete: what they have left must not be saved.
+        let snapshot = snapshot.and_then(|snapshot| self.group.failure().map_or(Ok(snapshot), Err));
+        let described = snapshot.as_ref().map(|parts| describe(step, best, parts));
+        let compared = Label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
+        let snapshot = snapshot?;
+        if let Some((_, difference)) = compared? {
+            return Err(Error::invalid("parts", format!("ranks save different ones: {difference}")));
+        }
+        self.newest = Some(step);
+        let job = Job {
+            group: self.background.clone(),
+            root: self.root.clone(),
+            step,
+            best,
+            parts: snapshot,
+            keep: self.options.keep,
+            damaged: self.damaged.clone(),
+        };
+        let save = Save::new(step);
+        let body = {
+            let save = save.clone();
+            move || {
+                let ended = catch_unwind(AssertUnwindSafe(|| Label::CHECKPOINTER_WRITE.during(|| job.run())));
+                save.end(ended.unwrap_or_else(|panic| {
+                    Err(Error::io("writing a checkpoint", std::io::Error::other(panic_message(&*panic))))
+                }));
+            }
+        };
+        let thread = std::thread::Builder::new().name("ddp-checkpoint".to_string()).spawn(body).map_err(|error| {
+            // The other ranks have theirs.
+            self.background.abort(&format!("it could not start a thread: {error}"));
+            Error::io("starting a thread", error)
+        })?;
+        self.in_flight = Some((save.clone(), thread));
+        Ok(SaveHandle(save))
+    }
+
+    /// What this rank saves.
+    fn snapshot(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<Vec<PartSnapshot>> {
+        index::check_names(parts.iter().map(|(name, _)| *name))?;
+        let is_first = self.group.rank() == 0;
+        if is_first && self.newest.is_none_or(|newest| step < newest) {
+            self.check_step(step)?;
+        }
+        self.buffers.snapshot(parts, is_first)
+    }
+
+    /// A later checkpoint would be the newest one after a restart, and this one would be removed.
+    fn check_step(&self, step: u64) -> Result<()> {
+        let later = folder::whole(&self.root, |_, _| {})?;
+        let later = later.iter().rfind(|found| found.name.step > step && !self.damaged.contains(&found.path));
+        let Some(later) = later else { return Ok(()) };
+        let reason = format!(
+            "{} is of a later step than {step}: load it with load_latest to go on from there, or use another folder; to go \
+             back to an earlier step, move the later checkpoints away",
+            later.path.display()
+        );
+        Err(Error::invalid("step", reason))
+    }
+}
+
+/// On what ranks have to agree.
+fn describe(step: u64, best: bool, parts: &[PartSnapshot]) -> String {
+    let mut text = format!("step {step}\n{}", if best { "save_best" } else { "save" });
+    for PartSnapshot { name, sharded, .. } in parts {
+        text.push_str(&format!(
+            "\npart {name}, {}",
+            if *sharded { "spread over the ranks" } else { "the same on all ranks" }
+        ));
+    }
+    text
+}
+
+/// What is left to do in the background.
+struct Job {
+    group: ProcessGroup,
+    root: PathBuf,
+    step: u64,
+    best: bool,
+    parts: Vec<PartSnapshot>,
+    keep: usize,
+    damaged: HashSet<PathBuf>,
+}
+
+impl Job {
+    fn run(self) -> Result<PathBuf> {
+        let (root, step, keep, damaged) = (self.root.clone(), self.step, self.keep, self.damaged.clone());
+        let is_first = self.group.rank() == 0;
+        let started = self.group.agree_on_long_work(move |_| {
+            let start = || {
+                // Those that runs have left which were killed again and again before they came to this.
+                prune(&root, keep, &damaged);
+                Started::new(&root, step)
+            };
+            is_first.then(start).transpose()
+        })?;
+        let folder = self.write(started)?;
+        if is_first {
+            prune(&self.root, self.keep, &self.damaged);
+        }
+        Ok(folder)
+    }
+
+    /// Rank 0 has `started`.
+    fn write(&self, started: Option<Started>) -> Result<PathBuf> {
+        let written = self.write_parts(started.as_ref());
+        if written.is_err() {
+            // All ranks know of it. Rank 0 removes the folder once nobody writes to it any more.
+            let _ = self.group.barrier();
+        }
+        let folder = written?;
+        let (step, best, world_size) = (self.step, self.best, self.group.world_size());
+        let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.sharded)).collect();
+        self.group.agree_on_long_work(move |progress| {
+            let Some(started) = started else { return Ok(()) };
+            let index = Index::new(&started.path, step, best, world_size, &parts)?;
+            started.finish(&index, progress).map(drop)
+        })?;
+        Ok(folder)
+    }
+
+    /// Every rank writes its files. Returns the folder in which they are.
+    fn write_parts(&self, started: Option<&Started>) -> Result<PathBuf> {
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+        let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
+        let folder = self.root.join(self.group.broadcast_object(name.as_ref(), 0)?);
+        let jobs = self.parts.iter().filter_map(|part| {
+            let file = match part.sharded {
+                true => index::shard_file(&part.name, rank, world_size),
+                false => index::whole_file(&part.name),
+            };
+            Some(WriteJob::new(&folder.join(file), part.tensors.as_ref()?))
+        });
+        let jobs = jobs.collect::<Result<Vec<_>>>();
+        self.group.write_together(jobs)?;
+        Ok(folder)
+    }
+}
+
+/// Removes all checkpoints but the `keep` newest ones and the best one. What cannot be removed stays.
+fn prune(root: &Path, keep: usize, damaged: &HashSet<PathBuf>) {
+    let is_counted = |checkpoint: &Checkpoint| !damaged.contains(&checkpoint.path);
+    let whole = match folder::whole(root, |_, _| {}) {
+        Ok(whole) => whole.into_iter().filter(is_counted).collect::<Vec<_>>(),
+        Err(error) => return log::warn!("older checkpoints are not removed: {error}"),
+    };
+    let best = whole.iter().rfind(|checkpoint| checkpoint.index.best).map(|checkpoint| checkpoint.name);
+    let older = &whole[..whole.len().saturating_sub(keep)];
+    for checkpoint in older.iter().filter(|checkpoint| Some(checkpoint.name) != best) {
+        if let Err(error) = folder::remove(checkpoint) {
+            log::warn!("an older checkpoint stays: {error}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Copies in host memory of what is to be saved.
+use crate::Result;
+use crate::state::{Dict, StateDict};
+use crate::tensor::copy;
+use candle_core::{Device, Tensor};
+use std::collections::HashMap;
+
+/// Host memory that is used again by the next snapshot: new memory costs more than copying into it.
+#[derive(Debug, Default)]
+pub(super) struct Buffers(HashMap<String, Dict>);
+
+/// What this rank saves of a part.
+#[derive(Debug)]
+pub(super) struct PartSnapshot {
+    pub(super) name: String,
+    pub(super) sharded: bool,
+    /// `None` if another rank writes the part.
+    pub(super) tensors: Option<Dict>,
+}
+
+impl Buffers {
+    /// Copies what this rank saves of `parts`: its own shards, and, if `has_whole`, the states that are the same on all
+    /// ranks. When it returns, later changes of the states do not change the copies.
+    pub(super) fn snapshot(&mut self, parts: &[(&str, &dyn StateDict)], has_whole: bool) -> Result<Vec<PartSnapshot>> {
+        let mut devices = Vec::new();
+        let parts = parts.iter().map(|(name, state)| {
+            let shard = state.sharded_state_dict()?;
+            let sharded = shard.is_some();
+            let tensors = match shard {
+                None if has_whole => Some(state.state_dict()?),
+                shard => shard,
+            };
+            let tensors = tensors.map(|tensors| self.copy(name, tensors, &mut devices)).transpose()?;
+            Ok(PartSnapshot { name: name.to_string(), sharded, tensors })
+        });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        for device in devices {
+            device.synchronize()?;
+        }
+        Ok(parts)
+    }
+
+    fn copy(&mut self, part: &str, tensors: Dict, devices: &mut Vec<Device>) -> Result<Dict> {
+        let mut buffers = self.0.remove(part).unwrap_or_default();
+        let mut copies = Dict::with_capacity(tensors.len());
+        for (name, tensor) in tensors {
+            let copied = if tensor.device().is_cpu() {
+                let fits = |buffer: &Tensor| buffer.shape() == tensor.shape() && buffer.dtype() == tensor.dtype();
+                let buffer = match buffers.remove(&name).filter(fits) {
+                    Some(buffer) => buffer,
+                    None => Tensor::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu)?,
+                };
+                copy::copy(&buffer, &tensor)?;
+                buffer
+            } else {
+                if !devices.iter().any(|device| device.same_device(tensor.device())) {
+                    devices.push(tensor.device().clone());
+                }
+                tensor.to_device(&Device::Cpu)?
+            };
+            copies.insert(name, copied);
+        }
+        self.0.insert(part.to_string(), copies.clone());
+        Ok(copies)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Var};
+    use candle_nn::{Init, VarMap};
+
+    #[test]
+    fn a_snapshot_does_not_change_with_the_state_and_uses_its_memory_again() {
+        let varmap = VarMap::new();
+        varmap.get((2, 3), "w", Init::Const(1.), DType::BF16, &Device::Cpu).unwrap();
+        // Not contiguous, of integers, and without elements.
+        let transposed = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
+        varmap.data().lock().unwrap().insert("t".to_string(), Var::from_tensor(&transposed).unwrap());
+        varmap.get((0, 3), "e", Init::Const(1.), DType::F32, &Device::Cpu).unwrap();
+        let var = |name: &str| varmap.data().lock().unwrap()[name].clone();
+        let mut buffers = Buffers::default();
+        let mut take = || {
+            let [part] = &mut *buffers.snapshot(&[("model", &varmap)], true).unwrap() else { panic!("one part") };
+            assert!(!part.sharded);
+            part.tensors.take().unwrap()
+        };
+        let first = take();
+        var("w").set(&var("w").affine(0., 2.).unwrap()).unwrap();
+        let values = |dict: &Dict| dict["w"].to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+        assert_eq!(values(&first), [[1.0; 3]; 2]);
+        assert_eq!(first["t"].to_vec2::<i64>().unwrap(), [[1, 3], [2, 4]]);
+        assert_eq!(first["e"].dims(), [0, 3]);
+        let second = take();
+        assert_eq!(values(&second), [[2.0; 3]; 2]);
+        // The first one is over by then.
+        assert_eq!(values(&first), [[2.0; 3]; 2]);
+        let error = buffers.snapshot(&[("model", &varmap)], false).unwrap().remove(0);
+        assert!(error.tensors.is_none(), "another rank writes it");
+    }
+}

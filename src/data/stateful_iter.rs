@@ -1,0 +1,117 @@
+//! The batches of an epoch, and how far the program has come in them.
+use super::recipe::Recipe;
+use super::{Dataset, DistributedSampler, LoaderOptions, SamplerIter};
+use crate::{Error, Result};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Where a loader is.
+#[derive(Clone, Copy)]
+pub(super) struct Position {
+    pub(super) epoch: usize,
+    /// How many samples of the epoch all ranks have consumed together, without padding.
+    pub(super) consumed: usize,
+    /// The next iterator begins there, and not at the beginning of the epoch.
+    pub(super) resume: bool,
+}
+
+pub(super) fn lock(position: &Mutex<Position>) -> MutexGuard<'_, Position> {
+    position.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Batches with the numbers of their samples.
+pub(super) type Source<'a, T> = Box<dyn Iterator<Item = (usize, Result<T>)> + 'a>;
+
+/// The batches of an epoch, or of what is left of it: see
+/// [`StatefulDataLoader::iter`](super::StatefulDataLoader::iter).
+pub struct LoaderIter<'a, T> {
+    /// None when there are no more.
+    batches: Option<Source<'a, T>>,
+    /// Why there are none.
+    failure: Option<Error>,
+    /// How many batches there are still.
+    remaining: usize,
+    /// Where the loader is after the batch that was delivered last.
+    here: Position,
+    dataset_len: usize,
+    world_size: usize,
+    /// Where the loader keeps it.
+    position: &'a Mutex<Position>,
+}
+
+impl<'a, T> LoaderIter<'a, T> {
+    pub(super) fn new(
+        batches: Result<Source<'a, T>>,
+        options: LoaderOptions,
+        sampler: &DistributedSampler,
+        start: Position,
+        position: &'a Mutex<Position>,
+    ) -> Self {
+        let (batches, failure, remaining) = match batches {
+            Ok(batches) => (Some(batches), None, options.num_batches(sampler.len_after(start.consumed))),
+            Err(failure) => (None, Some(failure), 1),
+        };
+        let here = Position { resume: false, ..start };
+        let (dataset_len, world_size) = (sampler.dataset_len(), sampler.world_size());
+        Self { batches, failure, remaining, here, dataset_len, world_size, position }
+    }
+}
+
+impl<T> Iterator for LoaderIter<'_, T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        if let Some(failure) = self.failure.take() {
+            self.remaining = 0;
+            return Some(Err(failure));
+        }
+        match self.batches.as_mut()?.next() {
+            Some((samples, batch)) => {
+                self.remaining -= 1;
+                // All ranks have consumed as many, and together the next part of the order.
+                let consumed = self.here.consumed.saturating_add(samples.saturating_mul(self.world_size));
+                self.here.consumed = consumed.min(self.dataset_len);
+                *lock(self.position) = self.here;
+                Some(batch)
+            }
+            None => {
+                self.batches = None;
+                *lock(self.position) = Position { epoch: self.here.epoch + 1, consumed: 0, resume: false };
+                None
+            }
+        }
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.remaining, Some(self.remaining))
+    }
+}
+
+impl<T> ExactSizeIterator for LoaderIter<'_, T> {}
+impl<T> std::iter::FusedIterator for LoaderIter<'_, T> {}
+
+/// Makes a batch when it is asked for, on the thread that asks.
+pub(super) struct Inline<D, F> {
+    recipe: Recipe<D, F>,
+    order: SamplerIter,
+    options: LoaderOptions,
+    /// The indices of the current batch, kept for its memory.
+    indices: Vec<usize>,
+}
+
+impl<D, F> Inline<D, F> {
+    pub(super) fn new(recipe: Recipe<D, F>, order: SamplerIter, options: LoaderOptions) -> Self {
+        Self { recipe, order, options, indices: Vec::new() }
+    }
+}
+
+impl<D: Dataset, T, F: Fn(Vec<D::Sample>) -> Result<T>> Iterator for Inline<D, F> {
+    type Item = (usize, Result<T>);
+
+    fn next(&mut self) -> Option<(usize, Result<T>)> {
+        if !self.options.cut(&mut self.order, &mut self.indices) {
+            return None;
+        }
+        let samples = self.indices.iter().map(|index| self.recipe.read(*index)).collect();
+        Some((self.indices.len(), self.recipe.collate(&self.indices, samples)))
+    }
+}

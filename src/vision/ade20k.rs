@@ -1,0 +1,103 @@
+//! ADE20K: scenes and the class of each of their pixels.
+use super::folder::entries;
+use super::{Image, Mask, Split, Transform};
+use crate::data::Dataset;
+use crate::seed::Generator;
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// ADE20K as the scene parsing challenge has it: 20 210 images to train with and 2 000 to validate with, and the class of each
+/// of their pixels, one of 150.
+///
+/// The files are those of `ADEChallengeData2016.zip`, unpacked:
+///
+/// ```text
+/// images/training/ADE_train_00000001.jpg         annotations/training/ADE_train_00000001.png
+/// images/validation/ADE_val_00000001.jpg         annotations/validation/ADE_val_00000001.png
+/// ```
+///
+/// A sample is the image and its mask. In the files, the classes are 1 to 150, and 0 is everything else. In a mask, the classes
+/// are 0 to 149, and everything else is [`IGNORE_INDEX`](super::IGNORE_INDEX), so that it counts neither in the loss nor in the evaluation.
+pub struct Ade20k<T = ()> {
+    /// Image and annotation.
+    samples: Vec<(PathBuf, PathBuf)>,
+    transform: T,
+}
+
+/// How many classes there are.
+const CLASSES: u8 = 150;
+
+impl<T: Transform> Ade20k<T> {
+    /// Looks for images and annotations in `root`, or in the folder `ADEChallengeData2016` in it, once, and sorts them by name.
+    /// `transform` is applied to each image and its mask; `()` changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if it has no images, or if an image has no annotation.
+    pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
+        let root = root.as_ref();
+        let inner = root.join("ADEChallengeData2016");
+        let root = if inner.is_dir() { &inner } else { root };
+        let split = match split {
+            Split::Train => "training",
+            Split::Eval => "validation",
+        };
+        let (images, annotations) = (root.join("images").join(split), root.join("annotations").join(split));
+        let mut samples = Vec::new();
+        for (name, image) in entries(&images)? {
+            if image.extension().is_none_or(|end| !end.eq_ignore_ascii_case("jpg")) {
+                continue;
+            }
+            let annotation = annotations.join(name).with_extension("png");
+            if !annotation.is_file() {
+                let reason = format!("its annotation is missing: {}", annotation.display());
+                return Err(Error::data_file(&image, reason));
+            }
+            samples.push((image, annotation));
+        }
+        if samples.is_empty() {
+            return Err(Error::data_file(&images, "there are no images (.jpg) in it"));
+        }
+        Ok(Self { samples, transform })
+    }
+}
+
+impl<T> Ade20k<T> {
+    /// The images and their annotations, by the index of the sample.
+    pub fn samples(&self) -> &[(PathBuf, PathBuf)] {
+        &self.samples
+    }
+}
+
+impl<T: Transform> Dataset for Ade20k<T> {
+    type Sample = (Image, Mask);
+
+    fn len(&self) -> usize {
+        self.samples.len()
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, Mask)> {
+        let sample = self.samples.get(index);
+        let (path, annotation) =
+            sample.ok_or_else(|| Error::invalid("index", format!("{index} of {} samples", self.samples.len())))?;
+        let (mut image, mut mask) = (Image::open(path)?, Mask::open(annotation)?);
+        if (image.height(), image.width()) != (mask.height(), mask.width()) {
+            let reason = format!(
+                "it has {}×{} pixels (height × width), and its annotation {} has {}×{}",
+                image.height(),
+                image.width(),
+                annotation.display(),
+                mask.height(),
+                mask.width()
+            );
+            return Err(Error::data_file(path, reason));
+        }
+        // 0 becomes 255, which is IGNORE_INDEX.
+        mask.labels_mut().iter_mut().for_each(|label| *label = label.wrapping_sub(1));
+        if let Some(label) = mask.labels().iter().find(|&&label| (CLASSES..u8::MAX).contains(&label)) {
+            let reason = format!("it has the label {}, and labels go from 0 to {CLASSES}", label + 1);
+            return Err(Error::data_file(annotation, reason));
+        }
+        self.transform.apply(&mut image, Some(&mut mask), random).map_err(|error| error.of_file(path))?;
+        Ok((image, mask))
+    }
+}

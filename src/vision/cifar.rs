@@ -1,0 +1,157 @@
+//! CIFAR-10 and CIFAR-100, from the binary files that their authors distribute.
+use super::{Image, Split, Transform};
+use crate::data::Dataset;
+use crate::error::Context;
+use crate::seed::Generator;
+use crate::{Error, Result};
+use std::fs;
+use std::path::Path;
+
+const SIDE: usize = 32;
+/// The bytes of an image: all red ones, row by row, then all green ones, then all blue ones.
+const BYTES: usize = 3 * SIDE * SIDE;
+
+/// CIFAR-10: 50 000 images to train with and 10 000 to test with, of 32 × 32 pixels and of 10 classes. It is read into
+/// memory (154 MB and 31 MB).
+///
+/// The files are those of `cifar-10-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked. A sample is the
+/// image and its class: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck.
+pub struct Cifar10<T = ()> {
+    records: Records,
+    transform: T,
+}
+
+/// CIFAR-100: 50 000 images to train with and 10 000 to test with, of 32 × 32 pixels and of 100 classes in 20 superclasses. It
+/// is read into memory (154 MB and 31 MB).
+///
+/// The files are those of `cifar-100-binary.tar.gz`, <https://www.cs.toronto.edu/~kriz/cifar.html>, unpacked; `fine_label_names.txt`
+/// and `coarse_label_names.txt` beside them have the names of the classes. A sample is the image and its class.
+pub struct Cifar100<T = ()> {
+    records: Records,
+    transform: T,
+    labels: Cifar100Labels,
+}
+
+/// Which labels of CIFAR-100.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cifar100Labels {
+    /// The 100 classes. The default.
+    #[default]
+    Fine,
+    /// The 20 superclasses.
+    Coarse,
+}
+
+impl<T: Transform> Cifar10<T> {
+    /// Reads `data_batch_1.bin` to `data_batch_5.bin` or `test_batch.bin` from `root`, or from the folder
+    /// `cifar-10-batches-bin` in it. They may have any number of records. `transform` is applied to each image; `()` changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a label above 9.
+    pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
+        let files: &[_] = match split {
+            Split::Train => {
+                &["data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin"]
+            }
+            Split::Eval => &["test_batch.bin"],
+        };
+        let records = Records::read(root.as_ref(), "cifar-10-batches-bin", files, &[10])?;
+        Ok(Self { records, transform })
+    }
+}
+
+impl<T: Transform> Cifar100<T> {
+    /// Reads `train.bin` or `test.bin` from `root`, or from the folder `cifar-100-binary` in it. `transform` is applied to each
+    /// image; `()` changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a coarse label
+    /// above 19 or a fine one above 99.
+    pub fn new(root: impl AsRef<Path>, split: Split, labels: Cifar100Labels, transform: T) -> Result<Self> {
+        let file = match split {
+            Split::Train => "train.bin",
+            Split::Eval => "test.bin",
+        };
+        let records = Records::read(root.as_ref(), "cifar-100-binary", &[file], &[20, 100])?;
+        Ok(Self { records, transform, labels })
+    }
+}
+
+impl<T: Transform> Dataset for Cifar10<T> {
+    type Sample = (Image, u32);
+
+    fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+        let (mut image, labels) = self.records.get(index)?;
+        self.transform.apply(&mut image, None, random)?;
+        Ok((image, labels[0].into()))
+    }
+}
+
+impl<T: Transform> Dataset for Cifar100<T> {
+    type Sample = (Image, u32);
+
+    fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+        let (mut image, labels) = self.records.get(index)?;
+        self.transform.apply(&mut image, None, random)?;
+        let label = match self.labels {
+            Cifar100Labels::Coarse => labels[0],
+            Cifar100Labels::Fine => labels[1],
+        };
+        Ok((image, label.into()))
+    }
+}
+
+/// Records of a few labels, a byte each, and an image.
+struct Records {
+    bytes: Vec<u8>,
+    labels: usize,
+}
+
+impl Records {
+    /// Reads `files` of records whose labels are below `classes`.
+    fn read(root: &Path, folder: &str, files: &[&str], classes: &[u8]) -> Result<Self> {
+        let folder = [root.join(folder), root.to_path_buf()].into_iter().find(|folder| folder.join(files[0]).exists());
+        let folder = folder.unwrap_or_else(|| root.to_path_buf());
+        let record = classes.len() + BYTES;
+        let mut bytes = Vec::new();
+        for file in files {
+            let path = folder.join(file);
+            let read = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+            if read.is_empty() || read.len() % record != 0 {
+                let reason = format!(
+                    "it has {} bytes, which are no records of {record} bytes: unpack the binary version of the dataset again",
+                    read.len()
+                );
+                return Err(Error::data_file(&path, reason));
+            }
+            for (number, labels) in read.chunks_exact(record).enumerate() {
+                if let Some((label, below)) = labels.iter().zip(classes).find(|(label, below)| label >= below) {
+                    let reason = format!("record {number} has the label {label}, and there are only {below} classes");
+                    return Err(Error::data_file(&path, reason));
+                }
+            }
+            bytes.extend(read);
+        }
+        Ok(Self { bytes, labels: classes.len() })
+    }
+
+    fn len(&self) -> usize {
+        self.bytes.len() / (self.labels + BYTES)
+    }
+
+    fn get(&self, index: usize) -> Result<(Image, &[u8])> {
+        let record = self.bytes.chunks_exact(self.labels + BYTES).nth(index);
+        let record = record.ok_or_else(|| Error::invalid("index", format!("{index} of {} samples", self.len())))?;
+        let (labels, planes) = record.split_at(self.labels);
+        let pixels = (0..SIDE * SIDE).flat_map(|pixel| [0, 1, 2].map(|channel| planes[channel * SIDE * SIDE + pixel]));
+        Ok((Image::trusted(SIDE, SIDE, pixels.collect()), labels))
+    }
+}

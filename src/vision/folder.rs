@@ -1,0 +1,180 @@
+//! A folder of images with a folder for each class.
+use super::{Image, Transform};
+use crate::data::Dataset;
+use crate::error::Context;
+use crate::panic::lock;
+use crate::seed::Generator;
+use crate::{Error, Result};
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// torchvision's `IMG_EXTENSIONS`, so that indices are the same; those of other files than JPEG and PNG cannot be read.
+const EXTENSIONS: [&[u8]; 9] = [b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp"];
+
+/// The options of an [`ImageFolder`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ImageFolderOptions {
+    /// Go on to the next image where one cannot be decoded, instead of returning an error. Default: false.
+    ///
+    /// The dataset's length stays the same: in the place of a damaged image, [`Dataset::get`] returns the next one that can be
+    /// decoded. So ranks have as many batches as without damage. [`ImageFolder::skipped`] has the damaged ones. For an
+    /// evaluation this is not suited: it counts the other image twice.
+    pub skip_corrupt: bool,
+}
+
+/// Images in a folder for each class: torchvision's `ImageFolder`, with the same classes and the same samples at the same
+/// indices.
+///
+/// ```text
+/// root/cat/1.jpg
+/// root/cat/deeper/2.png
+/// root/dog/1.jpg
+/// ```
+///
+/// A sample is the image and its class, an index into [`classes`](Self::classes). Classes are sorted by name, and the images of
+/// a class by folder and name, byte by byte; links are followed. Files whose names do not end as those of images are left out.
+/// Files other than JPEG and PNG that torchvision reads (PPM, BMP, TIFF, WebP) have an index, and cannot be decoded.
+pub struct ImageFolder<T = ()> {
+    classes: Vec<String>,
+    samples: Vec<(PathBuf, u32)>,
+    transform: T,
+    options: ImageFolderOptions,
+    /// The indices of damaged images.
+    skipped: Mutex<BTreeSet<usize>>,
+}
+
+impl<T: Transform> ImageFolder<T> {
+    /// Looks for images in `root`, once. `transform` is applied to each image that is read; `()` changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if `root` has no folders, if there are no images in one
+    /// of them, or if the name of one is not UTF-8.
+    pub fn new(root: impl AsRef<Path>, transform: T, options: ImageFolderOptions) -> Result<Self> {
+        let root = root.as_ref();
+        let mut classes = Vec::new();
+        for (name, path) in entries(root)? {
+            if path.is_dir() {
+                let reason = "the name of a class is its folder's, and this one is not UTF-8";
+                classes.push(name.into_string().map_err(|_| Error::data_file(&path, reason))?);
+            }
+        }
+        if classes.is_empty() {
+            return Err(Error::data_file(root, "there are no folders in it: it needs one for each class"));
+        }
+        let mut samples = Vec::new();
+        let mut empty = Vec::new();
+        for (label, class) in (0..).zip(&classes) {
+            let before = samples.len();
+            samples.extend(images(&root.join(class))?.into_iter().map(|path| (path, label)));
+            if samples.len() == before {
+                empty.push(class.as_str());
+            }
+        }
+        if !empty.is_empty() {
+            let reason =
+                format!("there are no images (.jpg, .jpeg, .png) of the classes {}", crate::error::some(&empty));
+            return Err(Error::data_file(root, reason));
+        }
+        Ok(Self { classes, samples, transform, options, skipped: Mutex::default() })
+    }
+}
+
+impl<T> ImageFolder<T> {
+    /// The names of the classes, in the order of their indices.
+    pub fn classes(&self) -> &[String] {
+        &self.classes
+    }
+
+    /// The index of each class.
+    pub fn class_to_idx(&self) -> HashMap<String, u32> {
+        self.classes.iter().cloned().zip(0..).collect()
+    }
+
+    /// The files and their classes, by the index of the sample.
+    pub fn samples(&self) -> &[(PathBuf, u32)] {
+        &self.samples
+    }
+
+    /// The damaged images that were skipped so far, each once, in the order of their indices.
+    pub fn skipped(&self) -> Vec<&Path> {
+        lock(&self.skipped).iter().map(|&index| self.samples[index].0.as_path()).collect()
+    }
+}
+
+impl<T: Transform> Dataset for ImageFolder<T> {
+    type Sample = (Image, u32);
+
+    fn len(&self) -> usize {
+        self.samples.len()
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+        let len = self.samples.len();
+        if index >= len {
+            return Err(Error::invalid("index", format!("{index} of {len} samples")));
+        }
+        let mut last = None;
+        for index in (index..len).chain(0..index) {
+            let (path, label) = &self.samples[index];
+            if self.options.skip_corrupt && lock(&self.skipped).contains(&index) {
+                continue;
+            }
+            match Image::open(path) {
+                Ok(mut image) => {
+                    self.transform.apply(&mut image, None, random).map_err(|error| error.of_file(path))?;
+                    return Ok((image, *label));
+                }
+                Err(error @ Error::DataFile { .. }) if self.options.skip_corrupt => {
+                    if lock(&self.skipped).insert(index) {
+                        log::warn!("skipped: {error}");
+                    }
+                    last = Some(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let none = || Error::data_file(&self.samples[index].0, format!("all {len} images are damaged, as this one is"));
+        Err(last.unwrap_or_else(none))
+    }
+}
+
+/// The images in `folder` and the folders in it. As in torchvision, the folders are sorted by their paths as strings, and the
+/// files of each by name.
+fn images(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut folders = vec![folder.to_path_buf()];
+    let mut files: Vec<(PathBuf, OsString)> = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for (name, path) in entries(&folder)? {
+            if path.is_dir() {
+                folders.push(path);
+            } else if is_image(name.as_bytes()) {
+                files.push((folder.clone(), name));
+            }
+        }
+    }
+    files.sort_by(|(a, a_name), (b, b_name)| {
+        let (a, b) = (a.as_os_str().as_bytes(), b.as_os_str().as_bytes());
+        a.cmp(b).then_with(|| a_name.as_bytes().cmp(b_name.as_bytes()))
+    });
+    Ok(files.into_iter().map(|(folder, name)| folder.join(name)).collect())
+}
+
+fn is_image(name: &[u8]) -> bool {
+    EXTENSIONS.iter().any(|end| name.len() >= end.len() && name[name.len() - end.len()..].eq_ignore_ascii_case(end))
+}
+
+/// The names in a folder, sorted, with their paths.
+pub(super) fn entries(folder: &Path) -> Result<Vec<(OsString, PathBuf)>> {
+    let context = || format!("reading the folder {}", folder.display());
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).with_context(context)? {
+        let entry = entry.with_context(context)?;
+        found.push((entry.file_name(), entry.path()));
+    }
+    found.sort();
+    Ok(found)
+}

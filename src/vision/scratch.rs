@@ -1,0 +1,68 @@
+//! Memory that each thread keeps from one image to the next.
+//!
+//! Images are large enough for an allocator to return their memory to the system, which then costs page faults with every
+//! image.
+use crate::Result;
+use crate::error::Context;
+use fast_image_resize::Resizer;
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Larger buffers are not kept.
+const LARGEST: usize = 32 << 20;
+
+thread_local! {
+    static FILE: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+    static PIXELS: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+    static RESIZER: RefCell<Resizer> = RefCell::new(Resizer::new());
+}
+
+/// Reads a file, for `decode`.
+pub(super) fn read<T>(path: &Path, decode: impl FnOnce(&[u8]) -> T) -> Result<T> {
+    let mut bytes = FILE.take();
+    bytes.clear();
+    File::open(path)
+        .and_then(|mut file| file.read_to_end(&mut bytes))
+        .with_context(|| format!("reading {}", path.display()))?;
+    let decoded = decode(&bytes);
+    keep(&FILE, bytes);
+    Ok(decoded)
+}
+
+/// A buffer of this length, with bytes of no meaning.
+pub(super) fn pixels(len: usize) -> Vec<u8> {
+    let kept = PIXELS.take();
+    // The image may leave the thread with its buffer: it must not take much more memory than it needs.
+    if kept.capacity() < len || kept.capacity() / 2 > len {
+        keep(&PIXELS, kept);
+        return vec![0; len];
+    }
+    let mut buffer = kept;
+    buffer.resize(len, 0);
+    buffer
+}
+
+/// Keeps a buffer for [`pixels`].
+pub(super) fn give_back(buffer: Vec<u8>) {
+    keep(&PIXELS, buffer);
+}
+
+/// Keeps the larger one of this buffer and the one that is kept already, unless it is too large.
+fn keep(place: &'static std::thread::LocalKey<Cell<Vec<u8>>>, buffer: Vec<u8>) {
+    let kept = place.take();
+    let is_better = (kept.capacity() + 1..=LARGEST).contains(&buffer.capacity());
+    place.set(if is_better { buffer } else { kept });
+}
+
+/// This thread's resizer, which has buffers of its own.
+pub(super) fn with_resizer<T>(work: impl FnOnce(&mut Resizer) -> T) -> T {
+    RESIZER.with_borrow_mut(|resizer| {
+        let done = work(resizer);
+        if resizer.size_of_internal_buffers() > LARGEST {
+            resizer.reset_internal_buffers();
+        }
+        done
+    })
+}

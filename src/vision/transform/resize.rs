@@ -1,0 +1,74 @@
+//! `Resize` and `RandomResize`.
+use super::resample::resample;
+use super::{Area, Transform};
+use crate::seed::Generator;
+use crate::vision::{Image, Mask};
+use crate::{Error, Result};
+
+/// Gives images another size: torchvision's `Resize`, by bilinear interpolation with antialiasing. Masks get the nearest
+/// label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Resize {
+    /// The new size. Default: the shorter side gets 256 pixels.
+    pub size: ResizeSize,
+}
+
+/// The size that [`Resize`] gives an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResizeSize {
+    /// Height and width.
+    Exact(usize, usize),
+    /// The length of the shorter side. The longer one follows from the image's proportions, rounded down.
+    ShorterSide(usize),
+}
+
+impl Default for ResizeSize {
+    fn default() -> Self {
+        Self::ShorterSide(256)
+    }
+}
+
+impl Transform for Resize {
+    fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, _: &mut Generator) -> Result<()> {
+        resize(image, mask, self.size)
+    }
+}
+
+/// Gives the shorter side of each image a random length, and keeps the proportions: torchvision's `RandomResize`, the
+/// random scale of segmentation. Masks get the nearest label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RandomResize {
+    /// The smallest length of the shorter side. Default: 256.
+    pub min_size: usize,
+    /// The length from which on it is too large: the largest one is `max_size - 1`, as in torchvision. Default: 1024.
+    pub max_size: usize,
+}
+
+impl Default for RandomResize {
+    fn default() -> Self {
+        Self { min_size: 256, max_size: 1024 }
+    }
+}
+
+impl Transform for RandomResize {
+    fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
+        let Self { min_size, max_size } = *self;
+        if min_size >= max_size {
+            let reason = format!("{max_size} is not above min_size, which is {min_size}");
+            return Err(Error::invalid("max_size", reason));
+        }
+        let size = min_size + random.below((max_size - min_size) as u64) as usize;
+        resize(image, mask, ResizeSize::ShorterSide(size))
+    }
+}
+
+fn resize(image: &mut Image, mask: Option<&mut Mask>, size: ResizeSize) -> Result<()> {
+    let area = Area { top: 0, left: 0, height: image.height(), width: image.width() };
+    let longer = |size: usize, longer: usize, shorter: usize| (size as f64 * longer as f64 / shorter as f64) as usize;
+    let (height, width) = match size {
+        ResizeSize::Exact(height, width) => (height, width),
+        ResizeSize::ShorterSide(size) if area.width <= area.height => (longer(size, area.height, area.width), size),
+        ResizeSize::ShorterSide(size) => (size, longer(size, area.width, area.height)),
+    };
+    resample(image, mask, area, height, width)
+}
