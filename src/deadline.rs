@@ -1,12 +1,16 @@
-//! Deadlines that any `Duration` can give, since `Instant + Duration` panics beyond what the clock can express.
+//! Deadlines from any `Duration`, since `Instant + Duration` panics beyond the clock's range.
 use std::time::{Duration, Instant};
 
-/// What a time-out beyond the clock's range becomes: ten years.
+/// Replaces time-outs beyond the clock's range: ten years.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
 
-/// The moment at which `timeout` from now is over.
+/// The moment `timeout` from now.
 pub(crate) fn deadline_after(timeout: Duration) -> Instant {
-    let now = Instant::now();
+    deadline_from(Instant::now(), timeout)
+}
+
+/// The moment `timeout` from `now`, for those who have read the clock.
+pub(crate) fn deadline_from(now: Instant, timeout: Duration) -> Instant {
     now.checked_add(timeout).unwrap_or_else(|| now + LONGEST)
 }
 

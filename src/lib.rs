@@ -1,8 +1,8 @@
 //! Distributed data-parallel training for [candle]: PyTorch's `DistributedDataParallel` and what belongs to it.
 //!
-//! Every rank (a process, started by the launcher `ddprun` or by torchrun) trains a copy of the model on its part of the
-//! data. The gradients are averaged over the ranks while they come out of the backward pass: they are collected in
-//! buckets, and each bucket is all-reduced as soon as it is full, on a thread (or a GPU stream) of its own.
+//! Every rank (a process, started by the launcher `ddprun` or by torchrun) trains a copy of the model on its part of
+//! the data. Gradients are averaged over the ranks during the backward pass: they are collected in buckets, and each
+//! bucket is all-reduced as soon as it is full, on a separate thread or GPU stream.
 //!
 //! ```
 //! use candle_core::{DType, Module, Tensor};
@@ -36,23 +36,26 @@
 //! # }
 //! ```
 //!
-//! # Where to find what
+//! # Overview
 //! - [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
 //! - [`backward()`]: one backward pass through several models.
-//! - [`comm_hook`]: what replaces the all-reduce of gradients, such as compression.
+//! - [`comm_hook`]: replacements for the all-reduce of gradients, such as compression.
 //! - [`DataParallel`]: one process that trains on several devices.
-//! - [`DistributedSampler`], [`DataLoader`]: each rank's part of the data.
+//! - [`DistributedSampler`], [`DataLoader`], [`StatefulDataLoader`]: each rank's part of the data.
+//! - `vision` (with the feature of this name): folders of images, CIFAR, ADE20K, and transforms of images.
 //! - [`optim`]: fused optimizers, gradient clipping, learning-rate schedules, averages of weights.
-//! - [`checkpoint`]: saving and loading weights, also those that PyTorch has saved.
+//! - [`checkpoint`]: saving and loading weights, including files that PyTorch has saved; checkpoints of whole runs.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
 //! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
-//! - [`seed`]: random numbers that can be repeated and saved, and that differ from rank to rank.
-//! - [`trace`]: a time line of the training steps.
+//! - [`seed`]: reproducible random numbers that can be saved and differ between ranks.
+//! - [`trace`]: a timeline of the training steps.
+//! - [`elastic`]: training that goes on when a rank dies.
+//! - [`flight_recorder`]: the last calls of each rank, for finding out why a run stopped.
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: the trait that engines implement. The feature `conformance` adds a test suite for them.
-//! - [`error`]: what can go wrong.
+//! - [`error`]: the error type.
 //!
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
@@ -64,7 +67,16 @@ pub mod data;
 pub mod data_parallel;
 pub mod ddp;
 mod deadline;
+pub mod elastic;
 pub mod error;
+pub mod flight_recorder;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
+#[cfg(all(test, not(fuzzing)))]
+mod fuzzing;
+mod hash;
+mod host;
 mod kernels;
 #[cfg(feature = "launcher")]
 pub mod launch;
@@ -78,14 +90,20 @@ pub mod seed;
 mod state;
 mod tensor;
 pub mod trace;
+#[cfg(feature = "vision")]
+pub mod vision;
 mod warnings;
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};
-pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
+pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 pub use data_parallel::{DataParallel, DataParallelOptions};
-pub use ddp::{DdpOptions, DistributedDataParallel, DistributedModel, backward, backward_into, comm_hook};
+pub use ddp::{
+    DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Joined, backward, backward_into, comm_hook,
+    join,
+};
 pub use error::{Error, Result};
+pub use flight_recorder::FlightRecorderOptions;
 pub use process_group::{
     Backend, CustomOptions, InitOptions, ProcessGroup, SpawnOptions, init_process_group, spawn, spawn_with,
 };
@@ -98,10 +116,20 @@ mod pages {
     struct Readme;
     #[doc = include_str!("../docs/checkpoints.md")]
     struct Checkpoints;
+    #[doc = include_str!("../docs/data.md")]
+    struct Data;
+    #[doc = include_str!("../docs/elastic.md")]
+    struct Elastic;
     #[doc = include_str!("../docs/evaluation.md")]
     struct Evaluation;
     #[doc = include_str!("../docs/migrating.md")]
     struct Migrating;
     #[doc = include_str!("../docs/performance.md")]
     struct Performance;
+    #[doc = include_str!("../docs/troubleshooting.md")]
+    struct Troubleshooting;
+
+    #[cfg(feature = "vision")]
+    #[doc = include_str!("../docs/vision.md")]
+    struct Vision;
 }

@@ -1,4 +1,10 @@
-//! What a panic said.
+//! Panics of other threads: their messages, and the mutexes that they held.
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks `mutex` even after a panic of a thread that held it. For values that are never left half-changed.
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The message of a caught panic, for an error.
 pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {

@@ -1,4 +1,4 @@
-//! Random bytes from the operating system, for names and identities that nobody should guess and no two should share.
+//! Random bytes from the operating system, for names and identities that must be unique and hard to guess.
 use crate::{Error, Result};
 
 /// `N` random bytes.

@@ -1,5 +1,5 @@
-//! Rate-limited warnings, for those that strangers can cause, for example by connecting to a port: they must not flood the
-//! log.
+//! Rate-limited warnings for events that outsiders can cause, for example by connecting to a port: they must not flood
+//! the log.
 use std::fmt::Arguments;
 use std::time::{Duration, Instant};
 

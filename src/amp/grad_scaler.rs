@@ -1,8 +1,8 @@
-//! Scaling losses, and leaving out steps that overflow.
+//! Scales losses, and skips steps that overflow.
 use super::state::GradScalerState;
 use super::unscale::unscale;
 use crate::backend::Label;
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};
 use crate::{Error, ReduceOp, Result};
@@ -10,19 +10,19 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, TensorId, Var};
 use std::collections::{HashMap, HashSet};
 
-/// How a [`GradScaler`] chooses the scale.
+/// Options of a [`GradScaler`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerOptions {
-    /// The first scale. Default: 65536.
+    /// The initial scale. Default: 65536.
     pub init_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` steps without overflow; 1 lets it never grow. Default: 2.
+    /// The factor by which the scale grows after `growth_interval` steps without overflow; with 1 it never grows.
+    /// Default: 2.
     pub growth_factor: f64,
-    /// What the scale is multiplied by after an overflow; 1 lets it never shrink. Default: 0.5.
+    /// The factor by which the scale shrinks after an overflow; with 1 it never shrinks. Default: 0.5.
     pub backoff_factor: f64,
-    /// How many steps without overflow it takes to try a larger scale. Default: 2000.
+    /// The number of consecutive steps without overflow before the scale grows. Default: 2000.
     pub growth_interval: usize,
-    /// Whether it does anything at all: otherwise losses and gradients stay as they are and no step is left out.
-    /// Default: true.
+    /// If false, the scaler does nothing: losses and gradients are not changed, and no step is skipped. Default: true.
     pub enabled: bool,
 }
 
@@ -32,17 +32,18 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// Multiplies losses by a scale, so that small gradients do not vanish in f16, divides the gradients by it again, and
-/// leaves out steps whose gradients have overflowed, on all ranks: PyTorch's `GradScaler`.
+/// Multiplies losses by a scale, so that small gradients do not vanish in f16, and divides the gradients by it again.
+/// If gradients overflow, all ranks skip the step. PyTorch's `GradScaler`.
 ///
-/// A training step calls [`scale`](Self::scale); [`unscale`](Self::unscale), if it looks at the gradients or clips them;
-/// [`step`](Self::step); and [`update`](Self::update); all ranks alike. An overflow on one rank counts for all.
+/// In each training step, call [`scale`](Self::scale), then [`unscale`](Self::unscale) if the program inspects or clips
+/// the gradients, then [`step`](Self::step) and [`update`](Self::update), the same on all ranks. An overflow on one
+/// rank counts for all.
 ///
-/// Several optimizers share a scaler that was made for the parameters of all, and step together, in one
-/// [`step_with`](Self::step_with): the gradients of all are divided at once, and a second `step` before `update`, as
-/// PyTorch has it for each optimizer, is refused. An overflow leaves out the step of all, where PyTorch decides for each.
+/// Several optimizers may share a scaler that was created for the parameters of all of them. They step together, in one
+/// [`step_with`](Self::step_with), which divides all gradients at once; a second `step` before `update` (PyTorch's way,
+/// one per optimizer) is refused. An overflow skips the step of all optimizers, where PyTorch decides for each.
 ///
-/// It is saved and loaded as optimizers are, by [`StateDict`](crate::optim::StateDict), or as text, by
+/// Save and load it like an optimizer, through [`StateDict`](crate::optim::StateDict), or as text, through
 /// [`state`](Self::state).
 #[derive(Debug)]
 pub struct GradScaler {
@@ -55,7 +56,7 @@ pub struct GradScaler {
     stage: Stage,
 }
 
-/// How far a training step has come; `overflow`: whether an infinity or NaN was found, on any rank.
+/// The progress of a training step. `overflow` says whether any rank found an infinity or NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Scaled,
@@ -64,11 +65,11 @@ enum Stage {
 }
 
 impl GradScaler {
-    /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which agrees over the ranks of `group`.
+    /// A scaler for the gradients of `parameters` (`ddp.named_parameters()`), which the ranks of `group` use together.
     ///
     /// # Errors
-    /// Options that cannot work: a scale that is not positive and finite, a growth factor below 1 or not finite, a
-    /// backoff factor that is not above 0 or is above 1, a growth interval of 0.
+    /// Returns [`Error::InvalidArgument`] for a scale that is not positive and finite, a growth factor that is below 1
+    /// or not finite, a backoff factor that is not above 0 or is above 1, or a growth interval of 0.
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
         let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
@@ -84,7 +85,7 @@ impl GradScaler {
         Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage })
     }
 
-    /// `loss` times the scale, in f32 at least: what `backward` is called with.
+    /// Returns `loss` times the scale, at least in f32; pass it to `backward`.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.options.enabled {
             return Ok(loss.clone());
@@ -93,15 +94,15 @@ impl GradScaler {
         Ok((loss.to_dtype(dtype)? * self.scale)?)
     }
 
-    /// Divides the parameters' gradients in `grads` by the scale, in place, and finds out whether any of them, on any
-    /// rank, is infinite or NaN: PyTorch's `unscale_`. For a look at the gradients, or clipping, before
-    /// [`step`](Self::step), which otherwise does it itself. Call it when all gradients have been accumulated.
+    /// Divides the parameters' gradients in `grads` by the scale, in place, and checks whether any of them is infinite
+    /// or NaN on any rank: PyTorch's `unscale_`. Use it to inspect or clip gradients before [`step`](Self::step), which
+    /// otherwise does this itself. Call it after all gradients have been accumulated.
     ///
-    /// Returns whether all are finite.
+    /// Returns whether all gradients are finite.
     ///
     /// # Errors
-    /// A second call in the same step ([`Error::GradScaler`]); gradients in f16, which cannot hold what they are divided
-    /// to ([`Error::Parameter`]).
+    /// Returns [`Error::GradScaler`] for a second call in the same step; [`Error::Parameter`] for gradients in f16,
+    /// which cannot hold the divided values.
     pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
         self.unscale_parameters(grads, |_, overflow| {
             overflow.ok_or_else(|| {
@@ -112,8 +113,8 @@ impl GradScaler {
         })
     }
 
-    /// [`unscale`](Self::unscale) of gradients of which some are not in `grads`: `divide_others` as `divide` of
-    /// [`unscale_with`](Self::unscale_with).
+    /// Like [`unscale`](Self::unscale), for gradients that are not all in `grads`; `divide_others` works like `divide`
+    /// of [`unscale_with`](Self::unscale_with).
     pub(crate) fn unscale_sharded(
         &mut self,
         grads: &mut GradStore,
@@ -122,7 +123,7 @@ impl GradScaler {
         self.unscale_parameters(grads, |factor, overflow| Ok(divide_others(factor)? || overflow == Some(true)))
     }
 
-    /// `verdict` is given the factor, and whether `grads` has infinities or NaNs, and says whether there are any.
+    /// `verdict` gets the factor and whether `grads` has infinities or NaNs, and returns whether there are any at all.
     fn unscale_parameters(
         &mut self,
         grads: &mut GradStore,
@@ -134,11 +135,11 @@ impl GradScaler {
         result
     }
 
-    /// [`unscale`](Self::unscale) for gradients that are not in a `GradStore`: `divide` is given what they are to be
-    /// multiplied by, and says whether this rank has infinities or NaNs among them.
+    /// Like [`unscale`](Self::unscale), for gradients that are not in a `GradStore`: `divide` gets the factor by which to
+    /// multiply them, and returns whether any of this rank's is infinite or NaN.
     ///
     /// # Errors
-    /// As with `unscale`, and those of `divide`.
+    /// Returns the errors of `unscale` and of `divide`.
     pub fn unscale_with(&mut self, divide: impl FnOnce(f64) -> Result<bool>) -> Result<bool> {
         if !self.options.enabled {
             return Ok(true);
@@ -146,14 +147,15 @@ impl GradScaler {
         match self.stage {
             Stage::Scaled => {}
             Stage::Unscaled { .. } => {
-                return Err(misuse("unscale", "it was called in this step before, for all parameters"));
+                return Err(misuse("unscale", "it was already called in this step, for all parameters"));
             }
             Stage::Stepped { .. } => return Err(misuse("unscale", STEPPED)),
         }
-        // As PyTorch: the reciprocal in f64, rounded to f32.
+        // As in PyTorch: the reciprocal in f64, rounded to f32.
         let here = divide(f64::from((1.0 / self.scale) as f32));
-        // A rank that fails here takes part, so that the others do not wait for it.
+        // A rank that fails here still takes part, so that the others do not wait for it.
         let flag = if matches!(here, Ok(false)) { 0f32 } else { 1.0 };
+        self.group.announce(Operation::Unscale)?;
         let overflow = if self.group.world_size() > 1 {
             let overflow = Tensor::new(&[flag], self.group.device())?;
             Label::UNSCALE.during(|| self.group.all_reduce(&overflow, ReduceOp::Max))?;
@@ -171,8 +173,8 @@ impl GradScaler {
         self.stage == Stage::Scaled
     }
 
-    /// [`step`](Self::step) for several optimizers, and for those that do not implement
-    /// [`Optimizer`](crate::optim::Optimizer), such as candle's own: `step` is called if all gradients are finite on all
+    /// Like [`step`](Self::step), for several optimizers, and for those that do not implement
+    /// [`Optimizer`](crate::optim::Optimizer), such as candle's own: calls `step` if all gradients are finite on all
     /// ranks.
     ///
     /// ```
@@ -206,10 +208,10 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// Ends a training step: after an overflow the scale shrinks, after `growth_interval` steps without it grows.
+    /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without one.
     ///
     /// # Errors
-    /// If neither `unscale` nor `step` was called in this step ([`Error::GradScaler`]).
+    /// Returns [`Error::GradScaler`] if neither `unscale` nor `step` was called in this step.
     pub fn update(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -226,7 +228,7 @@ impl GradScaler {
         self.clean_steps += 1;
         if self.clean_steps >= self.options.growth_interval {
             self.clean_steps = 0;
-            // Beyond what f32 can hold it stays where it is.
+            // The scale does not grow beyond the range of f32.
             let larger = self.scale * self.options.growth_factor;
             if (larger as f32).is_finite() {
                 self.scale = larger;
@@ -235,12 +237,12 @@ impl GradScaler {
         Ok(())
     }
 
-    /// What losses are multiplied by at present; 1 if the scaler is not enabled.
+    /// The factor for losses in this step; 1 if the scaler is not enabled.
     pub fn current_scale(&self) -> f64 {
         if self.options.enabled { self.scale } else { 1.0 }
     }
 
-    /// What a checkpoint has to hold; its `Display` is text that its `FromStr` reads.
+    /// The state for a checkpoint; its `Display` writes text that its `FromStr` reads.
     pub fn state(&self) -> GradScalerState {
         GradScalerState {
             scale: self.scale,
@@ -264,8 +266,8 @@ impl GradScaler {
     }
 }
 
-/// Not "call `update` first" alone: then a second optimizer would divide the same gradients once more.
-const STEPPED: &str = "`step` was called in this step before: `update` has to come before the next backward pass, and \
+/// Does not only say "call `update` first": a second optimizer would then divide the same gradients again.
+const STEPPED: &str = "`step` was already called in this step: call `update` before the next backward pass, and \
                        several optimizers step together, in one `step_with`";
 
 fn misuse(call: &'static str, reason: &str) -> Error {
@@ -273,11 +275,11 @@ fn misuse(call: &'static str, reason: &str) -> Error {
     Error::GradScaler { call, reason }
 }
 
-/// The fields of [`GradScalerState`]. As that, it is the same on every rank.
+/// The fields of [`GradScalerState`]; they are the same on every rank.
 impl StateDict for GradScaler {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = self.state();
-        // An interval of usize::MAX, which means never, is more than a file holds.
+        // An interval of usize::MAX, which means never, is too large for a file.
         let count = |value: usize| state::count(value.min(i64::MAX as usize) as u64);
         let mut dict = state::begin("GradScaler")?;
         dict.insert("scale".to_string(), state::list(&[scale])?);
@@ -288,9 +290,8 @@ impl StateDict for GradScaler {
         Ok(dict)
     }
 
-    /// # Errors
-    /// Also values that make no sense ([`Error::InvalidArgument`]), and a call in the middle of a training step
-    /// ([`Error::GradScaler`]).
+    /// As documented for the trait; [`Error::InvalidArgument`] for invalid values, and [`Error::GradScaler`] for a call
+    /// in the middle of a training step.
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "GradScaler")?;
         let state = GradScalerState {

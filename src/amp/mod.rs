@@ -1,13 +1,13 @@
-//! Mixed precision: calculating in f16 or bf16 with parameters that are kept in f32.
+//! Mixed precision: computing in f16 or bf16 with parameters kept in f32.
 //!
-//! [`MixedPrecision`], given in [`DdpOptions`](crate::DdpOptions), says in which dtype the model computes, in which one
-//! gradients are averaged, and in which one buffers are kept. The variables in the `VarMap` have the dtype that is given
-//! to [`DistributedDataParallel::new`](crate::DistributedDataParallel::new), usually f32: they are the masters that
-//! optimizers change and that checkpoints hold. The model holds copies of them in `param_dtype`, brought up to date by
-//! every forward pass, and gradients come out of `backward` in the masters' dtype.
+//! [`MixedPrecision`], a field of [`DdpOptions`](crate::DdpOptions), sets the dtypes in which the model computes,
+//! gradients are averaged, and buffers are kept. The variables in the `VarMap` have the dtype given to
+//! [`DistributedDataParallel::new`](crate::DistributedDataParallel::new), usually f32: these masters are what
+//! optimizers change and checkpoints hold. The model holds copies of them in `param_dtype`, which every forward pass
+//! updates, and `backward` returns gradients in the masters' dtype.
 //!
-//! bf16 has the range of f32 and needs nothing else. f16 has a smaller range, in which small gradients vanish: so the loss is
-//! multiplied by a large number for the backward pass, which [`GradScaler`] chooses and divides out again.
+//! bf16 has the range of f32 and needs nothing else. f16 has a smaller range, in which small gradients vanish. So
+//! [`GradScaler`] multiplies the loss by a large number for the backward pass, and divides the gradients by it again.
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
@@ -31,7 +31,7 @@
 //!     for _ in 0..3 {
 //!         let loss = ddp.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?;
 //!         let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
-//!         scaler.step(&mut optimizer, &mut grads)?;  // left out, on all ranks, where a gradient is infinite or NaN
+//!         scaler.step(&mut optimizer, &mut grads)?;  // skipped on all ranks if a gradient is infinite or NaN
 //!         scaler.update()?;
 //!     }
 //!     Ok(())
@@ -41,39 +41,40 @@
 //! ```
 //!
 //! # On CPUs
-//! Lower precision saves time on GPUs. On CPUs candle converts each number there and back, and most of the model becomes slower
-//! (one thread of a Xeon with AVX-512, candle 0.11.1, against f32):
+//! Lower precision saves time on GPUs. On CPUs candle converts each number back and forth, and most of the model
+//! becomes slower (one thread of a Xeon with AVX-512, candle 0.11.1, compared with f32):
 //!
 //! | | f16 | bf16 |
 //! |---|---|---|
-//! | matrix product, 256×1024×1024 | the same | 1 to 1.6 times the time |
+//! | matrix product, 256×1024×1024 | the same | 1 to 1.6 times |
 //! | linear layer of that size with ReLU, forward and backward | 1.2 to 1.5 times | 1.4 to 2.8 times |
 //! | sum of two tensors | 35 times | 150 times and more |
 //! | `exp`, as in a softmax | 1.8 times | 160 times |
-//! | `conv2d`, forward | the same | an error: candle has no bf16 product there |
+//! | `conv2d`, forward | the same | an error: candle has no bf16 product for it |
 //! | `conv2d`, forward and backward | 4 times | an error |
 //!
-//! Sending is another matter: with `reduce_dtype` alone (`param_dtype` None) the model computes in f32, and half of the bytes
-//! travel between hosts.
+//! Communication does become faster: with `reduce_dtype` alone (`param_dtype` None) the model computes in f32, and half
+//! as many bytes travel between hosts.
 //!
 //! # From Apex
-//! What the optimization levels of `apex.amp.initialize` are here. "`dtype`" is the argument of
+//! The optimization levels of `apex.amp.initialize` and their counterparts. "`dtype`" is the argument of
 //! [`DistributedDataParallel::new`](crate::DistributedDataParallel::new).
 //!
 //! | level | Apex | here |
 //! |---|---|---|
 //! | O0 | everything in f32 | `dtype` F32, no `mixed_precision` |
-//! | O1 | f32 parameters; each function casts its inputs to the dtype on a list | no counterpart: candle has no automatic casts. The nearest is O2, with layers that need f32 asking for it (below) |
+//! | O1 | f32 parameters; each function casts its inputs to the dtype on a list | no counterpart: candle has no automatic casts. The nearest is O2, with layers that request f32 if they need it (below) |
 //! | O2 | f16 model, batch norms in f32, f32 masters, dynamic loss scale | `dtype` F32, `param_dtype` F16 (or BF16), `buffer_dtype` None, batch norms built for f32 (below); [`GradScaler`] (not for BF16) |
 //! | O3 | everything in f16 | `dtype` F16, no `mixed_precision` |
 //!
-//! `keep_batchnorm_fp32`: [`SyncBatchNorm`](crate::nn::SyncBatchNorm) takes f16 and bf16 inputs with f32 statistics, and
-//! calculates in f32; but its weight and bias are replicas in `param_dtype`, as all others, unless it is built with
-//! `vb.to_dtype(DType::F32)`: they are then f32, whatever its inputs are. **candle's own `BatchNorm` needs its input,
-//! parameters and buffers in one dtype in evaluation, and f32 buffers in training**, so that under mixed precision it has
-//! to work in f32, or be replaced (also in a world of one). Another layer that should stay in f32 is built in the same way
-//! (its variable is then its own master) and given f32 inputs. `loss_scale="dynamic"` is [`GradScaler`]; a constant one
-//! has a `growth_factor` and a `backoff_factor` of 1, and still leaves out steps with an overflow, where Apex's does not.
+//! `keep_batchnorm_fp32`: [`SyncBatchNorm`](crate::nn::SyncBatchNorm) takes f16 and bf16 inputs, and computes, with its
+//! statistics, in f32. Its weight and bias are replicas in `param_dtype` like all others, unless it is built with
+//! `vb.to_dtype(DType::F32)`: then they are f32, whatever the dtype of its inputs. **candle's own `BatchNorm` needs
+//! input, parameters and buffers in one dtype in evaluation, and f32 buffers in training**, so under mixed precision it
+//! must work in f32 or be replaced (in a world of one too). Any other layer that should stay in f32 is built in the
+//! same way (its variable is then its own master) and must get f32 inputs. `loss_scale="dynamic"` is [`GradScaler`]. A
+//! constant loss scale has a `growth_factor` and a `backoff_factor` of 1; steps with an overflow are still skipped,
+//! unlike in Apex.
 mod grad_scaler;
 mod state;
 mod unscale;

@@ -1,12 +1,12 @@
-//! What a checkpoint has to hold of a gradient scaler.
+//! The state of a gradient scaler in a checkpoint.
 use crate::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a checkpoint holds of a [`GradScaler`](super::GradScaler): PyTorch's `state_dict`, with its names.
+/// The state of a [`GradScaler`](super::GradScaler) in a checkpoint: PyTorch's `state_dict`, with its names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
-    /// What losses are multiplied by.
+    /// The factor for losses.
     pub scale: f64,
     /// See [`GradScalerOptions`](super::GradScalerOptions).
     pub growth_factor: f64,
@@ -37,7 +37,7 @@ impl GradScalerState {
     }
 }
 
-/// A line `name value` for each field.
+/// Writes one line `name value` for each field.
 impl fmt::Display for GradScalerState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "scale {}", self.scale)?;

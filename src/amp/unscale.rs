@@ -1,4 +1,4 @@
-//! Dividing gradients by the scale, and finding out whether they have overflowed.
+//! Divides gradients by the scale and detects overflows.
 use crate::kernels;
 use crate::tensor::borrow::slice_mut;
 use crate::tensor::{Element, dispatch};
@@ -8,20 +8,20 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Tensor, Var, WithDType};
 use std::cell::Cell;
 
-/// Multiplies this rank's gradients, and says whether any is infinite or NaN; `None` if `grads` has none of them.
+/// Multiplies this rank's gradients and returns whether any is infinite or NaN; `None` if `grads` has none of them.
 pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, factor: f64) -> Result<Option<bool>> {
     let present = |(_, var): &&(String, Var)| grads.get(var).is_some();
     let parameters: Vec<_> = parameters.iter().filter(present).collect();
-    // Before any is changed.
+    // Check all before changing any.
     if let Some((name, _)) = parameters.iter().find(|(_, var)| grads.get(var).map(Tensor::dtype) == Some(DType::F16)) {
-        let reason = "its gradient is in f16, which cannot hold what it is divided to: make the variable in f32, and let \
+        let reason = "its gradient is in f16, which cannot hold the divided values: make the variable in f32, and let \
                       mixed_precision.param_dtype be F16";
         return Err(Error::parameter(name, reason));
     }
     let mut overflow = false;
-    // On GPUs all are looked at together, with one wait for the result.
+    // GPU gradients are checked together, with one wait for the result.
     let mut on_gpu = Vec::new();
-    // Where there is no kernel, the sum over all gradients of zeros, or NaN.
+    // Without a kernel, a sum over all gradients of zeros, or NaN where they are not finite.
     let mut zeros: Option<Tensor> = None;
     for (_, var) in &parameters {
         let Some(grad) = grads.get(var) else { continue };
@@ -55,7 +55,7 @@ pub(super) fn unscale(parameters: &[(String, Var)], grads: &mut GradStore, facto
     Ok((!parameters.is_empty()).then_some(overflow))
 }
 
-/// Multiplies a tensor by a factor, and notes whether a number in it was infinite or NaN.
+/// Multiplies a tensor by a factor, and records whether it contained an infinity or NaN.
 struct Unscale {
     factor: f64,
     overflow: Cell<bool>,

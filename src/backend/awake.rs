@@ -1,11 +1,11 @@
-//! A clock that stands still while this process is stopped, for example by Ctrl-Z or a debugger, to tell how long other
-//! ranks have been silent.
+//! A clock that stands still while this process is stopped, for example by Ctrl-Z or a debugger. It measures how long
+//! other ranks have been silent.
 use std::time::{Duration, Instant};
 
-/// The time of a thread that sleeps between rounds of work. Sleep that took much longer than intended does not count: the
-/// process or the machine was stopped then, and could not see what came from others.
+/// The time of a thread that sleeps between rounds of work. Sleep that took much longer than intended does not count:
+/// the process or the machine was stopped then and could not receive anything.
 pub(super) struct AwakeClock {
-    /// The longest that a sleep takes, also on a busy machine.
+    /// The longest that a sleep takes on a busy machine.
     longest_sleep: Duration,
     asleep_since: Instant,
     /// The time that does not count.
@@ -17,18 +17,18 @@ impl AwakeClock {
         Self { longest_sleep, asleep_since: now, stopped: Duration::ZERO }
     }
 
-    /// To be called before the thread sleeps.
+    /// Call before the thread sleeps.
     pub(super) fn sleep(&mut self, now: Instant) {
         self.asleep_since = now;
     }
 
-    /// To be called after the thread has slept.
+    /// Call after the thread has slept.
     pub(super) fn wake(&mut self, now: Instant) {
         let slept = now.saturating_duration_since(self.asleep_since);
         self.stopped += slept.saturating_sub(self.longest_sleep);
     }
 
-    /// What this clock shows.
+    /// The time by this clock.
     pub(super) fn at(&self, now: Instant) -> Instant {
         now.checked_sub(self.stopped).unwrap_or(now)
     }
@@ -43,7 +43,7 @@ mod tests {
         let seconds = Duration::from_secs;
         let start = Instant::now();
         let mut clock = AwakeClock::new(start, seconds(2));
-        // How long the thread worked and slept by the system's clock, and what this clock shows then.
+        // How long the thread worked and slept by the system's clock, and the expected time by this clock.
         let rounds = [(0, 1, 1), (3, 1, 5), (0, 3600, 7), (1, 1, 9), (10, 2, 21), (0, 50, 23)];
         let mut now = start;
         for (worked, slept, expected) in rounds {

@@ -1,4 +1,4 @@
-//! What a rank called, as it is sent in front of the data and as it is written in messages.
+//! The description of a call, as it is sent before the data and shown in messages.
 use super::label::Label;
 use super::wire::{Reader, Writer};
 use crate::backend::ReduceOp;
@@ -38,7 +38,12 @@ impl Element {
         }
     }
 
-    /// Bytes of one element.
+    /// Returns the name of the dtype, for example `f32`.
+    pub(super) fn name(self) -> &'static str {
+        self.dtype().as_str()
+    }
+
+    /// The size of one element in bytes.
     pub(super) fn size(self) -> usize {
         self.dtype().size_in_bytes()
     }
@@ -102,22 +107,22 @@ impl Operation {
 
 const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
 
-/// One call, without its data: what all ranks must agree on.
+/// One call without its data: everything on which all ranks must agree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) operation: Operation,
-    /// `None` where no data moves.
+    /// `None` if no data moves.
     pub(super) element: Option<Element>,
     pub(super) reduction: Option<ReduceOp>,
     pub(super) root: Option<usize>,
-    /// Elements of the tensor. Where there are two tensors, elements of the one that is a part of the other (the input of an
-    /// all-gather, the output of a reduce-scatter); of the input of an all-to-all.
+    /// The number of elements of the tensor. With two tensors, that of the smaller one (the input of an all-gather, the
+    /// output of a reduce-scatter); for an all-to-all, that of the input.
     pub(super) count: u64,
     pub(super) label: Label,
 }
 
 impl Call {
-    /// Bytes of an encoded call.
+    /// The size of an encoded call in bytes.
     pub(super) const BYTES: usize = 20;
     const NONE: u8 = u8::MAX;
 
@@ -143,13 +148,15 @@ impl Call {
         let operation = *Operation::ALL.get(usize::from(reader.u8()?))?;
         let element = pick(reader.u8()?, &Element::ALL)?;
         let reduction = pick(reader.u8()?, &REDUCTIONS)?;
-        reader.u8()?;
+        if reader.u8()? != 0 {
+            return None;
+        }
         let root = Some(reader.u32()?).filter(|root| *root != u32::MAX).map(|root| root as usize);
         let (count, label) = (reader.u64()?, Label::from_code(reader.u32()?));
         Some(Self { operation, element, reduction, root, count, label })
     }
 
-    /// With the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.
+    /// Includes the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.
     fn in_full(&self) -> String {
         let reduction = self.reduction.map_or_else(String::new, |reduction| format!(", {reduction}"));
         let root = self.root.map_or_else(String::new, |root| format!(", root {root}"));
@@ -171,18 +178,27 @@ impl Call {
     /// Describes two different calls, in full if their short forms are equal.
     pub(super) fn describe_both(&self, other: &Self) -> (String, String) {
         let (a, b) = (self.to_string(), other.to_string());
-        if a == b { (self.in_full(), other.in_full()) } else { (a, b) }
+        if a != b {
+            return (a, b);
+        }
+        let (a, b) = (self.in_full(), other.in_full());
+        if a != b || self == other {
+            return (a, b);
+        }
+        // This rank does not know the text of one of them.
+        let label = |call: &Self| format!(" (label {:08x})", call.label.code());
+        (a + &label(self), b + &label(other))
     }
 }
 
-/// `all_reduce(f32[20])`, `all_gather(i64[1]) for save_distributed`
+/// Writes `all_reduce(f32[20])`, or `all_gather(i64[1]) for save_distributed`.
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.with_arguments(""))
     }
 }
 
-/// A queue of calls: calls are numbered, and matched between ranks, within a channel.
+/// A queue of calls. Calls are numbered, and matched between ranks, within a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Channel {
     Collectives,
@@ -190,7 +206,7 @@ pub(crate) enum Channel {
     RecvFrom(usize),
 }
 
-/// What is sent in front of the data of one call, once for each pair of ranks and direction.
+/// The header before the data of one call, sent once for each pair of ranks and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) sequence: u64,
@@ -198,7 +214,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Bytes of an encoded header.
+    /// The size of an encoded header in bytes.
     pub(super) const BYTES: usize = 12 + Call::BYTES;
     const MAGIC: u32 = u32::from_le_bytes(*b"cddp");
 
@@ -244,6 +260,9 @@ mod tests {
         }
         assert!(REDUCTIONS.into_iter().enumerate().all(|(index, reduction)| reduction as usize == index));
         assert_eq!(Header::decode(&[7; Header::BYTES]), None);
+        let mut unused = Header { sequence: 1, call: Call::bare(Operation::Barrier) }.encode();
+        unused[15] = 1;
+        assert_eq!(Header::decode(&unused), None);
     }
 
     #[test]
@@ -263,6 +282,14 @@ mod tests {
         assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[4])", "reduce(f32[5])"));
         let (a, b) = sum.describe_both(&Call { label: Label::SAVE, ..sum });
         assert_eq!((a.as_str(), b.as_str()), ("reduce(f32[4])", "reduce(f32[4]) for save_distributed"));
+        let (a, b) = sum.describe_both(&Call { label: Label::from_code(0x1234), ..sum });
+        assert_eq!(
+            (a, b),
+            (
+                "reduce(f32[4], sum, root 0) (label 00000000)".into(),
+                "reduce(f32[4], sum, root 0) (label 00001234)".into()
+            )
+        );
         let labelled = Call { label: Label::SAVE, ..sum };
         let (a, _) = labelled.describe_both(&Call { label: Label::SAVE, ..other_root });
         assert_eq!(a, "reduce(f32[4], sum, root 0) for save_distributed");

@@ -1,4 +1,4 @@
-//! What every engine checks on the calling thread, before anything moves.
+//! Checks that every engine makes on the calling thread before anything is sent.
 use super::call::{Call, Channel, Element, Operation};
 use super::label::Label;
 use super::{Collective, ReduceOp};
@@ -6,18 +6,28 @@ use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
 use std::ops::Range;
 
-/// Says whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows the
-/// tensor's description.
-pub(super) type Place<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
+/// Checks whether an engine can reach a tensor. If not, the error says where the tensor is and what to do; it follows
+/// the tensor's description.
+pub(super) type CheckDevice<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<(), String>;
 
 /// Checks the tensors and arguments of `collective` on one rank of a group, and labels the call.
-pub(super) fn check(rank: usize, world_size: usize, place: Place, collective: &Collective) -> Result<(Call, Channel)> {
-    let (call, channel) = call_of(rank, world_size, place, collective)?;
+pub(super) fn check(
+    rank: usize,
+    world_size: usize,
+    check_device: CheckDevice,
+    collective: &Collective,
+) -> Result<(Call, Channel)> {
+    let (call, channel) = call_of(rank, world_size, check_device, collective)?;
     Ok((Call { label: Label::current(), ..call }, channel))
 }
 
-fn call_of(rank: usize, world_size: usize, place: Place, collective: &Collective) -> Result<(Call, Channel)> {
-    let checker = Checker { rank, world_size, place, name: collective.name() };
+fn call_of(
+    rank: usize,
+    world_size: usize,
+    check_device: CheckDevice,
+    collective: &Collective,
+) -> Result<(Call, Channel)> {
+    let checker = Checker { rank, world_size, check_device, name: collective.name() };
     let call = |operation, tensor, reduction, root| checker.call(operation, tensor, reduction, root);
     let call = match collective {
         Collective::AllReduce { tensor, op } => call(Operation::AllReduce, tensor, Some(*op), None)?,
@@ -25,7 +35,7 @@ fn call_of(rank: usize, world_size: usize, place: Place, collective: &Collective
         Collective::Reduce { tensor, root, op } => call(Operation::Reduce, tensor, Some(*op), Some(*root))?,
         Collective::AllGather { output, input } => {
             let call = call(Operation::AllGather, input, None, None)?;
-            // In an all-gather in place, the input is this rank's part of the output.
+            // In an in-place all-gather, the input is this rank's part of the output.
             let each = input.elem_count();
             let own = rank * each..(rank + 1) * each;
             checker.pair_in_place(("output", output), ("input", input), world_size, Some(own))?;
@@ -77,7 +87,7 @@ fn call_of(rank: usize, world_size: usize, place: Place, collective: &Collective
 struct Checker<'a> {
     rank: usize,
     world_size: usize,
-    place: Place<'a>,
+    check_device: CheckDevice<'a>,
     name: &'static str,
 }
 
@@ -111,7 +121,7 @@ impl Checker<'_> {
 
     fn tensor(&self, tensor: &Tensor) -> Result<Element> {
         let described = crate::error::describe(tensor.dtype(), tensor.shape());
-        if let Err(reason) = (self.place)(tensor) {
+        if let Err(reason) = (self.check_device)(tensor) {
             return Err(self.refuse(format!("{described} {reason}")));
         }
         if !tensor.is_contiguous() {
@@ -171,7 +181,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// The tensor that only the root has.
+    /// Checks the tensor that only the root passes.
     fn on_root<'a>(
         &self,
         argument: &'static str,
@@ -216,8 +226,8 @@ pub(super) fn byte_range(tensor: &Tensor) -> Range<usize> {
     start..start + tensor.elem_count() * size
 }
 
-/// A number that identifies the storage of a contiguous tensor while the tensor lives, and the bytes that the tensor covers.
-/// Waits while the storage is being changed.
+/// A number that identifies the storage of a contiguous tensor while the tensor lives, and the bytes that the tensor
+/// covers. Waits while another thread writes to the storage.
 pub(super) fn extent(tensor: &Tensor) -> (usize, Range<usize>) {
     // The address is only compared, never dereferenced.
     (std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr(), byte_range(tensor))

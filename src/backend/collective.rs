@@ -28,14 +28,14 @@ pub enum Collective {
         /// The reduction.
         op: ReduceOp,
     },
-    /// Every rank's `tensor` becomes that of `root`.
+    /// Every rank's `tensor` becomes a copy of that of `root`.
     Broadcast {
         /// Read on `root`, written elsewhere.
         tensor: Tensor,
         /// The rank that sends.
         root: usize,
     },
-    /// The `tensor` of `root` becomes the reduction of all; the others' stay as they are.
+    /// The `tensor` of `root` becomes the reduction of all; the other ranks' tensors do not change.
     Reduce {
         /// Written on `root`, read elsewhere.
         tensor: Tensor,
@@ -92,14 +92,14 @@ pub enum Collective {
         /// The rank that receives.
         peer: usize,
     },
-    /// `tensor` becomes what rank `peer` sends.
+    /// `tensor` becomes a copy of what rank `peer` sends.
     Recv {
         /// Where the received data goes.
         tensor: Tensor,
         /// The rank that sends.
         peer: usize,
     },
-    /// Every rank waits until all have come.
+    /// Every rank waits until all have made the call.
     Barrier,
 }
 

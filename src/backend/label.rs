@@ -1,21 +1,22 @@
-//! What a collective is for, as messages say it: `all_gather(i64[1]) for save_distributed`.
+//! The purpose of a collective, as messages show it: `all_gather(i64[1]) for save_distributed`.
+use crate::hash::fnv1a_32;
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// What a call is for. It travels with the call as a number, which every rank turns into text by itself: of the fixed texts
-/// each knows all, and of others those that it has registered, as all ranks of a program do.
+/// The purpose of a call. It is sent with the call as a number, which every rank turns into text: all ranks know the
+/// fixed texts, and register the same other texts.
 ///
-/// Ranks whose calls look alike and have different labels disagree about what they are doing.
+/// Ranks whose calls look alike but have different labels are doing different things.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Label(u32);
 
 thread_local! {
-    /// That of the calls which this thread makes.
+    /// The label of the calls that this thread makes.
     static CURRENT: Cell<Label> = const { Cell::new(Label::NONE) };
 }
 
-/// The texts that were registered.
+/// The registered texts.
 static REGISTERED: Mutex<Option<HashMap<Label, String>>> = Mutex::new(None);
 
 macro_rules! labels {
@@ -37,6 +38,9 @@ labels! {
     DDP_BUFFERS = "rank 0's variables, which DistributedDataParallel broadcasts";
     DDP_ORDER = "the order of DistributedDataParallel's buckets";
     DDP_USED = "the used flags of DistributedDataParallel's parameters";
+    JOIN = "a join, in which the program calls no collectives of its own";
+    JOIN_NEW = "join";
+    JOIN_SYNC = "Joined::sync";
     BATCH_NORM = "SyncBatchNorm's statistics";
     BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
     UNSCALE = "GradScaler::unscale";
@@ -49,24 +53,26 @@ labels! {
     ZERO_LOAD = "ZeroRedundancyOptimizer::load";
     OPTIMIZER_SAVE = "Optimizer::save_distributed";
     OPTIMIZER_LOAD = "Optimizer::load_distributed";
+    ELASTIC = "the state that elastic::run brings to all ranks";
+    ELASTIC_MIRROR = "the shards that elastic::State mirrors";
     SAVE = "save_distributed";
     LOAD = "load_distributed";
+    CHECKPOINTER_NEW = "Checkpointer::new";
+    CHECKPOINTER_SAVE = "Checkpointer::save";
+    CHECKPOINTER_WRITE = "the background write of Checkpointer::save";
+    CHECKPOINTER_LOAD = "Checkpointer::load_latest";
 }
 
 impl Label {
     pub(crate) const NONE: Self = Self(0);
 
-    /// FNV-1a, of 32 bits; never that of no label.
+    /// The text's hash; never the number that means no label.
     const fn of(text: &str) -> Self {
-        let (bytes, mut hash, mut index) = (text.as_bytes(), 0x811c_9dc5_u32, 0);
-        while index < bytes.len() {
-            hash = (hash ^ bytes[index] as u32).wrapping_mul(0x0100_0193);
-            index += 1;
-        }
+        let hash = fnv1a_32(text.as_bytes());
         Self(if hash == 0 { 1 } else { hash })
     }
 
-    /// A label with a text of this run. Every rank registers the same before any makes a call for it.
+    /// A label with a text of this run. Every rank must register the same text before any rank makes a call with it.
     pub(crate) fn register(text: String) -> Self {
         let label = Self::of(&text);
         let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,10 +80,10 @@ impl Label {
         label
     }
 
-    /// Gives the calls that `work` makes on this thread this label, unless they have one already: what the program called
-    /// says more than what that calls.
+    /// Gives this label to the calls that `work` makes on this thread, unless they have one already: the outermost call
+    /// says the most.
     pub(crate) fn during<T>(self, work: impl FnOnce() -> T) -> T {
-        /// Takes the label back, also where `work` panics.
+        /// Restores the previous label, even if `work` panics.
         struct Scope(Label);
         impl Drop for Scope {
             fn drop(&mut self) {
@@ -95,7 +101,7 @@ impl Label {
         CURRENT.get()
     }
 
-    /// The text, where this rank knows it.
+    /// The text, if this rank knows it.
     pub(super) fn text(self) -> Option<String> {
         if let Some(text) = FIXED.iter().find(|text| Self::of(text) == self) {
             return Some(text.to_string());
@@ -104,12 +110,12 @@ impl Label {
         registered.as_ref()?.get(&self).cloned()
     }
 
-    /// As it travels.
+    /// The number that is sent.
     pub(super) fn code(self) -> u32 {
         self.0
     }
 
-    /// What travelled.
+    /// The label of a received number.
     pub(super) fn from_code(code: u32) -> Self {
         Self(code)
     }

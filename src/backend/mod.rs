@@ -9,7 +9,7 @@ mod construction;
 pub mod cpu;
 mod failure;
 mod label;
-// Without the feature, the same names return errors. This is the only place where the two builds differ.
+// Without the feature, the same names return errors. This is the only difference between the two builds.
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(not(feature = "nccl"))]
@@ -36,7 +36,7 @@ pub(crate) fn takes(dtype: candle_core::DType) -> bool {
 /// The result of [`Communicator::split`].
 #[non_exhaustive]
 pub enum Split {
-    /// The engine cannot make groups out of others.
+    /// The engine cannot split groups.
     Unsupported,
     /// This rank's engine of the new group.
     Member(Box<dyn Communicator>),
@@ -44,26 +44,26 @@ pub enum Split {
     NotMember,
 }
 
-/// An engine that carries out the collectives of one group, in the order in which they are started.
+/// An engine that runs the collectives of one group, in the order in which they are started.
 ///
-/// All ranks of the group start the same collectives in the same order (`Send` and `Recv` pair up between two ranks
-/// only, in their own order). After an error the group is broken: every later call returns the same cause.
+/// All ranks of the group must start the same collectives in the same order (`Send` and `Recv` pair up between two
+/// ranks only, in their own order). After an error the group is broken: every later call returns the same cause.
 pub trait Communicator: Send + Sync {
-    /// This process's place in the group.
+    /// This process's rank in the group.
     fn rank(&self) -> usize;
 
-    /// How many ranks the group has.
+    /// The number of ranks in the group.
     fn world_size(&self) -> usize;
 
     /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for.
     fn start(&self, collective: Collective) -> Result<Work>;
 
-    /// Carries out `collective` and waits for it; an engine may do so on the caller's own thread.
+    /// Runs `collective` and waits for it; an engine may do so on the calling thread.
     fn run(&self, collective: Collective) -> Result<()> {
         self.start(collective)?.wait()
     }
 
-    /// Has [`Work::span`] measured for the collectives that are started from now on, where measuring costs something: on GPUs.
+    /// Makes [`Work::span`] available for collectives started from now on, if measuring costs something, as on GPUs.
     /// Call it again from time to time to keep the times exact.
     fn measure_spans(&self) -> Result<()> {
         Ok(())
@@ -78,22 +78,23 @@ pub trait Communicator: Send + Sync {
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
 
-    /// Makes the engine of a new group out of this one. Rank `i` of the new group is `ranks[i]` here, and `store` belongs to
-    /// the new group alone. Every rank of this group calls it with the same `ranks`, also those that are not among them.
+    /// Creates the engine of a new group from this one. Rank `i` of the new group is rank `ranks[i]` of this one, and
+    /// only the new group uses `store`. Every rank of this group must call it with the same `ranks`, even if it is not
+    /// one of them.
     ///
     /// # Errors
-    /// The group has failed, or the new one cannot be made.
+    /// Returns an error if the group has failed, or the new one cannot be created.
     #[allow(unused_variables)]
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
         Ok(Split::Unsupported)
     }
 
-    /// Makes a second engine of the same ranks, whose calls are independent of this one's: MPI's `MPI_Comm_dup`. `store`
-    /// belongs to the new group alone. Every rank of this group calls it, and calls of this group may be under way
+    /// Creates a second engine of the same ranks, whose calls are independent of this one's: MPI's `MPI_Comm_dup`. Only
+    /// the new group uses `store`. Every rank of this group must call it; calls of this group may be in flight
     /// meanwhile. By default, the group of all ranks is [split](Self::split) off.
     ///
     /// # Errors
-    /// The group has failed, or the new one cannot be made.
+    /// Returns an error if the group has failed, or the new one cannot be created.
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
         self.split(&(0..self.world_size()).collect::<Vec<_>>(), store)
     }

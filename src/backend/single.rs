@@ -1,4 +1,4 @@
-//! The engine of a world of one rank, on any device: collectives with nobody else, after the checks of every engine.
+//! The engine of a world of one rank, on any device. It makes the same checks as every engine.
 use super::check::{check, extent};
 use super::{Collective, Communicator, Completion, Split, Work};
 use crate::error::Failure;
@@ -20,7 +20,7 @@ impl SingleCommunicator {
         Self { device, reason: OnceLock::new() }
     }
 
-    fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
+    fn check_device(&self, tensor: &Tensor) -> std::result::Result<(), String> {
         if tensor.device().same_device(&self.device) {
             return Ok(());
         }
@@ -42,10 +42,10 @@ impl Communicator for SingleCommunicator {
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        check(0, 1, &|tensor| self.place(tensor), &collective)?;
+        check(0, 1, &|tensor| self.check_device(tensor), &collective)?;
         self.failure().map_or(Ok(()), Err)?;
         match &collective {
-            // Alone, a reduction of one rank's values is these values, and its tensor is the root's.
+            // The reduction of one rank's values is these values, and its tensor is the root's.
             Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Reduce { .. } => {}
             Collective::AllGather { output, input }
             | Collective::ReduceScatter { output, input, .. }
@@ -78,7 +78,7 @@ impl Communicator for SingleCommunicator {
     }
 }
 
-/// `output` gets the values of `input`, which has as many elements and, where the two overlap, is the same.
+/// Copies `input` into `output`, which has as many elements. If the two overlap, they are the same elements.
 fn assign(output: &Tensor, input: &Tensor) -> Result<()> {
     let ((to, to_bytes), (from, from_bytes)) = (extent(output), extent(input));
     if to == from && to_bytes == from_bytes {
@@ -90,7 +90,7 @@ fn assign(output: &Tensor, input: &Tensor) -> Result<()> {
     copy(&output.flatten_all()?, &input)
 }
 
-/// Candle's own stream comes to what it was told in order: its next operations need not wait.
+/// candle's own stream runs operations in order, so the next ones need not wait.
 struct OnDevice(Device);
 
 impl Completion for OnDevice {

@@ -22,7 +22,7 @@ impl Writer {
         self
     }
 
-    /// Text with its length in front, cut off at [`TEXT_LIMIT`].
+    /// Writes text with its length in front, cut off at [`TEXT_LIMIT`].
     pub(super) fn text(&mut self, value: &str) -> &mut Self {
         let mut end = value.len().min(TEXT_LIMIT);
         while !value.is_char_boundary(end) {
@@ -35,7 +35,7 @@ impl Writer {
 /// The longest text that is sent, in bytes.
 const TEXT_LIMIT: usize = 16 * 1024;
 
-/// Takes fields from the front of a buffer; `None` if the buffer is too short.
+/// Reads fields from the front of a buffer; returns `None` if the buffer is too short.
 pub(crate) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl<'a> Reader<'a> {

@@ -4,19 +4,19 @@ use std::time::Instant;
 
 /// A collective in flight, as its engine implements it.
 pub trait Completion: Send + Sync {
-    /// Returns once the calling thread's next candle operations may use the results. On a CPU, that is when the results are
-    /// there; on a GPU, it is when candle's stream has been told to wait for them, which does not block the host.
+    /// Returns once the calling thread's next candle operations may use the results. On a CPU, the results are then
+    /// complete; on a GPU, candle's stream then waits for them, which does not block the host.
     fn wait(&self) -> Result<()>;
 
-    /// Blocks the host until the results are there.
+    /// Blocks the host until the results are complete.
     fn synchronize(&self) -> Result<()> {
         self.wait()
     }
 
-    /// Whether the collective is over (also when it failed), without waiting.
+    /// Whether the collective is complete (even if it failed), without waiting.
     fn is_completed(&self) -> bool;
 
-    /// When execution started and finished, if that is known; `None` before the collective is over.
+    /// When execution started and finished, if known; `None` before the collective is complete.
     fn span(&self) -> Option<(Instant, Instant)> {
         None
     }
@@ -35,7 +35,7 @@ impl Work {
         Self(Arc::new(completion))
     }
 
-    /// Work that is complete already, as in a world of one.
+    /// Work that is already complete, as in a world of one.
     pub fn done() -> Self {
         struct Done;
         impl Completion for Done {
@@ -54,17 +54,17 @@ impl Work {
         self.0.wait()
     }
 
-    /// Blocks the host until the results are there, on a GPU too.
+    /// Blocks the host until the results are complete, on a GPU too.
     pub fn synchronize(&self) -> Result<()> {
         self.0.synchronize()
     }
 
-    /// Whether the collective is over (also when it failed), without waiting.
+    /// Whether the collective is complete (even if it failed), without waiting.
     pub fn is_completed(&self) -> bool {
         self.0.is_completed()
     }
 
-    /// When execution started and finished, if that is known; `None` before the collective is over.
+    /// When execution started and finished, if known; `None` before the collective is complete.
     pub fn span(&self) -> Option<(Instant, Instant)> {
         self.0.span()
     }

@@ -1,4 +1,4 @@
-//! Calls that are started before others are over.
+//! Calls that start before earlier ones are complete.
 use super::rank::{Fault, Outcome, Rank};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{DType, Tensor};
@@ -15,12 +15,12 @@ fn sum(tensor: &Tensor) -> Collective {
     Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum }
 }
 
-/// Of the works of a GPU engine none need be over when a later one was waited for on the GPU.
+/// With a GPU engine, waiting for a later work on the GPU does not mean that this one is complete.
 fn assert_over(rank: &Rank, work: &crate::Work) -> Outcome {
     if !rank.options.device.is_cpu() || work.is_completed() {
         return Ok(());
     }
-    Err(Fault::new("a call was over before one that was started earlier"))
+    Err(Fault::new("a call completed before one that was started earlier"))
 }
 
 pub(super) fn in_order(rank: &Rank) -> Outcome {
@@ -53,7 +53,7 @@ pub(super) fn dropped_work(rank: &Rank) -> Outcome {
 
 pub(super) fn run_after_start(rank: &Rank) -> Outcome {
     let tensor = filled(rank, 1.0, 10_000)?;
-    // In f32, sums of up to 14 ranks' are exact for six calls.
+    // In f32, sums over up to 14 ranks are exact for six calls.
     for _ in 0..3 {
         let work = rank.start(sum(&tensor))?;
         rank.run(sum(&tensor))?;
@@ -69,7 +69,7 @@ pub(super) fn messages_pass_collectives(rank: &Rank) -> Outcome {
     let (tensor, message) = (filled(rank, 1.0, 100)?, filled(rank, 7.0 * rank.number() as f64, 100)?);
     match rank.number() {
         0 => {
-            // Rank 1 joins this only after it has received the message.
+            // Rank 1 joins this call only after it has received the message.
             let work = rank.start(sum(&tensor))?;
             rank.run(Collective::Recv { tensor: message.clone(), peer: 1 })?;
             rank.run(Collective::Send { tensor: message, peer: 1 })?;
@@ -87,7 +87,7 @@ pub(super) fn messages_pass_collectives(rank: &Rank) -> Outcome {
 }
 
 pub(super) fn large_messages(rank: &Rank) -> Outcome {
-    /// 12 MiB: more than the buffers of a connection hold on its two ends together, which on Linux are 10.
+    /// 12 MiB is more than the buffers at both ends of a connection hold together, which is 10 MiB on Linux.
     const COUNT: usize = 3 << 20;
     if !rank.is_small_world() {
         return Ok(());

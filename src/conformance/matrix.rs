@@ -1,14 +1,14 @@
-//! Every collective against closed forms.
+//! Checks every collective against closed forms.
 use super::rank::{Fault, Outcome, Rank};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{DType, Tensor};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// After how many elements [`value`] and [`reduced`] repeat themselves.
+/// The number of elements after which [`value`] and [`reduced`] repeat.
 const VALUES: usize = 10;
 
-/// The element `index` of rank `rank`: small integers, exact in every dtype, as their reductions are.
+/// Element `index` of rank `rank`: a small integer, exact in every dtype, as is its reduction.
 fn value(op: ReduceOp, rank: usize, index: usize) -> f64 {
     let value = match op {
         // 1 or 2, so that products stay small.
@@ -27,7 +27,7 @@ fn reduced(op: ReduceOp, world_size: usize, index: usize) -> f64 {
         ReduceOp::Avg => low + last / 2.0,
         ReduceOp::Min => low,
         ReduceOp::Max => low + last,
-        // The ranks whose parity is not that of the index hold a 2.
+        // Ranks hold a 2 if their parity differs from the index's.
         ReduceOp::Prod => 2_f64.powi(((world_size + index % 2) / 2) as i32),
     }
 }
@@ -59,7 +59,7 @@ pub(super) fn reduce(rank: &Rank) -> Outcome {
 pub(super) fn reduce_scatter(rank: &Rank) -> Outcome {
     rank.reductions(|dtype, op, count| {
         if count > 10_000 {
-            // The input is as many times as large as there are ranks.
+            // The input is larger by a factor of the number of ranks.
             return Ok(());
         }
         let all = count * rank.world_size();
@@ -72,12 +72,12 @@ pub(super) fn reduce_scatter(rank: &Rank) -> Outcome {
     })
 }
 
-/// `count` elements from `start` on that differ from rank to rank and from index to index: (7 × rank + index) mod 100.
+/// `count` elements from `start` on that differ between ranks and indices: (7 × rank + index) mod 100.
 fn marks(rank: &Rank, dtype: DType, number: usize, start: usize, count: usize) -> Outcome<Tensor> {
     rank.periodic(dtype, count, 100, |index| ((7 * number + start + index) % 100) as f64)
 }
 
-/// The [`marks`] of all ranks, from `start` on, one after the other.
+/// The concatenated [`marks`] of all ranks, from `start` on.
 fn marks_of_all(rank: &Rank, dtype: DType, start: usize, count: usize) -> Outcome<Tensor> {
     let parts = (0..rank.world_size()).map(|number| marks(rank, dtype, number, start, count));
     Ok(Tensor::cat(&parts.collect::<Outcome<Vec<_>>>()?, 0)?)
@@ -167,7 +167,7 @@ pub(super) fn barrier(rank: &Rank) -> Outcome {
         rank.run(Collective::Barrier)?;
         let come = rank.come.map(|come| come.load(Ordering::SeqCst));
         if come.is_some_and(|come| come < world_size * round) {
-            return Err(Fault::new(format!("round {round}: a rank left before all had come")));
+            return Err(Fault::new(format!("round {round}: a rank left the barrier before all had reached it")));
         }
     }
     Ok(())
@@ -181,7 +181,7 @@ pub(super) fn views(rank: &Rank) -> Outcome {
     rank.assert_equal(&whole, &rank.periodic(DType::F32, 70, 70, expected)?)
 }
 
-/// Values of many magnitudes from a linear congruential generator, so that the order of additions shows in the bits.
+/// Values of many magnitudes from a linear congruential generator, so that the order of additions changes the bits.
 fn random(seed: usize, count: usize) -> Vec<f32> {
     let mut state = seed as u64;
     let mut next = || {

@@ -1,6 +1,6 @@
-//! What every engine must do: a test suite for implementations of [`Communicator`], also from outside of this crate.
+//! A test suite for implementations of [`Communicator`], including engines outside this crate.
 //!
-//! With the feature `conformance`, which belongs into `[dev-dependencies]`:
+//! Enable the feature `conformance` in `[dev-dependencies]`:
 //!
 //! ```
 //! use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -17,9 +17,9 @@
 //! # }
 //! ```
 //!
-//! Every collective is carried out in worlds of several sizes, with every dtype and reduction and with small and large
-//! counts of elements, and compared with closed forms; then come calls in flight and slices of one tensor ([`Case`] has
-//! the list). What an engine does when a rank dies or calls something else is not tested, and neither is its speed.
+//! Every collective runs in worlds of several sizes, with every dtype and reduction, with small and large element
+//! counts, and is compared with closed forms. Calls in flight and slices of one tensor follow ([`Case`] has the list).
+//! The suite tests neither speed nor an engine's behaviour when a rank dies or makes a different call.
 mod in_flight;
 mod matrix;
 mod options;
@@ -37,13 +37,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-/// Tests an engine whose ranks can be threads of one process. `make` makes the communicator of one rank from a store, the
-/// rank and the size of the world, on a thread of the rank's own; every group has its own store. Two groups are made for
-/// each size of the world, in which all cases follow each other.
+/// Tests an engine whose ranks can be threads of one process. `make` creates the communicator of one rank from a store,
+/// the rank and the world size, on that rank's own thread; every group has its own store. For each world size, two
+/// groups are created and run all cases in order.
 ///
 /// # Errors
-/// The first thing that is wrong, as [`Error::RankFailed`]: the case, the call, and what was expected. An engine that
-/// never returns from a call makes this wait for ever.
+/// Returns the first fault, as [`Error::RankFailed`], with the case, the call, and what was expected. If the engine
+/// never returns from a call, neither does this function.
 pub fn run<M>(options: &ConformanceOptions, make: M) -> Result<()>
 where
     M: Fn(Arc<dyn Store>, usize, usize) -> Result<Box<dyn Communicator>> + Sync,
@@ -65,11 +65,12 @@ where
     Ok(())
 }
 
-/// Tests an engine whose ranks are processes: every one calls this with the same options and its communicators of two
-/// groups of all ranks.
+/// Tests an engine whose ranks are processes. Every rank must call this with the same options and its communicators of
+/// two groups of all ranks.
 ///
 /// # Errors
-/// As with [`run`], on the rank that finds it; it then [aborts](Communicator::abort) both groups.
+/// Returns the errors of [`run`] on the rank that finds the fault, which then [aborts](Communicator::abort) both
+/// groups.
 pub fn run_rank(options: &ConformanceOptions, groups: [&dyn Communicator; 2]) -> Result<()> {
     check(&ConformanceOptions { world_sizes: vec![groups[0].world_size()], ..options.clone() })?;
     run_cases(options, groups, None)
@@ -77,7 +78,7 @@ pub fn run_rank(options: &ConformanceOptions, groups: [&dyn Communicator; 2]) ->
 
 fn check(options: &ConformanceOptions) -> Result<()> {
     match options.world_sizes.iter().find(|size| !(1..=14).contains(*size)) {
-        Some(size) => Err(Error::invalid("world_sizes", format!("worlds have 1 to 14 ranks here, and not {size}"))),
+        Some(size) => Err(Error::invalid("world_sizes", format!("worlds have 1 to 14 ranks here, not {size}"))),
         None => Ok(()),
     }
 }
@@ -87,7 +88,7 @@ fn run_cases(options: &ConformanceOptions, groups: [&dyn Communicator; 2], come:
     for case in &options.cases {
         if let Err(fault) = test(*case, &rank) {
             let error = failed(rank.number(), rank.world_size(), case, fault);
-            // The other ranks are in the same case, or on their way to it.
+            // The other ranks are in the same case or about to start it.
             groups.iter().for_each(|group| group.abort(&error.to_string()));
             return Err(error);
         }
@@ -120,7 +121,7 @@ fn test(case: Case, rank: &Rank) -> Outcome {
 
 fn failed(rank: usize, world_size: usize, case: &dyn fmt::Display, fault: Fault) -> Error {
     match fault.error {
-        // Another rank says what is wrong.
+        // Another rank reports the cause.
         Some(error) if is_echo(rank, &error) => *error,
         _ => Error::RankFailed { rank, reason: format!("{case}, {world_size} ranks, {}", fault.reason) },
     }

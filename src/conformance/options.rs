@@ -1,31 +1,32 @@
-//! What an engine is tested with, and in.
+//! Options and cases of the conformance suite.
 use crate::backend::ReduceOp;
 use candle_core::{DType, Device};
 use std::fmt;
 use std::time::Duration;
 
-/// What an engine is tested with.
+/// Options of the conformance suite.
 #[derive(Clone, Debug)]
 pub struct ConformanceOptions {
-    /// What is tested, in this order. Default: [`Case::ALL`].
+    /// The cases to test, in this order. Default: [`Case::ALL`].
     pub cases: Vec<Case>,
-    /// The sizes of the worlds that [`run`](super::run) makes, from 1 to 14. Default: 1, 2, 3, 4 and 7.
+    /// The sizes of the worlds that [`run`](super::run) creates, from 1 to 14. Default: 1, 2, 3, 4 and 7.
     pub world_sizes: Vec<usize>,
-    /// How many elements a rank's part has. Small counts, those around the sizes at which the engine takes another
-    /// algorithm, and one that the number of ranks does not divide find most. Those above 1000 are tested with the first of
-    /// the `reductions` only, those above 10 000 with f32 and bf16 only. Default: 0 (on the CPU; candle has no empty tensors on a GPU), 1, 2, 3, 7, 64, 1000, 10 000 and 70 001.
+    /// The element counts of a rank's part. Most useful are small counts, counts around the sizes at which the engine
+    /// changes its algorithm, and a count that the number of ranks does not divide. Counts above 1000 are tested only
+    /// with the first of the `reductions`, counts above 10 000 only with f32 and bf16. Default: 0 (on the CPU; candle
+    /// has no empty tensors on a GPU), 1, 2, 3, 7, 64, 1000, 10 000 and 70 001.
     pub counts: Vec<usize>,
     /// The dtypes of the tensors. Default: f32, f64, f16, bf16, i64, u32 and u8.
     pub dtypes: Vec<DType>,
-    /// The reductions; averages of floating-point tensors only. Default: all.
+    /// The reductions; averages are tested with floating-point tensors only. Default: all.
     pub reductions: Vec<ReduceOp>,
-    /// Whether an average is rounded to the tensor's dtype once, as that of the CPU engine is. NCCL's is not: it rounds
-    /// each value divided by the number of ranks, and the sums. Default: no.
+    /// Whether an average is rounded to the tensor's dtype only once, as in the CPU engine. NCCL instead rounds each
+    /// value divided by the number of ranks, and the sums. Default: false.
     pub average_is_rounded_once: bool,
     /// The device of the tensors. Default: the CPU.
     pub device: Device,
-    /// How long a rank waits for a key in the store from which [`run`](super::run) has the groups made. The engine's own time-out
-    /// bounds the calls. Default: 60 seconds.
+    /// How long a rank waits for a key in the store from which [`run`](super::run) creates the groups. The engine's own
+    /// time-out limits the calls. Default: 60 seconds.
     pub timeout: Duration,
 }
 
@@ -47,7 +48,7 @@ impl Default for ConformanceOptions {
 
 macro_rules! cases {
     ($($(#[$doc:meta])* $case:ident = $name:ident),+ $(,)?) => {
-        /// Something that an engine must do.
+        /// A requirement that an engine must meet.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Case {
@@ -55,12 +56,12 @@ macro_rules! cases {
         }
 
         impl Case {
-            /// All of them.
+            /// All cases.
             pub const ALL: &[Self] = &[$(Self::$case),+];
 
         }
 
-        /// The name, such as `all_reduce`.
+        /// Writes the name, such as `all_reduce`.
         impl fmt::Display for Case {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(match self {
@@ -76,34 +77,35 @@ cases! {
     AllReduce = all_reduce,
     /// [`Collective::Broadcast`](crate::backend::Collective::Broadcast), from several roots.
     Broadcast = broadcast,
-    /// [`Collective::Reduce`](crate::backend::Collective::Reduce): the others' tensors stay as they are.
+    /// [`Collective::Reduce`](crate::backend::Collective::Reduce): the other ranks' tensors do not change.
     Reduce = reduce,
-    /// [`Collective::AllGather`](crate::backend::Collective::AllGather), also where the input is a part of the output.
+    /// [`Collective::AllGather`](crate::backend::Collective::AllGather), including an input that is a part of the
+    /// output.
     AllGather = all_gather,
     /// [`Collective::ReduceScatter`](crate::backend::Collective::ReduceScatter).
     ReduceScatter = reduce_scatter,
     /// [`Collective::AllToAll`](crate::backend::Collective::AllToAll).
     AllToAll = all_to_all,
-    /// [`Collective::Gather`](crate::backend::Collective::Gather) and, back again,
-    /// [`Collective::Scatter`](crate::backend::Collective::Scatter).
+    /// [`Collective::Gather`](crate::backend::Collective::Gather), then
+    /// [`Collective::Scatter`](crate::backend::Collective::Scatter) of the result.
     GatherAndScatter = gather_and_scatter,
-    /// [`Collective::Send`](crate::backend::Collective::Send) and [`Collective::Recv`](crate::backend::Collective::Recv),
-    /// round the ring of ranks.
+    /// [`Collective::Send`](crate::backend::Collective::Send) and
+    /// [`Collective::Recv`](crate::backend::Collective::Recv) around the ring of ranks.
     SendAndRecv = send_and_recv,
-    /// [`Collective::Barrier`](crate::backend::Collective::Barrier): nobody leaves before everybody has come. (The latter
-    /// shows in [`run`](super::run) only.)
+    /// [`Collective::Barrier`](crate::backend::Collective::Barrier): no rank leaves before all have arrived, which only
+    /// [`run`](super::run) can check.
     Barrier = barrier,
-    /// A view of some rows is reduced, and its surroundings stay.
+    /// Reducing a view of some rows does not change the other rows.
     Views = views,
-    /// Sums have the same bits on all ranks, again in the next call, and in another group of the same ranks: replicas of
-    /// a model drift apart otherwise.
+    /// Sums have the same bits on all ranks, in repeated calls, and in another group of the same ranks; otherwise a
+    /// model's replicas would drift apart.
     SameBits = same_bits,
-    /// Calls are carried out in the order in which they were started, and may be waited for in any other. This case, and
-    /// those of large messages and of slices, are tested in worlds of two and three ranks.
+    /// Calls run in the order in which they were started and may be waited for in any order. This case, and those of
+    /// large messages and slices, are tested in worlds of two and three ranks.
     InOrder = in_order,
-    /// A call whose `Work` is dropped is carried out.
+    /// A call runs even if its `Work` is dropped.
     DroppedWork = dropped_work,
-    /// [`Communicator::run`](crate::backend::Communicator::run) comes after what was started before it.
+    /// [`Communicator::run`](crate::backend::Communicator::run) comes after all calls started before it.
     RunAfterStart = run_after_start,
     /// Messages between two ranks do not wait for collectives that were started before them.
     MessagesPassCollectives = messages_pass_collectives,
@@ -111,6 +113,6 @@ cases! {
     LargeMessages = large_messages,
     /// Parts of one tensor are sent and received at the same time.
     Halos = halos,
-    /// The halves of one tensor are reduced in two groups, which not all ranks use in the same order.
+    /// The halves of one tensor are reduced in two groups, which ranks use in different orders.
     TwoGroups = two_groups,
 }

@@ -1,4 +1,4 @@
-//! One rank under test: its tensors, its calls, and how results are compared.
+//! One rank under test: its tensors, its calls, and the comparison of results.
 use super::options::ConformanceOptions;
 use crate::backend::{Collective, Communicator, ReduceOp, Work};
 use crate::error::describe;
@@ -6,13 +6,13 @@ use candle_core::{DType, Device, Tensor};
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
 
-/// What came of a case.
+/// The result of a case.
 pub(super) type Outcome<T = ()> = std::result::Result<T, Fault>;
 
-/// Something that the engine did wrong.
+/// A fault of the engine.
 pub(super) struct Fault {
     pub(super) reason: String,
-    /// The engine's error, if it is one.
+    /// The engine's error, if that is the fault.
     pub(super) error: Option<Box<crate::Error>>,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Rank<'a> {
     pub(super) options: &'a ConformanceOptions,
     /// Two groups of all ranks.
     pub(super) groups: [&'a dyn Communicator; 2],
-    /// How many ranks have come to barriers, where ranks are threads.
+    /// The number of ranks that have reached barriers, if ranks are threads.
     pub(super) come: Option<&'a AtomicUsize>,
 }
 
@@ -55,7 +55,7 @@ impl Rank<'_> {
         self.groups[0].world_size()
     }
 
-    /// The neighbours in the ring of ranks: the one before, and the next.
+    /// The previous and the next rank in the ring.
     pub(super) fn neighbours(&self) -> (usize, usize) {
         let (rank, world_size) = (self.number(), self.world_size());
         ((rank + world_size - 1) % world_size, (rank + 1) % world_size)
@@ -79,7 +79,7 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Calls `body` with every dtype and reduction, and small counts; with large ones for the first reduction only.
+    /// Calls `body` with every dtype and reduction for small counts, and with the first reduction only for large ones.
     pub(super) fn reductions(&self, body: impl Fn(DType, ReduceOp, usize) -> Outcome) -> Outcome {
         for &op in &self.options.reductions {
             self.moves(|dtype, count| {
@@ -99,7 +99,7 @@ impl Rank<'_> {
         self.options.counts.iter().copied().filter(move |count| (least..=most).contains(count))
     }
 
-    /// Whether the world is small enough for a case that moves much, but does not depend on the number of ranks.
+    /// Whether the world is small enough for a case that moves much data but does not depend on the number of ranks.
     pub(super) fn is_small_world(&self) -> bool {
         (2..=3).contains(&self.world_size())
     }
@@ -109,8 +109,8 @@ impl Rank<'_> {
         4 * self.options.counts.iter().max().copied().unwrap_or(1).max(1)
     }
 
-    /// `value` of the indices from 0 up to `count`. It repeats itself after `period` elements, so that candle does what
-    /// has to be done for each element.
+    /// `value` of the indices from 0 up to `count`. It repeats after `period` elements, so that candle does the work
+    /// per element.
     pub(super) fn periodic(
         &self,
         dtype: DType,
@@ -134,7 +134,7 @@ impl Rank<'_> {
         Ok(Tensor::full(value, count, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.options.device)?)
     }
 
-    /// How far averages may be from the mean, in relation to it.
+    /// The relative tolerance of averages.
     pub(super) fn tolerance(&self, op: ReduceOp, dtype: DType) -> f64 {
         match (op, dtype) {
             (ReduceOp::Avg, DType::F16) if !self.options.average_is_rounded_once => 3e-3,
@@ -148,7 +148,7 @@ impl Rank<'_> {
         self.assert_near(found, expected, 0.0)
     }
 
-    /// Every element of `found` is as `expected`, but for `tolerance` in relation to that.
+    /// Checks that every element of `found` equals `expected` within the relative `tolerance`.
     pub(super) fn assert_near(&self, found: &Tensor, expected: &Tensor, tolerance: f64) -> Outcome {
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_device(&Device::Cpu);
         let (mut found, mut expected) = (values(found)?, values(expected)?);

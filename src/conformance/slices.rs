@@ -3,7 +3,7 @@ use super::rank::{Outcome, Rank};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{DType, Tensor};
 
-/// Few elements, and many.
+/// A small and a large count.
 fn counts(rank: &Rank) -> [usize; 2] {
     [10, rank.many()]
 }
@@ -14,7 +14,7 @@ fn ramp(rank: &Rank, from: usize, count: usize) -> Outcome<Tensor> {
     Ok((ramp.to_dtype(DType::F32)? + from as f64)?.to_device(&rank.options.device)?)
 }
 
-/// Each rank sends the inner part of its tensor to the next rank, which receives it into the part before.
+/// Each rank sends the inner part of its tensor to the next rank, which receives it into the part before its own.
 pub(super) fn halos(rank: &Rank) -> Outcome {
     if !rank.is_small_world() {
         return Ok(());

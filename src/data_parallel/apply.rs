@@ -1,6 +1,6 @@
 //! Running work on several devices at once.
 use super::device::device_name;
-use super::replica::{Place, Replica};
+use super::replica::{DeviceVariables, Replica};
 use crate::panic::panic_message;
 use crate::process_group::STACK_BYTES;
 use crate::{Error, Result};
@@ -27,16 +27,16 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
         let reason = format!("there are {} inputs for {} replicas", inputs.len(), replicas.len());
         return Err(Error::invalid("inputs", reason));
     }
-    let places: Vec<_> = replicas.iter().map(|replica| Arc::clone(replica.place())).collect();
+    let locals: Vec<_> = replicas.iter().map(|replica| Arc::clone(replica.local_variables())).collect();
     // The first replica computes with the variables themselves and may write to buffers, so all copies must be complete
     // before it starts. It has no copies itself.
     if inputs.len() > 1 {
-        on_each(&places, vec![(); inputs.len()], |index, ()| replicas[index].refresh())?;
+        on_each(&locals, vec![(); inputs.len()], |index, ()| replicas[index].refresh())?;
     }
-    on_each(&places, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
+    on_each(&locals, inputs, |index, input| Ok(f(replicas[index].module(), input)?))
 }
 
-/// Runs `work` for each of the inputs, with one thread per place.
+/// Runs `work` for each of the inputs, with one thread per device.
 ///
 /// # Streams
 /// On a device made by `Device::new_cuda`, each thread has its own CUDA stream, and streams do not wait for each other.
@@ -44,18 +44,18 @@ pub fn parallel_apply<M: Sync, I: Send, O: Send>(
 /// threads read its results. Likewise, the work of the other threads must be complete before this thread continues,
 /// even if one of them has failed. So this function waits on both sides.
 pub(super) fn on_each<I: Send, O: Send>(
-    places: &[Arc<Place>],
+    locals: &[Arc<DeviceVariables>],
     inputs: Vec<I>,
     work: impl Fn(usize, I) -> Result<O> + Sync,
 ) -> Result<Vec<O>> {
     let failed = |replica: usize, reason: String| {
-        let device = device_name(places[replica].device.location());
+        let device = device_name(locals[replica].device.location());
         Error::Replica { replica, device, reason }
     };
     let run = |index: usize, input: I| -> Result<O> {
         let result = catch_unwind(AssertUnwindSafe(|| work(index, input)))
             .unwrap_or_else(|panic| Err(failed(index, panic_message(&*panic))));
-        let finished = places[index].device.synchronize();
+        let finished = locals[index].device.synchronize();
         match result.and_then(|output| Ok(finished.map(|()| output)?)) {
             Err(error @ Error::Replica { .. }) => Err(error),
             result => result.map_err(|error| failed(index, error.to_string())),
@@ -64,8 +64,8 @@ pub(super) fn on_each<I: Send, O: Send>(
     if inputs.len() <= 1 {
         return inputs.into_iter().map(|input| run(0, input)).collect();
     }
-    for place in places {
-        place.device.synchronize()?;
+    for local_variables in locals {
+        local_variables.device.synchronize()?;
     }
     let run = &run;
     let outputs: Vec<Result<O>> = thread::scope(|scope| {

@@ -1,7 +1,7 @@
 //! Cutting candle's graph so that the replicas' backward passes can run concurrently. The README in this folder has a
 //! diagram.
 use super::apply::on_each;
-use super::replica::Place;
+use super::replica::DeviceVariables;
 use super::scatter_gather::{gather, scatter, transfer};
 use crate::tensor::copy::snapshot;
 use crate::{Error, Result};
@@ -146,7 +146,7 @@ fn wants_gradient(tensor: &Tensor) -> bool {
 
 /// A forward pass through the replicas. The gathered outputs keep it alive, and with it the replicas' graphs.
 struct Pass {
-    places: Vec<Arc<Place>>,
+    locals: Vec<Arc<DeviceVariables>>,
     /// For each input, its leaves as in [`Inputs`].
     leaves: Vec<Option<Vec<Var>>>,
     /// The outputs of each replica.
@@ -155,7 +155,7 @@ struct Pass {
 
 /// Gathers the replicas' outputs on the device of `root`, as tensors that depend on it and on the inputs.
 pub(super) fn join(
-    places: Vec<Arc<Place>>,
+    locals: Vec<Arc<DeviceVariables>>,
     inputs: Inputs,
     outputs: Vec<Vec<Tensor>>,
     root: &Var,
@@ -175,7 +175,7 @@ pub(super) fn join(
     if !tracked.contains(&true) {
         return Ok(gathered);
     }
-    let pass = Arc::new(Pass { places, leaves: inputs.leaves, outputs });
+    let pass = Arc::new(Pass { locals, leaves: inputs.leaves, outputs });
     let token = pass.token(root, &inputs.originals)?;
     let attach = |(number, (value, tracked)): (usize, (Tensor, bool))| match tracked {
         true => Ok(value.apply_op2(&token, GatheredOutput { pass: Arc::clone(&pass), number })?),
@@ -215,7 +215,7 @@ impl Pass {
 
     /// Runs the backward passes of all replicas, from the collected gradients of the outputs.
     fn backward(self: &Arc<Self>) -> Result<()> {
-        let mut seeds: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); self.places.len()];
+        let mut seeds: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); self.locals.len()];
         for number in 0..self.outputs[0].len() {
             if let Some(gradient) = with_backward(|backward| backward.outputs.remove(&(self.id(), number)))? {
                 for (seeds, part) in seeds.iter_mut().zip(self.split(number, &gradient)?) {
@@ -223,17 +223,17 @@ impl Pass {
                 }
             }
         }
-        let found = on_each(&self.places, seeds, |index, seeds| self.replica_backward(index, seeds))?;
+        let found = on_each(&self.locals, seeds, |index, seeds| self.replica_backward(index, seeds))?;
         self.collect(found)
     }
 
     /// Returns each replica's rows of the gradient of output `number`, on that replica's device.
     fn split(&self, number: usize, gradient: &Tensor) -> Result<Vec<Tensor>> {
         let mut start = 0;
-        let mut moves = Vec::with_capacity(self.places.len());
-        for (outputs, place) in self.outputs.iter().zip(&self.places) {
+        let mut moves = Vec::with_capacity(self.locals.len());
+        for (outputs, local_variables) in self.outputs.iter().zip(&self.locals) {
             let rows = outputs[number].dims().first().copied().unwrap_or(1);
-            moves.push((gradient.narrow(0, start, rows)?, &place.device));
+            moves.push((gradient.narrow(0, start, rows)?, &local_variables.device));
             start += rows;
         }
         transfer(&moves)
@@ -270,9 +270,9 @@ impl Pass {
         let mut sums: HashMap<TensorId, (Tensor, Tensor)> = HashMap::new();
         let mut of_parts: HashMap<TensorId, Tensor> = HashMap::new();
         let leaves: Vec<TensorId> = self.leaves.iter().flatten().flatten().map(|leaf| leaf.id()).collect();
-        for (place, found) in self.places.iter().zip(found) {
+        for (local_variables, found) in self.locals.iter().zip(found) {
             let variables: HashMap<TensorId, &Var> =
-                place.variables.iter().map(|variable| (variable.local.id(), &variable.var)).collect();
+                local_variables.variables.iter().map(|variable| (variable.local.id(), &variable.var)).collect();
             let mut variables_of_found = Vec::with_capacity(found.len());
             let mut gradients = Vec::with_capacity(found.len());
             for (variable, gradient) in found {

@@ -192,7 +192,7 @@ impl<M> DataParallel<M> {
     }
 
     fn named_variables(&self, buffers: bool) -> Vec<(String, Var)> {
-        let variables = self.replicas[0].place().variables.iter();
+        let variables = self.replicas[0].local_variables().variables.iter();
         let is_buffer =
             |name: &str, var: &Var| !var.dtype().is_float() || is_batch_norm_buffer(name) || (self.is_buffer)(name);
         variables
@@ -264,8 +264,9 @@ impl<M: Sync> DataParallel<M> {
         let devices: Vec<Device> = self.replicas.iter().map(|replica| replica.device().clone()).collect();
         let mut inputs = graph::Inputs::cut(inputs, &devices)?;
         let outputs = parallel_apply(&self.replicas, inputs.parts(), |module, part| f(module, &part))?;
-        let places = self.replicas.iter().take(outputs.len()).map(|replica| replica.place().clone()).collect();
-        graph::join(places, inputs, outputs, &self.root)
+        let locals =
+            self.replicas.iter().take(outputs.len()).map(|replica| replica.local_variables().clone()).collect();
+        graph::join(locals, inputs, outputs, &self.root)
     }
 }
 

@@ -13,11 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A model on one of several devices.
 pub struct Replica<M> {
     module: M,
-    place: Arc<Place>,
+    local_variables: Arc<DeviceVariables>,
 }
 
 /// A replica's device and variables.
-pub(super) struct Place {
+pub(super) struct DeviceVariables {
     pub(super) device: Device,
     /// The variables in the order in which the model requested them.
     pub(super) variables: Vec<Variable>,
@@ -38,7 +38,7 @@ impl<M> Replica<M> {
 
     /// Returns the device on which the model computes.
     pub fn device(&self) -> &Device {
-        &self.place.device
+        &self.local_variables.device
     }
 
     /// Updates the copies from the variables. On GPUs, the copies are enqueued on this thread's streams.
@@ -47,7 +47,7 @@ impl<M> Replica<M> {
     ///
     /// [`parallel_apply`]: super::parallel_apply
     pub(super) fn refresh(&self) -> Result<()> {
-        let Place { device, variables } = &*self.place;
+        let DeviceVariables { device, variables } = &*self.local_variables;
         let copies: Vec<_> = variables.iter().filter(|variable| variable.var.id() != variable.local.id()).collect();
         let moves: Vec<_> = copies.iter().map(|variable| (variable.var.as_detached_tensor(), device)).collect();
         for (new, Variable { name, local, .. }) in transfer_whole(&moves)?.iter().zip(copies) {
@@ -58,8 +58,8 @@ impl<M> Replica<M> {
         Ok(())
     }
 
-    pub(super) fn place(&self) -> &Arc<Place> {
-        &self.place
+    pub(super) fn local_variables(&self) -> &Arc<DeviceVariables> {
+        &self.local_variables
     }
 }
 
@@ -95,11 +95,11 @@ where
         };
         let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
             .map_err(|error| builder.lock().failure.take().unwrap_or_else(|| error.into()))?;
-        let place = Place { device: device.clone(), variables: builder.seal() };
+        let local_variables = DeviceVariables { device: device.clone(), variables: builder.seal() };
         if let Some(replica) = replicas.first() {
-            check_same(&replica.place, &place)?;
+            check_same(&replica.local_variables, &local_variables)?;
         }
-        replicas.push(Replica { module, place: Arc::new(place) });
+        replicas.push(Replica { module, local_variables: Arc::new(local_variables) });
     }
     // The copies were enqueued on this thread's streams, and other threads will use them.
     for device in devices {
@@ -139,8 +139,10 @@ fn check_streams(devices: &[Device]) -> Result<()> {
 }
 
 /// A replica that lacks a variable, or has an additional one, computes something else.
-fn check_same(first: &Place, other: &Place) -> Result<()> {
-    let names = |place: &Place| place.variables.iter().map(|variable| variable.name.clone()).collect::<Vec<_>>();
+fn check_same(first: &DeviceVariables, other: &DeviceVariables) -> Result<()> {
+    let names = |local_variables: &DeviceVariables| {
+        local_variables.variables.iter().map(|variable| variable.name.clone()).collect::<Vec<_>>()
+    };
     let (expected, found) = (names(first), names(other));
     let only = |a: &[String], b: &[String]| a.iter().find(|name| !b.contains(*name)).cloned();
     if expected.len() == found.len() && expected == found {

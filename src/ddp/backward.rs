@@ -1,9 +1,10 @@
-//! Backward passes: of one model, or of several in one graph.
+//! Backward passes of one model or of several models in one graph.
 use super::core::Core;
 use super::graph::Graph;
 use super::reducer::Gradient;
-use super::{order, sync};
+use super::{announce, order, sync};
 use crate::panic::panic_message;
+use crate::process_group::Active;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -11,7 +12,7 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-/// Any [`DistributedDataParallel`](crate::DistributedDataParallel), whatever its module is: what [`backward`] takes.
+/// A [`DistributedDataParallel`](crate::DistributedDataParallel) with any module; [`backward`] takes a list of these.
 pub trait DistributedModel: sealed::HasCore {}
 
 impl<T: sealed::HasCore> DistributedModel for T {}
@@ -24,9 +25,9 @@ pub(super) mod sealed {
     }
 }
 
-/// Computes the gradients of a loss that depends on several models, in one backward pass, and averages those of each over
-/// the ranks of its group: a generator and a discriminator, an encoder and a decoder, a student and a trained part of its
-/// teacher.
+/// Computes the gradients of a loss that depends on several models in one backward pass, and averages each model's
+/// gradients over the ranks of its group. Examples are a generator and a discriminator, an encoder and a decoder, or a
+/// student and a trained part of its teacher.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -49,34 +50,34 @@ pub(super) mod sealed {
 /// # }
 /// ```
 ///
-/// Everything else is as with [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every
-/// rank calls it with the same models in the same order. Buckets are sent model by model; in the first pass with these
-/// models, ranks agree on the order in which gradients come on rank 0. (Models of different groups are sent in the
-/// order in which they are given: give the one nearest to the loss first.) A model under
+/// Otherwise this works like [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward). Every
+/// rank must call it with the same models in the same order. Buckets are sent model by model; in the first pass with
+/// these models, the ranks agree on the order in which rank 0's gradients become complete. (Models of different groups
+/// are sent in the given order: give the one nearest to the loss first.) A model under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that belongs to two of the models
 /// gets the sum of both gradients.
 ///
 /// # Errors
-/// As with `DistributedDataParallel::backward`. On all ranks, before any gradient is sent: ranks gave different models, or
-/// in another order ([`Error::InvalidArgument`]).
+/// Returns the errors of `DistributedDataParallel::backward`, and [`Error::InvalidArgument`] on all ranks, before any
+/// gradient is sent, if ranks gave different models or a different order.
 pub fn backward(loss: &Tensor, models: &[&dyn DistributedModel]) -> Result<GradStore> {
     run(loss, &cores(models), None)
 }
 
-/// [`backward`], whose gradients are added to those in `grads`: see
+/// Like [`backward`], but adds the gradients to those in `grads`; see
 /// [`DistributedDataParallel::backward_into`](crate::DistributedDataParallel::backward_into).
 ///
 /// # Errors
-/// As with [`backward`] and with `DistributedDataParallel::backward_into`.
+/// Returns the errors of [`backward`] and of `DistributedDataParallel::backward_into`.
 pub fn backward_into(loss: &Tensor, models: &[&dyn DistributedModel], grads: &mut GradStore) -> Result<()> {
     run_into(loss, &cores(models), grads)
 }
 
-fn cores<'a>(models: &[&'a dyn DistributedModel]) -> Vec<&'a Core> {
+pub(super) fn cores<'a>(models: &[&'a dyn DistributedModel]) -> Vec<&'a Core> {
     models.iter().map(|model| model.core()).collect()
 }
 
-/// A backward pass whose gradients are added to those in `grads`. Where it fails, these are as they were.
+/// Runs a backward pass and adds its gradients to those in `grads`, which are unchanged if it fails.
 pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -> Result<()> {
     if models.iter().any(|model| model.marks().has_local(grads)) {
         let reason = "it holds this rank's own sums, of a backward pass under no_sync. The buckets hold them as well, and \
@@ -97,12 +98,12 @@ pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -
             has_views |= grads.get(var).is_none();
             sums.push((var.id(), gradient));
         }
-        // Sums have memory of their own, and the buckets can be used again.
+        // Sums have memory of their own, so the buckets can be reused.
         let mark = model.marks().take(&mut new).filter(|_| has_views);
         model.marks().take(grads);
         model.marks().put_back(grads, mark);
     }
-    // candle leaves gradients of inputs as well, and there would be more of them with every pass.
+    // candle also returns gradients of inputs, which would accumulate with every pass.
     let others = new.get_ids().filter(|id| graph.has_variable(**id));
     let others: Vec<_> = others.filter_map(|id| Some((*id, new.get_id(*id)?.clone()))).collect();
     for (id, gradient) in sums.into_iter().chain(others) {
@@ -115,15 +116,50 @@ pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -
     Ok(())
 }
 
-/// A backward pass for `models`. `kept`: the gradients to which its own will be added.
+/// Runs a backward pass for `models`. `kept` holds the gradients to which the new ones will be added.
 pub(super) fn run(loss: &Tensor, models: &[&Core], kept: Option<&GradStore>) -> Result<GradStore> {
     let graph = Graph::of(loss);
     check(&graph, models)?;
-    let order = order::agree(&graph, models)?;
-    let models: Vec<&Core> = order.into_iter().map(|index| models[index]).collect();
     let synchronised: Vec<&Core> = models.iter().copied().filter(|model| model.synchronises()).collect();
-    // An operation of the model's own may panic.
-    let result = catch_unwind(AssertUnwindSafe(|| run_models(loss, &graph, &models, &synchronised, kept)));
+    let joined = announce::announce(&synchronised, kept)?;
+    let mut models = models.to_vec();
+    if joined.is_some() {
+        // Ranks without inputs know no other order.
+        models.sort_by_key(|model| announce::place(model));
+    }
+    in_order(Some(&graph), &models, joined.as_ref(), |models, synchronised, active| {
+        run_models(loss, &graph, models, synchronised, kept, active)
+    })
+}
+
+/// Takes part, with zeros, in a backward pass that the `active` ranks run and this one does not.
+pub(super) fn shadow(models: &[&Core], adds_up: bool, active: &Active) -> Result<()> {
+    in_order(None, models, Some(active), |models, synchronised, active| {
+        let buffers = begin(models, synchronised, |_| adds_up, active)?;
+        for model in models {
+            model.reducer.launch_remaining()?;
+        }
+        for model in models {
+            model.reducer.finalize_backward()?;
+        }
+        buffers.into_iter().try_for_each(sync::Broadcast::finish)
+    })
+}
+
+/// Runs `pass` with `models` in the order in which all ranks send their buckets, with those that send any, and with the
+/// ranks that have inputs. If it fails, the group ends.
+fn in_order<T>(
+    graph: Option<&Graph>,
+    models: &[&Core],
+    joined: Option<&Active>,
+    pass: impl FnOnce(&[&Core], &[&Core], Option<&Active>) -> Result<T>,
+) -> Result<T> {
+    let order = order::agree(graph, models, joined.map_or(0, Active::root))?;
+    let models: Vec<&Core> = order.into_iter().map(|index| models[index]).collect();
+    let is_sent = |model: &&Core| graph.is_none() || model.synchronises();
+    let synchronised: Vec<&Core> = models.iter().copied().filter(is_sent).collect();
+    // An operation of the model may panic.
+    let result = catch_unwind(AssertUnwindSafe(|| pass(&models, &synchronised, joined)));
     let reason = match &result {
         Ok(Ok(_)) => None,
         Ok(Err(error)) => Some(format!("backward failed: {error}")),
@@ -131,7 +167,7 @@ pub(super) fn run(loss: &Tensor, models: &[&Core], kept: Option<&GradStore>) -> 
     };
     if let Some(reason) = reason {
         models.iter().for_each(|model| model.reducer.cancel());
-        // Alone in its world, a rank may try again, with a smaller batch for example.
+        // In a world of one, the program may try again, with a smaller batch for example.
         for model in synchronised.iter().filter(|model| model.group().world_size() > 1) {
             model.group().abort(&reason);
         }
@@ -139,7 +175,7 @@ pub(super) fn run(loss: &Tensor, models: &[&Core], kept: Option<&GradStore>) -> 
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// What can be known to be wrong before anything is sent.
+/// Checks everything that can be checked before anything is sent.
 fn check(graph: &Graph, models: &[&Core]) -> Result<()> {
     if models.is_empty() {
         return Err(Error::invalid("models", "there is none to train: give at least one"));
@@ -159,7 +195,7 @@ fn check(graph: &Graph, models: &[&Core]) -> Result<()> {
         }
     }
     let identities: Vec<_> = models.iter().map(|model| model.reducer.identity()).collect();
-    // The graph contains the variables behind replicas as well, and these may be another model's too.
+    // The graph also contains the variables behind replicas, which may belong to another model too.
     let own: HashSet<TensorId> =
         models.iter().flat_map(|model| model.variables.shared()).map(|(_, var)| var.id()).collect();
     match graph.foreign_parameter(&identities, &own) {
@@ -174,31 +210,13 @@ fn run_models(
     models: &[&Core],
     synchronised: &[&Core],
     kept: Option<&GradStore>,
+    active: Option<&Active>,
 ) -> Result<GradStore> {
-    let mut successor = None;
-    for model in models.iter().rev() {
-        if model.reducer.trace().is_some() {
-            model.group().measure_spans()?;
-        }
-        let is_held = model.marks().is_last_held();
-        let adds_up = kept.is_some_and(|kept| model.marks().has_last(kept));
-        if contains(synchronised, model) {
-            warn_of_lost(model, is_held)?;
-            model.reducer.prepare_for_backward(true, successor, is_held, adds_up)?;
-            successor = Some(Arc::clone(&model.reducer));
-        } else {
-            model.reducer.prepare_for_backward(false, None, is_held, adds_up)?;
-        }
+    for model in synchronised {
+        warn_of_lost(model, model.marks().is_last_held())?;
     }
-    if let Some(first) = successor {
-        first.open()?;
-    }
-    // The backward pass does not read buffers, so that their way to the other ranks costs no time.
-    let mut buffers = Vec::new();
-    for model in synchronised.iter().filter(|model| model.options.broadcast_buffers) {
-        let vars = model.variables.buffers.iter().map(|buffer| &buffer.var);
-        buffers.push(sync::broadcast(model.reducer.groups(), vars)?);
-    }
+    let adds_up = |model: &Core| kept.is_some_and(|kept| model.marks().has_last(kept));
+    let buffers = begin(models, synchronised, adds_up, active)?;
     let mut grads = models[0].phase("backward", || loss.backward())?;
     graph.frozen().for_each(|tensor| drop(grads.remove(tensor)));
     let beside = take_unhooked(&mut grads, models)?;
@@ -238,8 +256,43 @@ fn run_models(
     }
 }
 
-/// Takes the gradients out of `grads` that do not come through hooks: those of models that compute with their variables
-/// themselves. Returns the name of a parameter whose variable the loss uses beside the replica.
+/// Begins a backward pass of `models`, and starts to broadcast the buffers of those that are `synchronised`.
+fn begin<'a>(
+    models: &[&Core],
+    synchronised: &[&'a Core],
+    adds_up: impl Fn(&Core) -> bool,
+    active: Option<&Active>,
+) -> Result<Vec<sync::Broadcast<'a>>> {
+    let mut successor = None;
+    for model in models.iter().rev() {
+        if model.reducer.trace().is_some() {
+            model.group().measure_spans()?;
+        }
+        let is_held = model.marks().is_last_held();
+        let adds_up = adds_up(model);
+        let all = Active::all(model.group().world_size());
+        let active = active.unwrap_or(&all);
+        if contains(synchronised, model) {
+            model.reducer.prepare_for_backward(true, successor, is_held, adds_up, active)?;
+            successor = Some(Arc::clone(&model.reducer));
+        } else {
+            model.reducer.prepare_for_backward(false, None, is_held, adds_up, active)?;
+        }
+    }
+    if let Some(first) = successor {
+        first.open()?;
+    }
+    // The backward pass does not read buffers, so broadcasting them here is hidden behind it.
+    let mut buffers = Vec::new();
+    for model in synchronised.iter().filter(|model| model.options.broadcast_buffers) {
+        let vars = model.variables.buffers.iter().map(|buffer| &buffer.var);
+        buffers.push(sync::broadcast(model.reducer.groups(), vars, active.map_or(0, Active::root))?);
+    }
+    Ok(buffers)
+}
+
+/// Removes from `grads` the gradients that do not come through hooks: those of models that compute with the variables
+/// themselves. Returns the name of a parameter whose variable the loss uses directly, beside its replica.
 fn take_unhooked(grads: &mut GradStore, models: &[&Core]) -> Result<Option<String>> {
     for model in models {
         let unhooked = model.variables.parameters.iter().enumerate().rev().filter(|(_, own)| own.replica().is_none());
@@ -257,16 +310,16 @@ fn take_unhooked(grads: &mut GradStore, models: &[&Core]) -> Result<Option<Strin
     Ok(beside)
 }
 
-/// Says so where a program may have expected that gradients add up, as in PyTorch.
+/// Warns if the program may have expected gradients to accumulate, as in PyTorch.
 fn warn_of_lost(model: &Core, is_held: bool) -> Result<()> {
     let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
     if lost && model.group().rank() == 0 {
         let first = model.variables.parameters.first().map_or("", |parameter| &parameter.name);
         log::warn!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
-             has changed since. If they were to be added to those of the second: `backward` returns the gradients of its \
-             own loss, and `ddp.backward_into(&loss, &mut grads)` adds to those of an earlier one. (A step that was left \
-             out, or one with a learning rate of 0, looks alike.)"
+             has changed since. If the program expects them to be added to those of the second pass: `backward` returns \
+             the gradients of its own loss, and `ddp.backward_into(&loss, &mut grads)` adds to those of an earlier one. \
+             (A skipped step, or one with a learning rate of 0, looks the same.)"
         );
     }
     Ok(())

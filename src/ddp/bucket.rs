@@ -1,5 +1,6 @@
-//! Which gradient lies where: the plan of the buckets, and their storage.
+//! Assignment of gradients to buckets, and the buckets' storage.
 use crate::backend::{Label, Work};
+use crate::error::GRADIENTS;
 use crate::kernels::Assignment;
 use crate::tensor::copy;
 use crate::{Error, Result};
@@ -7,16 +8,16 @@ use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What the plan needs to know about a parameter.
+/// What the assignment to buckets needs to know about a parameter.
 #[derive(Clone, Debug)]
 pub(crate) struct ParameterInfo {
     pub(super) name: String,
     pub(super) shape: Shape,
     /// The dtype in which its gradient is all-reduced.
     pub(super) dtype: DType,
-    /// The dtype in which its gradient comes: that of the tensor with which the model computes.
+    /// The dtype in which its gradient arrives: that of the tensor the model computes with.
     pub(super) arrives_as: DType,
-    /// The dtype in which its gradient leaves: the variable's.
+    /// The dtype in which its gradient is returned: the variable's.
     pub(super) leaves_as: DType,
     pub(super) device: Device,
 }
@@ -27,7 +28,7 @@ impl ParameterInfo {
     }
 }
 
-/// The sizes at which a bucket is full, in bytes.
+/// The sizes in bytes at which a bucket is full.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BucketCaps {
     first: usize,
@@ -35,33 +36,33 @@ pub(crate) struct BucketCaps {
 }
 
 impl BucketCaps {
-    /// From sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 puts every parameter into a bucket of its own.
+    /// Converts sizes in MiB, as in PyTorch's `bucket_cap_mb`; 0 puts every parameter into a bucket of its own.
     pub(super) fn from_mib(first: f64, others: f64) -> Result<Self> {
         let bytes = |argument, mib: f64| {
             if mib >= 0.0 {
-                // Saturates: infinity is one bucket for all.
+                // The cast saturates: infinity means one bucket for all parameters.
                 Ok((mib * MIB) as usize)
             } else {
-                Err(Error::invalid(argument, format!("{mib} is no size in MiB: it must be 0 or more")))
+                Err(Error::invalid(argument, format!("{mib} is not a size in MiB: it must be 0 or more")))
             }
         };
         Ok(Self { first: bytes("first_bucket_mb", first)?, others: bytes("bucket_cap_mb", others)? })
     }
 }
 
-/// Groups parameters into buckets. `order` is the one in which their gradients are expected.
+/// Assigns parameters to buckets. `order` is the order in which their gradients are expected.
 ///
 /// A bucket holds gradients of one dtype, of variables of one dtype, on one device. A parameter is appended to the open
-/// bucket of its kind, which closes when it has reached its cap; the first bucket of a kind is smaller than the others,
-/// so that communication begins early (PyTorch's `compute_bucket_assignment_by_size`). Towards the end they become
-/// smaller again, each with no more than half of what is left, because nothing hides the all-reduce of the last one,
-/// and little that of those before it. The buckets are returned in the order in which they are expected to fill up.
+/// bucket of its kind, which closes at its cap; the first bucket of a kind has a smaller cap, so that communication
+/// begins early (PyTorch's `compute_bucket_assignment_by_size`). The last buckets are small too, each with at most half
+/// of what is left, because little or no computation hides their all-reduce. The buckets are returned in the order in
+/// which they are expected to fill up.
 pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCaps) -> Vec<Vec<usize>> {
     struct Open {
         kind: (DType, DType, DeviceLocation),
         cap: usize,
         bytes: usize,
-        /// The bytes of all parameters of this kind that are not in a bucket yet.
+        /// Bytes of all parameters of this kind that are not in a bucket yet.
         left: usize,
         members: Vec<usize>,
         last: usize,
@@ -93,7 +94,7 @@ pub(super) fn plan(parameters: &[ParameterInfo], order: &[usize], caps: BucketCa
     closed.into_iter().map(|(_, members)| members).collect()
 }
 
-/// A gradient that is not in its place yet.
+/// A gradient that has not been copied into its bucket yet.
 struct Arrival {
     slot: usize,
     gradient: Tensor,
@@ -101,42 +102,49 @@ struct Arrival {
     accumulate: bool,
 }
 
-/// `the gradients of fc1.weight, fc1.bias and 4 more parameters`
-fn label(parameters: &[ParameterInfo], members: &[usize]) -> Label {
+/// For example `the gradients of fc1.weight, fc1.bias and 4 more parameters (bucket 0)`.
+fn label(parameters: &[ParameterInfo], number: usize, members: &[usize]) -> Label {
     const NAMED: usize = 2;
     let names: Vec<&str> = members.iter().take(NAMED).map(|index| parameters[*index].name.as_str()).collect();
     let names = names.join(", ");
     Label::register(match members.len().saturating_sub(NAMED) {
-        0 => format!("the gradients of {names}"),
-        1 => format!("the gradients of {names} and 1 more parameter"),
-        more => format!("the gradients of {names} and {more} more parameters"),
+        0 => format!("{GRADIENTS}{names} (bucket {number})"),
+        1 => format!("{GRADIENTS}{names} and 1 more parameter (bucket {number})"),
+        more => format!("{GRADIENTS}{names} and {more} more parameters (bucket {number})"),
     })
 }
 
-/// One flat tensor with the gradients of some parameters, and behind them the used flags: one element per parameter, which
+/// A flat tensor with the gradients of some parameters, followed by the used flags: one element per parameter, which
 /// after the all-reduce is above zero if any rank used that parameter.
 pub(super) struct Bucket {
     pub(super) tensor: Tensor,
-    /// The view of the same storage that begins with the gradients and has as many equal parts as there are ranks.
+    /// A view of the same storage that begins with the gradients and divides into as many equal parts as there are
+    /// ranks.
     pub(super) parts: Tensor,
     pub(super) members: Vec<usize>,
-    /// Views of `tensor`, in the shapes of the members.
+    /// Views of `tensor` in the members' shapes.
     pub(super) gradients: Vec<Tensor>,
-    /// The view of `tensor` behind the gradients.
+    /// A view of `tensor` after the gradients.
     pub(super) used_flags: Tensor,
-    /// What the used flags are when this rank used all members: the common case, made once.
+    /// The used flags of a rank that used all members, which is the common case; made once.
     pub(super) all_used: Tensor,
-    /// Which members' gradients have arrived in this backward pass.
+    /// Whether each member's gradient has arrived in this backward pass.
     pub(super) arrived: Vec<bool>,
     pub(super) missing: usize,
     arrivals: Vec<Arrival>,
     pub(super) work: Option<Work>,
-    /// What its collectives are for, in messages.
+    /// The purpose of the bucket's collectives, for messages.
     pub(super) label: Label,
 }
 
 impl Bucket {
-    pub(super) fn new(parameters: &[ParameterInfo], members: Vec<usize>, world_size: usize) -> Result<Self> {
+    /// Returns the bucket that is sent with this `number`.
+    pub(super) fn new(
+        parameters: &[ParameterInfo],
+        number: usize,
+        members: Vec<usize>,
+        world_size: usize,
+    ) -> Result<Self> {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let elements: usize = members.iter().map(|index| parameters[*index].shape.elem_count()).sum();
@@ -152,29 +160,29 @@ impl Bucket {
             missing: members.len(),
             arrivals: Vec::new(),
             work: None,
-            label: label(parameters, &members),
+            label: label(parameters, number, &members),
             tensor,
             members,
             gradients,
         })
     }
 
-    /// Takes the gradient of the member `slot`, times `factor`; it is added to what is in its place if `accumulate`
-    /// says so.
+    /// Takes the gradient of the member `slot`, times `factor`, and adds it to the slice if `accumulate` is set.
     pub(super) fn put(&mut self, slot: usize, gradient: &Tensor, factor: f64, accumulate: bool) -> Result<()> {
         self.arrivals.push(Arrival { slot, gradient: gradient.clone(), factor, accumulate });
         self.arrived[slot] = true;
         self.missing -= 1;
-        // On a CPU at once, while it is in the cache. On a GPU all of a bucket together: launches are what takes time.
+        // On a CPU each gradient is copied at once, while it is in the cache. On a GPU all of a bucket are copied by
+        // one launch, since launches are what costs time.
         if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
     }
 
-    /// Whether the gradient of the member `slot` has come in this backward pass.
+    /// Whether the gradient of the member `slot` has arrived in this backward pass.
     pub(super) fn has_arrived(&self, slot: usize) -> bool {
         self.arrived[slot]
     }
 
-    /// Everything that has come is in its place afterwards.
+    /// Copies all gradients that have arrived into the bucket.
     pub(super) fn flush(&mut self) -> Result<()> {
         let assignments: Vec<Assignment> = (self.arrivals.iter())
             .map(|arrival| Assignment {
@@ -189,8 +197,8 @@ impl Bucket {
         Ok(())
     }
 
-    /// The members' gradients in the dtypes of their variables: views of the bucket where that is its dtype, otherwise
-    /// of one converted copy.
+    /// The members' gradients in the dtypes of their variables: views of the bucket if it has that dtype, otherwise
+    /// views of one converted copy.
     pub(super) fn converted(&self, parameters: &[ParameterInfo]) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
         if dtype == self.tensor.dtype() {
@@ -199,7 +207,26 @@ impl Bucket {
         copy::views(&self.tensor.to_dtype(dtype)?, self.gradients.iter().map(Tensor::shape))
     }
 
-    /// Forgets the last backward pass.
+    /// Returns the first member whose gradient contains an infinity or a NaN, and which of the two.
+    pub(super) fn first_not_finite(&self) -> Result<Option<(usize, &'static str)>> {
+        // Zero times such a value is NaN, and so is every sum that contains it.
+        let is_finite = |tensor: &Tensor| -> Result<bool> {
+            Ok(!tensor.affine(0., 0.)?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_nan())
+        };
+        let elements = self.tensor.elem_count() - self.members.len();
+        if elements == 0 || is_finite(&self.tensor.narrow(0, 0, elements)?)? {
+            return Ok(None);
+        }
+        for (member, gradient) in self.members.iter().zip(&self.gradients) {
+            if gradient.elem_count() > 0 && !is_finite(gradient)? {
+                let is_nan = gradient.ne(gradient)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()? > 0.;
+                return Ok(Some((*member, if is_nan { "a NaN" } else { "an infinity" })));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Resets the state of the last backward pass.
     pub(super) fn reset(&mut self) {
         self.arrived.fill(false);
         self.missing = self.members.len();
@@ -208,7 +235,7 @@ impl Bucket {
     }
 }
 
-/// Used flags: `scale` where this rank used the parameter, 0 elsewhere.
+/// Returns used flags: `scale` for each parameter that this rank used, 0 for the others.
 pub(super) fn used_flags(used: &[bool], scale: f64, dtype: DType, device: &Device) -> Result<Tensor> {
     let values: Vec<f64> = used.iter().map(|used| if *used { scale } else { 0.0 }).collect();
     Ok(Tensor::from_vec(values, used.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
@@ -248,7 +275,7 @@ mod tests {
         let parameters = parameters(&[(10, DType::F32); 16]);
         let order: Vec<usize> = (0..16).collect();
         let sizes: Vec<usize> = plan(&parameters, &order, caps(40, 160)).iter().map(Vec::len).collect();
-        // After the first, at most 4 (the cap), and never more than half of what is left.
+        // After the first bucket: at most 4 (the cap), and never more than half of what is left.
         assert_eq!(sizes, [1, 4, 4, 4, 2, 1]);
     }
 
@@ -256,7 +283,7 @@ mod tests {
     fn dtypes_do_not_share_buckets_and_buckets_come_in_order_of_completion() {
         let (f, h) = (DType::F32, DType::BF16);
         let parameters = parameters(&[(10, f), (10, h), (10, f), (10, h), (10, f)]);
-        // f32 closes at its second member (position 2), bf16 (20 bytes each) is open until the end.
+        // f32 closes at its second member (position 2); bf16 (20 bytes each) stays open until the end.
         let plan = plan(&parameters, &[0, 1, 2, 3, 4], caps(80, 80));
         assert_eq!(plan, [vec![0, 2], vec![1, 3], vec![4]]);
     }

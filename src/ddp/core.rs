@@ -1,4 +1,4 @@
-//! What DDP knows of a model, whatever the model's type is.
+//! The part of a DDP model that does not depend on its type.
 use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
@@ -17,23 +17,23 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// A DDP model without the module.
+/// A DDP model without its module.
 pub struct Core {
     pub(super) reducer: Arc<Reducer>,
     pub(super) variables: Variables,
     pub(super) options: DdpOptions,
     pub(super) no_sync: AtomicUsize,
-    /// Which of the models that were built with this group it is. All ranks have the same.
+    /// Numbers the models that were built with this group; the same on all ranks.
     pub(super) number: u64,
-    /// The orders of models in backward passes of which this one is the first given: under the numbers of all, their
-    /// places.
+    /// Agreed orders for backward passes in which this model is given first: the numbers of all models, and the order
+    /// of their positions.
     pub(super) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
     pub(super) marks: Mutex<Marks>,
     pub(super) first: Mutex<FirstGradients>,
 }
 
 impl Core {
-    /// Takes up `built`, if it is one, with all ranks: they compare their models, and take over the values of rank 0.
+    /// Connects the built model, or the error, with all ranks: they compare their models and take rank 0's values.
     pub(super) fn connect<M>(
         reducer: Arc<Reducer>,
         built: Result<M>,
@@ -49,7 +49,7 @@ impl Core {
             }
             Ok((module, BucketCaps::from_mib(options.first_bucket_mb, options.bucket_cap_mb)?))
         });
-        // A rank that has no model takes part in the check, so that the others hear of it.
+        // A rank without a model takes part in the check, so that the others get its error.
         let verdict = verify::same_model(group, &options, built.as_ref().map(|_| &variables));
         let (module, caps) = built?;
         verdict?;
@@ -58,8 +58,8 @@ impl Core {
         }
         let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
         let parameters = variables.parameters.iter().map(|parameter| parameter.info(reduce_dtype)).collect();
-        reducer.set_parameters(parameters, caps)?;
-        sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var))?.finish()?;
+        reducer.set_parameters(parameters, caps, options.nan_check)?;
+        sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
         let number = agreed_number(group)?;
         let (no_sync, orders) = (AtomicUsize::new(0), Mutex::default());
         let (marks, first) = (Mutex::new(Marks::new()?), Mutex::default());
@@ -70,12 +70,12 @@ impl Core {
         self.reducer.groups().main()
     }
 
-    /// Whether a backward pass sends gradients now.
+    /// Whether a backward pass sends gradients.
     pub(super) fn synchronises(&self) -> bool {
         self.no_sync.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether gradients come while candle's backward pass goes on.
+    /// Whether gradients arrive during candle's backward pass.
     pub(super) fn has_replicas(&self) -> bool {
         self.variables.parameters.iter().any(|parameter| parameter.replica().is_some())
     }
@@ -88,7 +88,7 @@ impl Core {
         self.first.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Brings what the model computes with up to date with the variables.
+    /// Updates what the model computes with from the variables.
     pub(super) fn refresh(&self) -> Result<()> {
         self.first_gradients().look(&self.variables.parameters)?;
         // candle cannot report that a variable changed, so all are copied every time. The last ones come first: the
@@ -105,16 +105,16 @@ impl Core {
         let Some(trace) = self.reducer.trace() else { return f() };
         let start = Instant::now();
         let result = f();
-        // The host is ahead of a GPU. What is wrong with the GPU comes out of the next operation.
+        // The host runs ahead of a GPU. The next operation reports any error of the GPU.
         let _ = self.group().device().synchronize();
-        // The name goes into JSON as it is.
+        // The name is written into JSON unescaped.
         let name: String = name.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
         trace.span(Row::Training, name, start, Instant::now());
         result
     }
 }
 
-/// A number that no other model of this group has, the same on all ranks.
+/// A number that no other model of this group has; the same on all ranks.
 fn agreed_number(group: &ProcessGroup) -> Result<u64> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -126,10 +126,10 @@ fn agreed_number(group: &ProcessGroup) -> Result<u64> {
     Ok(of_rank_0.to_vec1::<i64>()?[0] as u64)
 }
 
-/// What the reducer and the broadcasts rely on.
+/// Checks what the reducer and the broadcasts require of the variables.
 fn check_variables(reducer: &Reducer, variables: &Variables) -> Result<()> {
     if variables.parameters.is_empty() {
-        let reason = "it has no trainable parameter, so that there is nothing to average: build it with the VarBuilder \
+        let reason = "it has no trainable parameter, so there is nothing to average: build it with the VarBuilder \
                       that is handed to the closure, or wrap it with `from_vars`; is_frozen, is_buffer and is_ignored \
                       must leave some";
         return Err(Error::invalid("model", reason));

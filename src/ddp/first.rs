@@ -1,22 +1,22 @@
-//! Whether the first gradients were used: a program from PyTorch may call `backward` twice and expect a sum.
+//! Detects gradients that were never used: a program ported from PyTorch may call `backward` twice and expect a sum.
 use super::parameter::Parameter;
 use crate::Result;
 use candle_core::DType;
 
-/// What is known of the use of the first averaged gradients.
+/// Whether the first averaged gradients were used.
 #[derive(Default)]
 pub(super) enum FirstGradients {
-    /// There are none yet.
+    /// There are no gradients yet.
     #[default]
     ToCome,
-    /// They are there, and so far no variable has changed.
+    /// The gradients exist, and no variable has changed so far.
     Unused,
-    /// Nothing needs to be looked at any more.
+    /// Nothing is left to check.
     Settled,
 }
 
 impl FirstGradients {
-    /// Looks whether a variable has changed since its replica was brought up to date.
+    /// Checks whether a variable has changed since its replica was last updated.
     pub(super) fn look(&mut self, parameters: &[Parameter]) -> Result<()> {
         if !matches!(self, Self::Unused) {
             return Ok(());
@@ -32,7 +32,8 @@ impl FirstGradients {
         Ok(())
     }
 
-    /// A synchronised backward pass begins; the first gradients are still held if `is_held`. Returns whether they are lost.
+    /// Call at the start of a synchronised backward pass; `is_held` says whether the first gradients still exist.
+    /// Returns whether they are lost.
     pub(super) fn are_lost(&mut self, parameters: &[Parameter], is_held: bool) -> Result<bool> {
         self.look(parameters)?;
         match self {
@@ -45,10 +46,10 @@ impl FirstGradients {
         }
     }
 
-    /// A synchronised backward pass has ended.
+    /// Call at the end of a synchronised backward pass.
     pub(super) fn come(&mut self, parameters: &[Parameter]) {
         if matches!(self, Self::ToCome) {
-            // Without replicas nobody knows whether a variable has changed.
+            // Without replicas, changes of variables cannot be detected.
             *self = if parameters.iter().any(|own| own.replica().is_some()) { Self::Unused } else { Self::Settled };
         }
     }

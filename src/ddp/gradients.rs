@@ -1,24 +1,24 @@
-//! How DDP knows that somebody holds the gradients of a backward pass, although candle's `GradStore` does not tell: the
-//! store holds a tensor more, the mark, whose operation holds a reference.
+//! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
+//! the store gets an additional tensor, the mark, whose operation holds a reference.
 use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};
 use std::sync::{Arc, Weak};
 
-/// Makes a model's marks and finds them in stores.
+/// Creates a model's marks and finds them in stores.
 pub(super) struct Marks {
-    /// Under this variable, which is nobody's parameter.
+    /// The variable under which marks are stored; it is not a parameter.
     key: Var,
     /// The last mark of averaged gradients.
     last: Option<(TensorId, Weak<()>)>,
 }
 
-/// What the gradients of a model in a store are.
+/// The kind of a model's gradients in a store.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// The means over the ranks.
+    /// Means over the ranks.
     Averaged = 1,
-    /// Sums of this rank's own, of a pass under `no_sync`.
+    /// This rank's sums of a pass under `no_sync`.
     Local = 2,
 }
 
@@ -27,7 +27,7 @@ impl Marks {
         Ok(Self { key: Var::zeros((), DType::F32, &Device::Cpu)?, last: None })
     }
 
-    /// Marks `grads` as the holder of the gradients of a pass that has just ended.
+    /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended.
     pub(super) fn put_averaged(&mut self, grads: &mut GradStore) -> Result<()> {
         let held = Arc::new(());
         let weak = Arc::downgrade(&held);
@@ -59,7 +59,7 @@ impl Marks {
         self.last.as_ref().is_some_and(|(_, held)| held.strong_count() > 0)
     }
 
-    /// Whether it is `grads`.
+    /// Whether `grads` is that store.
     pub(super) fn has_last(&self, grads: &GradStore) -> bool {
         grads.get(&self.key).is_some_and(|mark| self.last.as_ref().is_some_and(|(last, _)| mark.id() == *last))
     }
@@ -69,7 +69,7 @@ impl Marks {
     }
 }
 
-/// The operation of a mark, which has zeros in it for whoever sums up all that a store holds.
+/// The operation of a mark. A mark contains zeros, so that summing all tensors of a store is still right.
 struct Mark {
     kind: Kind,
     _held: Arc<()>,

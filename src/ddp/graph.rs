@@ -1,12 +1,10 @@
-//! Which tensors of a graph belong to which DDP model: candle's graph cannot be asked for the operations in it, but for
-//! the tensors.
+//! Finds which tensors of a graph belong to which DDP model: candle exposes a graph's tensors, but not its operations.
 use candle_core::{Tensor, TensorId};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
-/// Under each tensor that stands for a parameter in graphs, the models that it belongs to: a variable may belong to
-/// several.
+/// For each tensor that represents a parameter in graphs, the models it belongs to. A variable may belong to several.
 static OWNERS: LazyLock<RwLock<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(RwLock::default);
 
 #[derive(Clone)]
@@ -15,10 +13,10 @@ struct Owner {
     parameter: Arc<str>,
 }
 
-/// Tells a model from the others of the process.
+/// Identifies a model in this process.
 #[derive(Default)]
 pub(crate) struct Identity {
-    /// How many guards keep its parameters out of graphs.
+    /// Number of guards that keep the model's parameters out of graphs.
     frozen: AtomicUsize,
 }
 
@@ -36,7 +34,7 @@ impl Identity {
     }
 }
 
-/// Graphs that contain a tensor contain a parameter of a model, as long as this lives.
+/// While this lives, graphs that contain the tensor are known to use a parameter of the model.
 pub(super) struct Registration {
     tensor: TensorId,
     model: Arc<Identity>,
@@ -62,10 +60,10 @@ impl Drop for Registration {
     }
 }
 
-/// What candle's backward pass will come by, in its order.
+/// What candle's backward pass will visit, in its order.
 pub(super) struct Graph<'a> {
     parameters: Vec<(&'a Tensor, Vec<Owner>)>,
-    /// The variables, and the loss where it is one.
+    /// The variables, including the loss if it is one.
     variables: HashSet<TensorId>,
 }
 
@@ -78,8 +76,8 @@ impl<'a> Graph<'a> {
         Self { parameters: nodes.into_iter().filter_map(owned).collect(), variables }
     }
 
-    /// The name of the first parameter that belongs to none of `models`, is no variable among `own`, and whose model is not
-    /// frozen.
+    /// The name of the first parameter that belongs to none of `models`, is not a variable in `own`, and whose model is
+    /// not frozen.
     pub(super) fn foreign_parameter(&self, models: &[&Arc<Identity>], own: &HashSet<TensorId>) -> Option<&str> {
         let may_stay =
             |owner: &Owner| owner.model.is_frozen() || models.iter().any(|model| Arc::ptr_eq(model, &owner.model));
@@ -88,13 +86,14 @@ impl<'a> Graph<'a> {
         owners.first().map(|owner| &*owner.parameter)
     }
 
-    /// The tensors that stand for parameters of frozen models only.
+    /// The tensors that represent parameters of frozen models only.
     pub(super) fn frozen(&self) -> impl Iterator<Item = &Tensor> {
         let frozen = |(_, owners): &&(&Tensor, Vec<Owner>)| owners.iter().all(|owner| owner.model.is_frozen());
         self.parameters.iter().filter(frozen).map(|(tensor, _)| *tensor)
     }
 
-    /// When the backward pass is through with the parameters of `model`: its place among others, None if it uses none.
+    /// Where the backward pass completes the parameters of `model`, as a position to compare with other models'. None
+    /// if the graph uses none.
     pub(super) fn completes(&self, model: &Arc<Identity>) -> Option<usize> {
         self.parameters.iter().rposition(|(_, owners)| owners.iter().any(|owner| Arc::ptr_eq(&owner.model, model)))
     }

@@ -1,11 +1,12 @@
-//! Which process group sends what: an engine works on tensors of one device.
+//! Selects the process group that sends a tensor, since an engine works on tensors of one device.
 use crate::Result;
 use crate::process_group::ProcessGroup;
 use candle_core::Device;
 use std::sync::OnceLock;
 
-/// The group that a model was built with, and one of the same ranks for its variables on the CPU where that group works on
-/// GPUs: as PyTorch has a backend for each type of device (`"cpu:gloo,cuda:nccl"`).
+/// The group that a model was built with and, if that group works on GPUs and the model has variables on the CPU, a
+/// second group of the same ranks for these. PyTorch likewise has a backend for each device type
+/// (`"cpu:gloo,cuda:nccl"`).
 pub(crate) struct Groups {
     main: ProcessGroup,
     cpu: OnceLock<ProcessGroup>,
@@ -20,12 +21,12 @@ impl Groups {
         &self.main
     }
 
-    /// Whether variables on `device` can be sent, over the main group or one for the CPU.
+    /// Whether variables on `device` can be sent, over the main group or the one for the CPU.
     pub(super) fn serve(&self, device: &Device) -> bool {
         device.is_cpu() || device.same_device(self.main.device())
     }
 
-    /// Makes the group for variables on the CPU. Every rank calls it.
+    /// Creates the group for variables on the CPU. Every rank must call it.
     pub(super) fn add_cpu(&self) -> Result<()> {
         let cpu = self.main.cpu_group()?;
         self.cpu.get_or_init(|| cpu);

@@ -1,4 +1,4 @@
-//! The replica of a parameter: what the model computes with, and how its gradient comes out of backward.
+//! The replica of a parameter: the model computes with it, and its gradient leaves the backward pass through it.
 use super::graph::Registration;
 use super::reducer::Reducer;
 use crate::Result;
@@ -6,19 +6,19 @@ use crate::tensor::{copy, function};
 use candle_core::{DType, Tensor, Var};
 use std::sync::{Arc, OnceLock};
 
-/// Makes the replica of `var`, of dtype `dtype`, whose gradient goes to `reducer` as that of parameter `index`, `name`.
+/// Creates the replica of `var` in the dtype `dtype`; its gradient goes to `reducer` as that of parameter `index`,
+/// called `name`.
 ///
-/// candle has no hooks on backward, but an operation of one's own sees the gradient of its result exactly once, when it
-/// is complete. So the model holds not the variable, but the result of such an operation on it: a copy, which
-/// has to be brought up to date with the variable. The gradient is not stored for the variable: the reducer does so when
-/// it is averaged.
+/// candle has no backward hooks, but a custom operation sees the gradient of its result exactly once, when it is
+/// complete. So the model holds the result of such an operation on the variable: a copy, which must be kept up to date.
+/// The gradient is not stored for the variable; the reducer does that once it is averaged.
 pub(super) fn replicate(var: &Var, dtype: DType, reducer: Arc<Reducer>, index: usize, name: &str) -> Result<Tensor> {
     let copy = copy::snapshot_tensor(var, dtype)?;
     let registration = Arc::<OnceLock<Registration>>::default();
     let model = Arc::clone(reducer.identity());
     let held = Arc::clone(&registration);
     let hook = move |gradient: &Tensor| {
-        // It ends with the replica.
+        // The registration ends with the replica.
         let _held = &held;
         reducer.autograd_hook(index, gradient)
     };

@@ -1,12 +1,14 @@
 use super::reducer::Reducer;
-use crate::Result;
+use crate::process_group::ProcessGroup;
 use crate::state::StateDict;
+use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;
 use std::fmt;
 
-/// What the registered communication hook remembers, on this rank: PowerSGD's factors, what was left out and is to be
-/// made up for, and how many passes there were. Each rank saves its own, since ranks remember different things:
+/// The state of the registered communication hook on this rank, such as PowerSGD's factors, errors that are added
+/// later, and the number of passes. It differs between ranks, so each rank saves its own: a
+/// [`Checkpointer`](crate::checkpoint::Checkpointer) does so, and so does this:
 ///
 /// ```no_run
 /// # fn step<M>(ddp: &candle_ddp::DistributedDataParallel<M>, rank: usize) -> candle_ddp::Result<()> {
@@ -18,7 +20,10 @@ use std::fmt;
 /// # Ok(())
 /// # }
 /// ```
-pub struct CommHookState<'a>(pub(super) &'a Reducer);
+pub struct CommHookState<'a> {
+    pub(super) reducer: &'a Reducer,
+    pub(super) group: &'a ProcessGroup,
+}
 
 impl fmt::Debug for CommHookState<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -28,10 +33,32 @@ impl fmt::Debug for CommHookState<'_> {
 
 impl StateDict for CommHookState<'_> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        self.0.with_comm_hook(|hook| hook.state_dict())
+        self.reducer.with_comm_hook(|hook| hook.state_dict())
     }
 
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
-        self.0.with_comm_hook(|hook| hook.load_state_dict(state))
+        self.reducer.with_comm_hook(|hook| hook.load_state_dict(state))
+    }
+
+    /// What the hook remembers on this rank.
+    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+        self.state_dict().map(Some)
+    }
+
+    /// Takes over this rank's own.
+    ///
+    /// # Errors
+    /// Also [`Error::InvalidArgument`] when they are of a world of another size.
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+        if shards.len() != world_size {
+            let reason = format!(
+                "the hooks of {} ranks remember something in it, and there are {world_size} ranks: go on without what they \
+                 remember, or with as many ranks",
+                shards.len()
+            );
+            return Err(Error::invalid("shards", reason));
+        }
+        self.load_state_dict(&shards[rank])
     }
 }

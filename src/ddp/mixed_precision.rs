@@ -3,21 +3,20 @@ use crate::{Error, Result};
 use candle_core::DType;
 use std::fmt;
 
-/// Which dtypes DistributedDataParallel works with: PyTorch's `_MixedPrecision`. Every field's default is None.
+/// The dtypes that DistributedDataParallel works with: PyTorch's `_MixedPrecision`. Every field defaults to None.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MixedPrecision {
-    /// The dtype in which the model computes: the `VarBuilder` that it is built with has this dtype, and `forward` and
-    /// `forward_t` convert their input to it (`call` leaves that to its caller). Outputs stay as they are. None: the
-    /// variables'.
+    /// The dtype in which the model computes: its `VarBuilder` has this dtype, and `forward` and `forward_t` convert
+    /// their input to it (with `call`, the caller does). Outputs are not converted. None: the variables' dtype.
     ///
-    /// A layer that asks the `VarBuilder` for another dtype gets what it asks for. Ignored variables are not converted:
-    /// they are made in the dtype that the model asks for.
+    /// A layer that requests another dtype from the `VarBuilder` gets it. Ignored variables are not converted: they are
+    /// created in the dtype that the model requests.
     pub param_dtype: Option<DType>,
-    /// The dtype in which gradients are summed up over the ranks, and added up under `no_sync`. None: that in which they
-    /// come, `param_dtype`. Where it is not the variables' own, the averaged gradients are converted in one pass over them.
+    /// The dtype in which gradients are summed over the ranks and accumulated under `no_sync`. None: the dtype in which
+    /// they arrive, `param_dtype`. If it is not the variables' dtype, the averaged gradients are converted in one pass.
     pub reduce_dtype: Option<DType>,
-    /// The dtype in which floating-point buffers, such as running means, are made. None: the variables', usually f32,
-    /// since a running mean in f16 or bf16 stops following small changes.
+    /// The dtype in which floating-point buffers, such as running means, are created. None: the variables' dtype,
+    /// usually f32, since a running mean in f16 or bf16 stops following small changes.
     pub buffer_dtype: Option<DType>,
 }
 

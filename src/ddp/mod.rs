@@ -1,5 +1,6 @@
-//! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and the gradients are
-//! averaged while they come out of backward.
+//! DistributedDataParallel: every rank trains a copy of the model on its part of the data, and gradients are averaged
+//! during the backward pass.
+mod announce;
 mod backward;
 mod bucket;
 pub mod comm_hook;
@@ -10,6 +11,7 @@ mod graph;
 mod groups;
 mod hook;
 mod hook_state;
+mod join;
 mod mixed_precision;
 mod options;
 mod order;
@@ -23,12 +25,13 @@ mod verify;
 
 pub use crate::tensor::variables::NamePredicate;
 pub use backward::{DistributedModel, backward, backward_into};
+pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
 pub use options::DdpOptions;
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Active, Operation, ProcessGroup};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, ModuleT, Tensor, Var};
@@ -44,31 +47,31 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
 ///
-/// The model is built with a `VarBuilder` whose tensors are *replicas* of the variables in a `VarMap`: optimizers change
-/// the variables, every forward pass begins by bringing the replicas up to date, and in
-/// [`backward`](Self::backward) each replica's gradient goes into a bucket that is all-reduced while the backward pass
-/// goes on. At construction all ranks take over the values of rank 0.
+/// The model is built with a `VarBuilder` whose tensors are *replicas* of the variables in a `VarMap`. Optimizers
+/// change the variables, and every forward pass first updates the replicas. In [`backward`](Self::backward), each
+/// replica's gradient goes into a bucket, which is all-reduced while the backward pass continues. At construction all
+/// ranks take rank 0's values.
 ///
-/// Ranks may use different parameters in a step: a parameter that some rank used gets its averaged gradient on all,
-/// one that no rank used gets none, and no option needs to be set for it.
+/// Ranks may use different parameters in a step, without any option: a parameter that some rank used gets its averaged
+/// gradient on all ranks, and one that no rank used gets none.
 ///
-/// A model must not compute something from a parameter while it is constructed and keep the result, which would not
-/// follow the parameter, nor ask for variables later on.
+/// A model must not compute something from a parameter during construction and keep the result, which would not follow
+/// the parameter. It must not request variables later either.
 ///
-/// Several models in one graph are trained by [`candle_ddp::backward`](crate::backward()), or one of them while the others
-/// are [frozen](Self::freeze).
+/// Several models in one graph are trained together by [`candle_ddp::backward`](crate::backward()), or one of them
+/// while the others are [frozen](Self::freeze).
 pub struct DistributedDataParallel<M> {
     module: M,
     core: Box<Core>,
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Builds a model whose variables live in `varmap` (those that are not there are made), of dtype `dtype`, on the
-    /// device of `group`. A part of the model may be on the CPU where the group works on GPUs:
-    /// `vb.set_device(Device::Cpu)`. Every rank calls it, and starts with the values of rank 0. With
-    /// [`DdpOptions::mixed_precision`] the model computes with copies of them in another dtype.
+    /// Builds a model whose variables live in `varmap`, with the dtype `dtype`, on the device of `group`; missing
+    /// variables are created. If the group works on GPUs, a part of the model may be on the CPU:
+    /// `vb.set_device(Device::Cpu)`. Every rank must call this, and starts with rank 0's values. With
+    /// [`DdpOptions::mixed_precision`] the model computes with copies of the variables in another dtype.
     ///
-    /// A closure that ends in `Ok(…)` has to say which error it could have had:
+    /// A closure that ends in `Ok(…)` must name its error type:
     ///
     /// ```
     /// # use candle_core::DType;
@@ -91,8 +94,8 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: `build` failed on one of them ([`Error::RankFailed`]), or they built different models or
-    /// gave different options ([`Error::Mismatch`], which names the first difference).
+    /// Returns the same error on every rank: [`Error::RankFailed`] if `build` failed on one of them,
+    /// [`Error::Mismatch`] with the first difference if they built different models or gave different options.
     pub fn new<E>(
         group: &ProcessGroup,
         varmap: &VarMap,
@@ -113,11 +116,11 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Wraps a model that was not built from a `VarBuilder` and computes with the variables themselves, given with
-    /// their names. Its gradients go into the same buckets, but only when the backward pass is over, so that nothing
-    /// overlaps; and a `loss.backward()` beside [`backward`](Self::backward) cannot be noticed.
+    /// their names. Its gradients enter the buckets only after the backward pass, so communication does not overlap it,
+    /// and a `loss.backward()` instead of [`backward`](Self::backward) goes unnoticed.
     ///
     /// # Errors
-    /// As with [`new`](Self::new); a name given twice is [`Error::Parameter`].
+    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a name that is given twice.
     pub fn from_vars(group: &ProcessGroup, module: M, vars: Vec<(String, Var)>, options: DdpOptions) -> Result<Self> {
         let reducer = Arc::new(Reducer::new(group.clone()));
         let mut variables = Variables::default();
@@ -147,12 +150,12 @@ impl<M> DistributedDataParallel<M> {
         Ok(Self { module, core: Box::new(core) })
     }
 
-    /// Runs `f` on the model, with every parameter up to date: for models whose forward pass takes other arguments
-    /// than one tensor, and for evaluation.
+    /// Runs `f` on the model, with every parameter up to date. Use it for evaluation, and for models whose forward pass
+    /// takes other arguments than one tensor.
     ///
-    /// Call it, [`forward`](Self::forward) and [`forward_t`](Self::forward_t) between a forward pass and its
-    /// [`backward`](Self::backward) only while the variables stay as they are: after a change, by
-    /// [`Ema::apply`](crate::optim::Ema::apply) for example, that backward pass would use the new values.
+    /// Between a forward pass and its [`backward`](Self::backward), call this, [`forward`](Self::forward) and
+    /// [`forward_t`](Self::forward_t) only while the variables do not change: after a change, for example by
+    /// [`Ema::apply`](crate::optim::Ema::apply), that backward pass would use the new values.
     pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
@@ -161,8 +164,8 @@ impl<M> DistributedDataParallel<M> {
         Ok(self.phase("forward", || f(&self.module))?)
     }
 
-    /// Runs `f`, and shows it as `name` in the [trace](crate::trace), if there is one: for the optimizer's step, loading
-    /// data, and whatever else a training step consists of. Forward and backward passes are there already.
+    /// Runs `f` and shows it as `name` in the [trace](crate::trace), if there is one. Use it for the optimizer's step,
+    /// data loading and other parts of a training step; forward and backward passes are traced already.
     pub fn phase<T>(&self, name: &str, f: impl FnOnce() -> T) -> T {
         self.core.phase(name, f)
     }
@@ -176,7 +179,7 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| module.forward(&xs))
     }
 
-    /// The model's forward pass on `xs`, which mixed precision converts, in training or in evaluation mode.
+    /// The model's forward pass on `xs`, which mixed precision converts, in training or evaluation mode.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>
     where
         M: ModuleT,
@@ -185,7 +188,7 @@ impl<M> DistributedDataParallel<M> {
         self.call(|module| module.forward_t(&xs, train))
     }
 
-    /// What the model gets for `xs`: under mixed precision a tensor of `param_dtype`, unless it holds integers.
+    /// The model's input for `xs`: under mixed precision a tensor of `param_dtype`, unless it holds integers.
     fn input(&self, xs: &Tensor) -> Result<Tensor> {
         match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
             Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),
@@ -194,38 +197,40 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Computes the gradients of `loss` and averages them over the ranks, each bucket while the rest of the backward
-    /// pass goes on. Every rank calls it as often as the others.
+    /// pass continues. Every rank must call it equally often.
     ///
-    /// The store holds, for each parameter's variable, the mean over the ranks of its gradient (a rank that did not use
-    /// the parameter counts as zero), or what the [communication hook](comm_hook) has made of it; parameters that no rank
-    /// used are not in it. Gradients of other variables are this rank's own.
+    /// The store holds, for each parameter's variable, the mean of its gradient over the ranks, or the result of the
+    /// [communication hook](comm_hook). A rank that did not use the parameter counts as zero; parameters that no rank
+    /// used are not in the store. Gradients of other variables are not averaged.
     ///
-    /// **The averaged gradients are views of the buckets.** As long as the store lives, the next pass leaves these
-    /// buckets alone and takes new memory: drop the store after the step, and the memory is used again. Tensors that
-    /// were cloned out of the store are valid until the next pass. (For all this the store holds a tensor more than
-    /// there are gradients.)
+    /// **The averaged gradients are views of the buckets.** While the store lives, the next pass leaves these buckets
+    /// alone and allocates new memory: drop the store after the step, so that the memory is reused. Tensors cloned out
+    /// of the store are valid until the next pass. (To track this, the store holds one tensor in addition to the
+    /// gradients.)
     ///
-    /// The store has the gradients of this loss alone. Where PyTorch calls `backward` for several losses before one
-    /// step, use [`backward_into`](Self::backward_into). If the first gradients of a model are dropped and the second
-    /// come without a change of the variables, rank 0 warns of it, through `log`.
+    /// The store has the gradients of this loss only. Where PyTorch calls `backward` for several losses before one
+    /// step, use [`backward_into`](Self::backward_into). If a model's first gradients are dropped and the second ones
+    /// come before any variable has changed, rank 0 warns through `log`.
     ///
-    /// With [`no_sync`](Self::no_sync) nothing is sent: gradients add up in the buckets, and the store holds this
+    /// Under [`no_sync`](Self::no_sync) nothing is sent: gradients accumulate in the buckets, and the store holds this
     /// rank's sums.
     ///
     /// # Errors
-    /// [`Error::OtherModelInGraph`] when the loss depends on another DDP model: train both with
-    /// [`candle_ddp::backward`](crate::backward()), or [`freeze`](Self::freeze) that one. [`Error::InvalidArgument`] when this
-    /// model is frozen. Both are found before anything is sent, and leave the group as it was.
+    /// Returns [`Error::OtherModelInGraph`] if the loss depends on another DDP model: train both with
+    /// [`candle_ddp::backward`](crate::backward()), or [`freeze`](Self::freeze) the other. Returns
+    /// [`Error::InvalidArgument`] if this model is frozen. Both are detected before anything is sent, and the group
+    /// remains usable.
     ///
-    /// When a rank's backward pass fails, the group is ended on all ranks, since the others wait for its gradients.
+    /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         backward::run(loss, &[&self.core], None)
     }
 
-    /// [`backward`](Self::backward), whose gradients are added to those in `grads`: for a step after several losses, as
-    /// PyTorch's `loss.backward()` adds to `parameter.grad`. An empty store is `GradStore::default()`. Every call
-    /// averages its own gradients; under [`no_sync`](Self::no_sync) it leaves them in the buckets, and the next call
-    /// without the guard averages and adds their sum.
+    /// Like [`backward`](Self::backward), but adds the gradients to those in `grads`: for one step after several
+    /// losses, as PyTorch's `loss.backward()` adds to `parameter.grad`. Start with an empty store,
+    /// `GradStore::default()`, or with the result of `backward`. Every call averages its own gradients; under
+    /// [`no_sync`](Self::no_sync) it leaves them in the buckets, and the next call without the guard averages and adds
+    /// their sum.
     ///
     /// ```no_run
     /// # fn step(d: &candle_ddp::DistributedDataParallel<candle_nn::Linear>, real: &candle_core::Tensor, fake: &candle_core::Tensor) -> candle_ddp::Result<()> {
@@ -237,18 +242,19 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     ///
-    /// Gradients of tensors that are no variables are dropped.
+    /// Gradients of tensors that are not variables are dropped.
     ///
     /// # Errors
-    /// As with `backward`; [`Error::InvalidArgument`] when `grads` holds sums of a pass under `no_sync`, which are in the
-    /// buckets as well. After an error, `grads` is as it was.
+    /// Returns the errors of `backward`; [`Error::InvalidArgument`] if `grads` holds sums of a pass under `no_sync`,
+    /// since the buckets hold these too. After an error, `grads` is unchanged.
     pub fn backward_into(&self, loss: &Tensor, grads: &mut GradStore) -> Result<()> {
         backward::run_into(loss, &[&self.core], grads)
     }
 
-    /// Until the guard is dropped, this model's parameters get no gradients: for backward passes that go through it and
-    /// train another model, as that of a generator through its discriminator. PyTorch's `requires_grad_(False)`. The
-    /// guard counts when the backward pass runs, whenever the graph was made.
+    /// Until the guard is dropped, this model's parameters get no gradients. This is for backward passes that go
+    /// through this model to train another, such as a generator through its discriminator; PyTorch's
+    /// `requires_grad_(False)`. What counts is whether the guard lives when the backward pass runs, not when the graph
+    /// was made.
     ///
     /// ```no_run
     /// # fn step<G: candle_core::Module, D: candle_core::Module>(g: &candle_ddp::DistributedDataParallel<G>, d: &candle_ddp::DistributedDataParallel<D>, noise: &candle_core::Tensor) -> candle_ddp::Result<()> {
@@ -262,16 +268,16 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     ///
-    /// candle computes the gradients all the same, and they are dropped: a model that is never trained computes less with
+    /// candle computes the gradients anyway, and they are dropped. A model that is never trained costs less with
     /// [`DdpOptions::is_frozen`] or without DDP.
     pub fn freeze(&self) -> Freeze<'_> {
         self.core.reducer.identity().freeze();
         Freeze(&self.core)
     }
 
-    /// Until the guard is dropped, `backward` sends nothing and gradients add up in the buckets; the first `backward`
-    /// after it averages the sums. As in PyTorch, the gradient of n accumulated passes is the sum of theirs: divide the
-    /// losses by n for the gradient of the big batch. Buffers are not broadcast meanwhile.
+    /// Until the guard is dropped, `backward` sends nothing and gradients accumulate in the buckets; the first
+    /// `backward` after that averages the sums. As in PyTorch, n accumulated passes give the sum of their gradients:
+    /// divide the losses by n to get the gradient of the large batch. Meanwhile, buffers are not broadcast.
     ///
     /// ```no_run
     /// # fn step<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, micro_batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
@@ -291,14 +297,73 @@ impl<M> DistributedDataParallel<M> {
         NoSync(&self.core.no_sync)
     }
 
-    /// From now on, `hook` decides what is sent of a bucket and what `backward` returns (see [`comm_hook`]). Gradients are
-    /// then not divided by the number of ranks, unless the hook does it. Every rank calls it, at most once, before the
-    /// first backward pass. PyTorch's `register_comm_hook`.
+    /// Runs `body`, the training loop of this rank, where ranks have different numbers of batches: PyTorch's
+    /// `with model.join():`. A rank whose `body` has returned takes part in the backward passes of the others, with zeros
+    /// for gradients, until the last one has returned. Then all take over the model of a rank that trained longest. Every
+    /// rank must call this.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Tensor};
+    /// # use candle_ddp::{DdpOptions, DistributedDataParallel, JoinOptions, optim::{AdamW, Optimizer, ParamsAdamW}};
+    /// # use candle_nn::{VarMap, linear};
+    /// # fn main() -> candle_ddp::Result<()> {
+    /// # candle_ddp::spawn(2, |pg| {
+    /// # let build = |vb| linear(4, 2, vb);
+    /// # let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    /// # let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
+    /// # let batches = vec![Tensor::ones((8, 4), DType::F32, pg.device())?; 3 + pg.rank()];
+    /// let joined = ddp.join(JoinOptions::default(), || {
+    ///     for x in &batches {
+    ///         let grads = ddp.backward(&ddp.forward(x)?.sqr()?.mean_all()?)?;
+    ///         optimizer.step(&grads)?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// joined.sync(&mut optimizer)?; // its moments, and the number of steps
+    /// # Ok(())
+    /// # })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Inside of it, each backward pass that averages gradients begins with one small collective, by which ranks learn who
+    /// has inputs left. Passes under [`no_sync`](Self::no_sync) send nothing, and what a rank has accumulated when its
+    /// inputs end goes into the next pass of the others. While rank 0 has no inputs, buffers are those of the lowest rank
+    /// that has some. Forward passes in evaluation may differ from rank to rank, as always.
+    ///
+    /// `body` calls no collectives of its own: sums of losses, for example, belong behind the join. A
+    /// [`GradScaler`](crate::GradScaler) works, and [`Joined::sync`] brings it and the optimizer up to date;
+    /// a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) has a `join` of its own. `SyncBatchNorm` is
+    /// refused in training mode, as PyTorch's `join` does not support it either: its statistics need all ranks in the middle
+    /// of each forward pass.
     ///
     /// # Errors
-    /// On every rank: ranks gave different hooks ([`Error::Mismatch`], which names the first difference), or one
-    /// of them has a hook already or has begun to train ([`Error::InvalidArgument`] there, [`Error::RankFailed`] on the
-    /// others).
+    /// An error or panic of `body` on one rank ends the group, as with
+    /// [`abort_on_error`](ProcessGroup::abort_on_error). Every rank gets [`Error::Mismatch`] if ranks gave different options,
+    /// and [`Error::InputsExhausted`] with [`JoinOptions::throw_on_early_termination`]. Inside of another join of the same
+    /// group, returns [`Error::InvalidArgument`].
+    pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
+        join::run(&[&self.core], options, &mut (), |()| body(), |(), _, _| Ok(false))
+    }
+
+    pub(crate) fn join_with<T, C>(
+        &self,
+        options: JoinOptions,
+        context: &mut C,
+        body: impl FnOnce(&mut C) -> Result<T>,
+        shadow: impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
+    ) -> Result<Joined<T>> {
+        join::run(&[&self.core], options, context, body, shadow)
+    }
+
+    /// Registers `hook`, which then decides what is sent of a bucket and what `backward` returns (see [`comm_hook`]).
+    /// Gradients are no longer divided by the number of ranks unless the hook does it. Every rank must call this, at
+    /// most once, before the first backward pass. PyTorch's `register_comm_hook`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] with the first difference on every rank if ranks gave different hooks. If a rank
+    /// already has a hook or has begun to train, it gets [`Error::InvalidArgument`], and the others get
+    /// [`Error::RankFailed`].
     pub fn register_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let allowed = self.core.reducer.check_comm_hook();
         let verdict = verify::same_comm_hook(self.core.group(), allowed.as_ref().map(|()| hook.describe()));
@@ -307,22 +372,23 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.set_comm_hook(hook)
     }
 
-    /// What the registered communication hook has been given and has sent so far; None without a hook.
+    /// What the registered communication hook has received and sent so far; None without a hook.
     pub fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
         self.core.reducer.comm_hook_traffic()
     }
 
-    /// What the registered communication hook remembers, to be saved and loaded; None without a hook.
+    /// The state of the registered communication hook, to be saved and loaded; None without a hook.
     pub fn comm_hook_state(&self) -> Option<CommHookState<'_>> {
-        self.comm_hook_traffic().map(|_| CommHookState(&self.core.reducer))
+        let (reducer, group) = (&*self.core.reducer, self.core.group());
+        self.comm_hook_traffic().map(|_| CommHookState { reducer, group })
     }
 
-    /// The variables that an optimizer trains, in the order in which the model asked for them; ignored ones come last.
+    /// The variables that an optimizer trains, in the order in which the model requested them; ignored ones come last.
     pub fn parameters(&self) -> Vec<Var> {
         self.named_parameters().into_iter().map(|(_, var)| var).collect()
     }
 
-    /// [`parameters`](Self::parameters) with the model's own names for them.
+    /// The [`parameters`](Self::parameters) with the model's names for them.
     pub fn named_parameters(&self) -> Vec<(String, Var)> {
         let ignored = self.core.variables.ignored.iter().map(|Buffer { name, var }| (name.clone(), var.clone()));
         self.averaged_parameters().into_iter().chain(ignored).collect()
@@ -338,14 +404,14 @@ impl<M> DistributedDataParallel<M> {
         Arc::clone(&self.core.reducer)
     }
 
-    /// The buffers with the model's own names for them, in the order in which the model asked for them.
+    /// The buffers with the model's names for them, in the order in which the model requested them.
     pub fn named_buffers(&self) -> Vec<(String, Var)> {
         self.core.variables.buffers.iter().map(|Buffer { name, var }| (name.clone(), var.clone())).collect()
     }
 
-    /// The names of the parameters in each bucket, in the order in which the buckets are all-reduced: first the reverse
-    /// of the order of registration, and from the second synchronised backward pass on, the order in which rank 0's
-    /// gradients came in the first.
+    /// The names of the parameters in each bucket, in the order in which buckets are all-reduced: at first the reverse
+    /// of the registration order; from the second synchronised backward pass on, the order in which rank 0's gradients
+    /// arrived in the first.
     pub fn buckets(&self) -> Vec<Vec<String>> {
         self.core.reducer.bucket_names()
     }
@@ -362,8 +428,8 @@ impl<M> backward::sealed::HasCore for DistributedDataParallel<M> {
     }
 }
 
-/// `xs.apply_t(&ddp, train)`, and every function that takes a module. (candle makes every `Module` a `ModuleT`, so that a
-/// wrapper can only be one of the two.)
+/// Allows `xs.apply_t(&ddp, train)` and calls of every function that takes a module. (candle makes every `Module` a
+/// `ModuleT`, so a wrapper can only implement one of the two.)
 impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
     fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
         let xs = self.input(xs)?;
@@ -371,7 +437,7 @@ impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
     }
 }
 
-/// While it lives, gradients add up instead of being averaged: see [`DistributedDataParallel::no_sync`].
+/// While this guard lives, gradients accumulate instead of being averaged: see [`DistributedDataParallel::no_sync`].
 #[must_use = "gradients are synchronised again as soon as the guard is dropped"]
 pub struct NoSync<'a>(&'a AtomicUsize);
 
@@ -381,7 +447,7 @@ impl Drop for NoSync<'_> {
     }
 }
 
-/// While it lives, a model's parameters get no gradients: see [`DistributedDataParallel::freeze`].
+/// While this guard lives, a model's parameters get no gradients: see [`DistributedDataParallel::freeze`].
 #[must_use = "the model's parameters get gradients again as soon as the guard is dropped"]
 pub struct Freeze<'a>(&'a Core);
 

@@ -7,46 +7,54 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How DistributedDataParallel works. All ranks give the same.
+/// The environment variable that turns [`DdpOptions::nan_check`] on.
+const NAN_CHECK_VARIABLE: &str = "CANDLE_DDP_NAN_CHECK";
+
+/// Options of DistributedDataParallel. All ranks must give the same.
 ///
-/// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: unused parameters always work. Gradients
-/// always are views of the buckets (`gradient_as_bucket_view`).
+/// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart, since unused parameters always work.
+/// Gradients are always views of the buckets (`gradient_as_bucket_view`).
 ///
-/// Where several of the predicates choose a variable, it is ignored before it is a buffer, and a buffer before it is
-/// frozen.
+/// If several predicates select a variable, ignored takes precedence over buffer, and buffer over frozen.
 #[derive(Clone)]
 pub struct DdpOptions {
-    /// How many MiB of gradients are all-reduced together. Default: 25. 0 puts every parameter into a bucket of its own.
+    /// The size in MiB of the gradients that are all-reduced together. 0 puts every parameter into a bucket of its own.
+    /// Default: 25.
     pub bucket_cap_mb: f64,
     /// The size in MiB of the first bucket, which is smaller so that communication begins early. Default: 1.
     pub first_bucket_mb: f64,
-    /// Whether all ranks take over rank 0's buffers, such as running means, in every synchronised backward pass: so
-    /// that they are equal before the next forward pass, as in PyTorch. Default: true.
+    /// Whether all ranks take rank 0's buffers, such as running means, in every synchronised backward pass, so that
+    /// they are equal before the next forward pass, as in PyTorch. Default: true.
     pub broadcast_buffers: bool,
-    /// Which variables are frozen, as by PyTorch's `requires_grad_(False)` before the model is wrapped: at construction
-    /// all ranks take over rank 0's values, and then nothing is sent of them. They are not among
-    /// [`parameters`](crate::DistributedDataParallel::parameters), so that no optimizer gets them, and candle's backward
-    /// pass leaves out what depends on nothing else. Buffers stay buffers. To thaw them, build DDP and the optimizer
-    /// anew from the same `VarMap`. Default: none.
+    /// Which variables are frozen, as by PyTorch's `requires_grad_(False)` before the model is wrapped. At construction
+    /// all ranks take rank 0's values; after that, frozen variables are not sent. They are not among the
+    /// [`parameters`](crate::DistributedDataParallel::parameters), so optimizers do not get them, and candle's backward
+    /// pass skips what depends on nothing else. Buffers stay buffers. To thaw variables, rebuild DDP and the optimizer
+    /// from the same `VarMap`. Default: none.
     pub is_frozen: NamePredicate,
-    /// Which variables are buffers beside those of batch norms: without a gradient, and handed to the model as they are.
-    /// Variables of integer type always are. Default: none.
+    /// Which variables are buffers in addition to those of batch norms: they have no gradient, and the model gets the
+    /// variables themselves. Variables of integer type are always buffers. Default: none.
     pub is_buffer: NamePredicate,
     /// Whether variables whose names end in `running_mean`, `running_var` or `num_batches_tracked` are buffers, whatever
     /// `is_buffer` says. Default: true. With false, `is_buffer` alone decides.
     pub batch_norm_buffers: bool,
-    /// Which variables DDP leaves alone: neither broadcast nor averaged, handed to the model as they are; their
-    /// gradients come out of `backward` as this rank's own. Default: none.
+    /// Which variables DDP leaves alone: they are neither broadcast nor averaged, the model gets the variables
+    /// themselves, and `backward` returns this rank's own gradients for them. Default: none.
     pub is_ignored: NamePredicate,
-    /// Lower precision for the model's calculations, or for sending gradients (see [`amp`](crate::amp)). Default: none.
+    /// Lower precision for the model's computation or for sending gradients (see [`amp`](crate::amp)). Default: None.
     pub mixed_precision: Option<MixedPrecision>,
-    /// The seed of the values with which variables are made that are not in the VarMap yet, so that they can be repeated
-    /// (see [`seed::init`](crate::seed::init())). Default: none, and candle's generator makes them. All ranks start with
-    /// rank 0's values in both cases.
+    /// The seed for initial values of variables that are not in the VarMap yet, which makes them reproducible (see
+    /// [`seed::init`](crate::seed::init())). Default: None, and candle's generator draws them. In both cases all ranks
+    /// start with rank 0's values.
     pub init_seed: Option<u64>,
-    /// The folder for a time line of the training steps, a file for each rank (see [`trace`](crate::trace)). Default: the
-    /// one that the environment variable `CANDLE_DDP_TRACE` names, if any; without, tracing costs nothing.
+    /// The folder for a timeline of the training steps, with one file per rank (see [`trace`](crate::trace)). Default:
+    /// the folder in the environment variable `CANDLE_DDP_TRACE`, if set; otherwise there is no tracing and no cost.
     pub trace: Option<PathBuf>,
+    /// Whether a gradient with an infinity or a NaN is an error, on every rank, that names the rank and the parameter:
+    /// PyTorch's `TORCH_NCCL_NAN_CHECK`. Every bucket is checked before it is sent, which on a GPU waits for the gradients
+    /// in it. Do not use it with a [`GradScaler`](crate::GradScaler), which expects infinities. When it is off, it costs
+    /// nothing. Default: whether the environment variable `CANDLE_DDP_NAN_CHECK` is set to something other than `0`.
+    pub nan_check: bool,
 }
 
 impl Default for DdpOptions {
@@ -62,6 +70,7 @@ impl Default for DdpOptions {
             mixed_precision: None,
             init_seed: None,
             trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
+            nan_check: std::env::var_os(NAN_CHECK_VARIABLE).is_some_and(|value| !value.is_empty() && value != "0"),
         }
     }
 }
@@ -91,6 +100,7 @@ impl fmt::Debug for DdpOptions {
             .field("mixed_precision", &self.mixed_precision)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
+            .field("nan_check", &self.nan_check)
             .finish_non_exhaustive()
     }
 }

@@ -1,4 +1,4 @@
-//! In which order the models of one backward pass send their buckets.
+//! The order in which the models of one backward pass send their buckets.
 use super::core::Core;
 use super::graph::Graph;
 use super::reducer::permutation;
@@ -8,11 +8,11 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use std::sync::PoisonError;
 
-/// The places in `models` in the order in which their buckets are sent: the model first with whose gradients the
-/// backward pass on rank 0 is through first, since all others wait for it. Ranks agree on it when they give these
-/// models for the first time, before anything else is sent, and keep to it. Models of different groups stay in the
-/// order in which they are given.
-pub(super) fn agree(graph: &Graph, models: &[&Core]) -> Result<Vec<usize>> {
+/// The positions in `models` in the order in which their buckets are sent. First comes the model whose gradients are
+/// complete first in the backward pass of rank `root`, which has a `graph`, since all others wait for it. Ranks agree on
+/// the order when they first give these models, before anything else is sent, and keep it. Models of different groups stay
+/// in the given order.
+pub(super) fn agree(graph: Option<&Graph>, models: &[&Core], root: usize) -> Result<Vec<usize>> {
     let given: Vec<usize> = (0..models.len()).collect();
     let synchronised: Vec<usize> = given.iter().copied().filter(|index| models[*index].synchronises()).collect();
     let [first, _, ..] = synchronised[..] else { return Ok(given) };
@@ -27,17 +27,19 @@ pub(super) fn agree(graph: &Graph, models: &[&Core]) -> Result<Vec<usize>> {
         None => {
             verify::same_models(group, &numbers)?;
             let mut order: Vec<u32> = (0..synchronised.len() as u32).collect();
-            // Those that the graph does not contain, or whose gradients are not there before it is over, come last.
+            // Models that are not in the graph, or whose gradients arrive only after the backward pass, come last.
             let end = |place: &u32| {
                 let model = models[synchronised[*place as usize]];
-                graph.completes(model.reducer.identity()).filter(|_| model.has_replicas()).unwrap_or(usize::MAX)
+                let completes = graph.and_then(|graph| graph.completes(model.reducer.identity()));
+                completes.filter(|_| model.has_replicas()).unwrap_or(usize::MAX)
             };
             order.sort_by_key(end);
-            let of_rank_0 = Tensor::new(order, group.device())?;
-            Label::DDP_ORDER.during(|| group.broadcast(&of_rank_0, 0))?;
-            let order = permutation(&of_rank_0.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
-                rank: 0,
-                reason: "what it sent is no order of models: all ranks of a group must make the same calls in the same order"
+            let of_root = Tensor::new(order, group.device())?;
+            Label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
+            let order = permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
+                rank: root,
+                reason: "what it sent is not an order of models: all ranks of a group must make the same calls in the same \
+                         order"
                     .to_string(),
             })?;
             orders.push((numbers, order));

@@ -1,20 +1,20 @@
-//! The variables of a model, as DDP sees them.
+//! The variables of a model as DDP treats them.
 use super::bucket::ParameterInfo;
 use super::graph::Registration;
 use candle_core::{DType, Tensor, Var};
 
-/// A trainable variable, and the tensor that the model holds for it; its dtype may be another one.
+/// A trainable variable, and the tensor that the model holds for it, possibly of another dtype.
 pub(super) struct Parameter {
     pub(super) name: String,
     pub(super) var: Var,
     pub(super) held: HeldAs,
 }
 
-/// What a model computes with in place of a variable.
+/// What a model computes with instead of a variable.
 pub(super) enum HeldAs {
-    /// A replica, of a model that was built from a `VarBuilder`.
+    /// A replica, if the model was built from a `VarBuilder`.
     Replica(Tensor),
-    /// The variable itself, which graphs contain.
+    /// The variable itself, which appears in graphs.
     Variable(#[expect(dead_code, reason = "it is there to be dropped")] Registration),
 }
 
@@ -22,7 +22,7 @@ pub(super) enum HeldAs {
 pub(super) struct Frozen {
     pub(super) name: String,
     pub(super) var: Var,
-    /// The tensor in another dtype that the model holds for it. None: it holds the variable's own elements.
+    /// The tensor in another dtype that the model holds for it. None: the model shares the variable's storage.
     pub(super) converted: Option<Tensor>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Buffer {
     pub(super) var: Var,
 }
 
-/// All variables of a model, each kind in the order in which the model asked for them.
+/// All variables of a model, each kind in the order in which the model requested them.
 #[derive(Default)]
 pub(super) struct Variables {
     pub(super) parameters: Vec<Parameter>,
@@ -45,11 +45,11 @@ pub(super) struct Variables {
 pub(super) enum Role {
     /// Its gradient is averaged over the ranks.
     Parameter,
-    /// It stays as it is.
+    /// It is not trained.
     Frozen,
     /// It has no gradient; rank 0's value is broadcast.
     Buffer,
-    /// It is each rank's own business.
+    /// DDP leaves it alone.
     Ignored,
 }
 
@@ -61,7 +61,7 @@ impl Parameter {
         }
     }
 
-    /// The dtype with which the model computes.
+    /// The dtype in which the model computes with it.
     pub(super) fn held_as(&self) -> DType {
         self.replica().map_or(self.var.dtype(), Tensor::dtype)
     }
@@ -79,7 +79,7 @@ impl Parameter {
 }
 
 impl Variables {
-    /// The variables of which all ranks have the same, with their names.
+    /// The variables that are the same on all ranks, with their names.
     pub(super) fn shared(&self) -> impl Iterator<Item = (&String, &Var)> {
         let parameters = self.parameters.iter().map(|Parameter { name, var, .. }| (name, var));
         let frozen = self.frozen.iter().map(|Frozen { name, var, .. }| (name, var));

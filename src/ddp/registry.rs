@@ -1,4 +1,4 @@
-//! The `VarBuilder` that a model is built with under DDP: it hands out replicas and writes down what was asked for.
+//! The `VarBuilder` that a model is built with under DDP: it hands out replicas and records what was requested.
 use super::hook;
 use super::options::DdpOptions;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
@@ -12,11 +12,11 @@ use candle_nn::var_builder::SimpleBackend;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a model has asked for so far, in the order in which it asked: that order numbers the parameters.
+/// What a model has requested so far, in order; that order numbers the parameters.
 #[derive(Default)]
 pub(super) struct Registered {
     variables: Variables,
-    /// What was handed out under each name, so that a name asked for twice (tied weights) gets the same tensor.
+    /// The tensor for each name, so that a name requested twice (tied weights) gets the same one.
     handed_out: HashMap<String, Tensor>,
     sealed: bool,
 }
@@ -27,7 +27,7 @@ pub(super) struct Registry {
     varmap: VarMap,
     reducer: Arc<Reducer>,
     options: DdpOptions,
-    /// What variables are made of, where the model does not ask for something else.
+    /// The dtype of new variables unless the model requests another.
     dtype: DType,
     registered: Arc<Mutex<Registered>>,
 }
@@ -41,18 +41,18 @@ impl Registry {
         self.registered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The model is built: takes what it asked for. From now on only known names are handed out.
+    /// Ends the construction and returns what the model requested. From now on only known names are handed out.
     pub(super) fn seal(&self) -> Variables {
         let mut registered = self.lock();
         registered.sealed = true;
         std::mem::take(&mut registered.variables)
     }
 
-    /// The dtypes of a variable that the model asks for as `asked` and of the tensor that the model gets for it (None:
-    /// the variable's, whatever it is).
+    /// The dtypes of a variable that the model requests as `asked`, and of the tensor that the model gets for it (None:
+    /// the variable's own dtype).
     fn dtypes(&self, name: &str, asked: DType) -> (DType, Option<DType>) {
         let mixed = self.options.mixed_precision.unwrap_or_default();
-        // A layer that asks for another dtype than its VarBuilder's wants it for good reason.
+        // A layer that requests another dtype than its VarBuilder's has a reason for it.
         let usual = mixed.param_dtype == Some(asked);
         match self.options.role(name, asked) {
             Role::Parameter | Role::Frozen if usual => (self.dtype, Some(asked)),
@@ -63,7 +63,7 @@ impl Registry {
         }
     }
 
-    /// Registers the variable `name`, and returns what the model gets for it: a tensor of dtype `held`, if that is given.
+    /// Registers the variable `name` and returns what the model gets for it: a tensor of dtype `held`, if given.
     fn hand_out(
         &self,
         registered: &mut Registered,
@@ -99,7 +99,7 @@ impl Registry {
                 var.as_tensor().clone()
             }
             Role::Frozen => {
-                // Without an operation behind it, a tensor is no part of what candle's backward pass goes through.
+                // A tensor without an operation is not part of candle's backward pass.
                 let shared = var.detach();
                 let converted =
                     held.filter(|held| *held != var.dtype()).map(|held| shared.to_dtype(held)).transpose()?;
@@ -141,7 +141,7 @@ impl SimpleBackend for Registry {
         self.hand_out(&mut registered, name, var, held)
     }
 
-    /// Works for variables that are already in the VarMap.
+    /// Works only for variables that are already in the VarMap.
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut registered = self.lock();
         if let Some(tensor) = registered.handed_out.get(name) {

@@ -1,18 +1,18 @@
-//! Which parameters any rank used, where the used flags in the buckets cannot tell.
+//! Which parameters any rank used, for strategies whose buckets carry no used flags.
 use crate::backend::{Label, Work};
 use crate::error::some;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::Tensor;
 
-/// One byte for each parameter, in registration order, and their way to all ranks.
+/// One byte for each parameter, in registration order, being all-reduced.
 pub(super) struct Usage {
     bytes: Tensor,
     work: Work,
 }
 
 impl Usage {
-    /// Sends off which parameters this rank used; every rank calls it.
+    /// Sends which parameters this rank used; every rank must call it.
     pub(super) fn send(used: &[bool], group: &ProcessGroup) -> Result<Self> {
         let bytes: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
         let bytes = Tensor::from_vec(bytes, used.len(), group.device())?;
@@ -24,13 +24,13 @@ impl Usage {
         self.work.wait()
     }
 
-    /// Whether any rank used the parameter `index`; to be asked after [`wait`](Self::wait).
+    /// Whether any rank used the parameter `index`; valid after [`wait`](Self::wait).
     pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
         Ok(self.bytes.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0)
     }
 }
 
-/// What to say of the parameters of a model that no rank `used`, if there are any.
+/// The warning about parameters of a model that no rank `used`, if there are any.
 pub(super) fn unused<'a>(names: impl ExactSizeIterator<Item = &'a str>, used: &[bool]) -> Option<String> {
     let count = names.len();
     let unused: Vec<&str> = names.zip(used).filter(|(_, used)| !**used).map(|(name, _)| name).collect();
@@ -39,7 +39,7 @@ pub(super) fn unused<'a>(names: impl ExactSizeIterator<Item = &'a str>, used: &[
     }
     Some(format!(
         "{} of {count} parameters had no gradient on any rank in the first synchronised backward pass: {}. Either the \
-         loss does not depend on them, or an operation without a backward pass is between, such as candle_nn's \
+         loss does not depend on them, or they pass through an operation without a backward pass, such as candle_nn's \
          layer_norm, rms_norm, softmax_last_dim and rope (candle_ddp::nn has a LayerNorm and an RmsNorm with one)",
         unused.len(),
         some(&unused)

@@ -1,4 +1,4 @@
-//! The checks that all ranks hold the same model and the same communication hook.
+//! Checks that all ranks hold the same model and the same communication hook.
 use super::options::DdpOptions;
 use super::parameter::Variables;
 use crate::backend::Label;
@@ -7,8 +7,8 @@ use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::Var;
 
-/// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none.
-/// Every rank gets the same verdict: in PyTorch only the mismatching rank raises, and the others hang.
+/// Checks that all ranks built the same model with the same options; `model` is this rank's, or why it has none. Every
+/// rank gets the same result; in PyTorch only the mismatching rank raises an error, and the others hang.
 pub(super) fn same_model(
     group: &ProcessGroup,
     options: &DdpOptions,
@@ -21,7 +21,7 @@ pub(super) fn same_model(
     }
 }
 
-/// Checks that all ranks register the same communication hook; `described` is this rank's, or why it can have none.
+/// Checks that all ranks register the same communication hook; `described` is this rank's, or why it cannot have one.
 pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Result<String, &Error>) -> Result<()> {
     match Label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
         None => Ok(()),
@@ -29,7 +29,7 @@ pub(super) fn same_comm_hook(group: &ProcessGroup, described: std::result::Resul
     }
 }
 
-/// Checks that all ranks train the same models, in the same order, in one backward pass; `numbers` are this rank's.
+/// Checks that all ranks train the same models in the same order in one backward pass; `numbers` are this rank's.
 pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
     let line = |(place, number): (usize, &u64)| format!("model {place}: number {number} of those that were built");
     let described = numbers.iter().enumerate().map(line).collect::<Vec<_>>().join("\n");
@@ -42,7 +42,15 @@ pub(super) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
     }
 }
 
-/// One line per fact on which ranks must agree.
+/// Checks that all ranks begin the same join, by what each has `described`.
+pub(super) fn same_join(group: &ProcessGroup, described: String) -> Result<()> {
+    match Label::JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
+        None => Ok(()),
+        Some((rank, difference)) => Err(Error::Mismatch { what: "join", rank, difference }),
+    }
+}
+
+/// Returns one line per fact on which ranks must agree.
 fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
     let mut lines = vec![format!(
         "options: bucket_cap_mb {}, first_bucket_mb {}, broadcast_buffers {}",

@@ -1,10 +1,11 @@
 //! Why a group of ranks failed.
-use super::text::Printable;
+use super::text::{Printable, Uneven};
 use std::time::Duration;
 
 /// Why a group failed: the first cause, of which every rank of the group hears, and which all its later calls return.
 ///
-/// To go on training without the rank that is lost, or with one that takes its place, make a new group.
+/// To go on training without the rank that is lost, or with one that takes its place, make a new group, as
+/// `candle_ddp::elastic::run` does.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
@@ -26,8 +27,9 @@ pub enum Failure {
     /// A peer left the group in good order before it took part in a collective, or in a message.
     #[error(
         "rank {peer} left the group after sequence {left_after}, and cannot take part in {}, sequence {sequence}: \
-         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group",
-        Printable(call)
+         if rank {peer} failed, its output has the reason; otherwise make as many calls on all ranks of the group{}",
+        Printable(call),
+        Uneven(call, "")
     )]
     PeerLeft {
         /// The rank that left.
@@ -52,9 +54,10 @@ pub enum Failure {
     /// Ranks called different collectives, or the same one with different arguments.
     #[error(
         "rank {rank_a} called {} where rank {rank_b} called {}, sequence {sequence}: \
-         all ranks of a group must make the same calls in the same order",
+         all ranks of a group must make the same calls in the same order{}",
         Printable(call_a),
-        Printable(call_b)
+        Printable(call_b),
+        Uneven(call_a, call_b)
     )]
     Desync {
         /// The group's sequence number of the call.
@@ -71,9 +74,10 @@ pub enum Failure {
 
     /// A collective or a message was not over within the group's time-out.
     #[error(
-        "rank {rank}: {}, sequence {sequence}, timed out after {timeout:?}: {}",
+        "rank {rank}: {}, sequence {sequence}, timed out after {timeout:?}: {}{}",
         Printable(call),
-        Printable(reason)
+        Printable(reason),
+        Uneven(if reason.contains("has not started") { call } else { "" }, "")
     )]
     TimedOut {
         /// The rank that gave up.

@@ -7,13 +7,13 @@ mod text;
 pub use context::Context;
 pub use failure::Failure;
 pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
-pub(crate) use text::{describe, describe_placed, some};
+pub(crate) use text::{GRADIENTS, describe, describe_placed, some};
 
 use candle_core::DType;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{Printable, list};
+use text::{Printable, list, samples};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -120,6 +120,17 @@ pub enum Error {
         reason: String,
     },
 
+    /// The two ends of a connection do not have the same secret, or only one of them has one.
+    #[error("{operation} failed on {peer}: {}", Printable(reason))]
+    Secret {
+        /// The operation.
+        operation: String,
+        /// The other end.
+        peer: String,
+        /// Which end lacks what, and what to do.
+        reason: String,
+    },
+
     // Collectives
     /// A group whose ranks could not all be connected to each other.
     #[error("rank {rank} has no connection to rank(s) {peers:?} (time-out {timeout:?}): {}", Printable(reason))]
@@ -184,7 +195,32 @@ pub enum Error {
         reason: String,
     },
 
+    /// Some ranks did not come to a [`monitored_barrier`](crate::ProcessGroup::monitored_barrier). The group still works.
+    #[error(
+        "rank {rank}: rank(s) {missing:?} did not come to monitored_barrier within {timeout:?}: look for their first error, or \
+         for what they do instead, in their output"
+    )]
+    MonitoredBarrier {
+        /// This rank.
+        rank: usize,
+        /// The ranks that are missing.
+        missing: Vec<usize>,
+        /// How long this rank waited.
+        timeout: Duration,
+    },
+
     // DistributedDataParallel
+    /// A rank has no inputs left, while others have, in a [`join`](crate::DistributedDataParallel::join) that lets this end
+    /// the loops of all. All ranks return the same, and the group still works.
+    #[error(
+        "rank {rank} has no inputs left, and other ranks have: with JoinOptions.throw_on_early_termination, this ends the \
+         loops of all ranks"
+    )]
+    InputsExhausted {
+        /// The lowest rank without inputs.
+        rank: usize,
+    },
+
     /// Ranks differ in something that must be the same on all of them, such as the model. All ranks return the same.
     #[error("the {what} of rank {rank} differs from that of rank 0: {}", Printable(difference))]
     Mismatch {
@@ -230,6 +266,16 @@ pub enum Error {
         reason: String,
     },
 
+    // Data
+    /// A sample of a dataset that could not be read, or samples that could not be made into a batch.
+    #[error("{}: {}", samples(indices), Printable(reason))]
+    Samples {
+        /// The sample's index in the dataset; of a batch, those of all its samples, in their order.
+        indices: Vec<usize>,
+        /// The error of the dataset or the collate function, or its panic message.
+        reason: String,
+    },
+
     // DataParallel
     /// A replica of DataParallel returned an error or panicked.
     #[error("replica {replica} on device {device} failed: {reason}")]
@@ -239,6 +285,15 @@ pub enum Error {
         /// Its device.
         device: String,
         /// Its error or panic message.
+        reason: String,
+    },
+
+    /// A file or folder of a dataset that cannot be used.
+    #[error("{}: {}", path.display(), Printable(reason))]
+    DataFile {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong with it, and what to do.
         reason: String,
     },
 
@@ -297,6 +352,18 @@ impl Error {
         Self::InvalidArgument { argument, reason: reason.into() }
     }
 
+    /// A `DataFile`.
+    #[cfg(feature = "vision")]
+    pub(crate) fn data_file(path: &std::path::Path, reason: impl Into<String>) -> Self {
+        Self::DataFile { path: path.to_path_buf(), reason: reason.into() }
+    }
+
+    /// This error, of something that was made of a file.
+    #[cfg(feature = "vision")]
+    pub(crate) fn of_file(self, path: &std::path::Path) -> Self {
+        Self::data_file(path, self.to_string())
+    }
+
     pub(crate) fn parameter(parameter: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Parameter { parameter: parameter.into(), reason: reason.into() }
     }
@@ -313,8 +380,8 @@ impl Error {
         }
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout Store
-            Connect InvalidTensor UnsupportedDType Nccl RankFailed Mismatch BackwardOutside OtherModelInGraph Parameter Replica
-            CheckpointFile CheckpointMismatch GradScaler Kernel
+            Secret Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted Mismatch BackwardOutside OtherModelInGraph Parameter Samples Replica
+            DataFile CheckpointFile CheckpointMismatch GradScaler Kernel
         )
     }
 }

@@ -42,3 +42,28 @@ pub(crate) fn some<S: Borrow<str>>(names: &[S]) -> String {
     let text = names[..names.len().min(SHOWN)].join(", ");
     if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
 }
+
+/// The beginning of the description of what a bucket's collective is for.
+pub(crate) const GRADIENTS: &str = "the gradients of ";
+
+/// A hint for calls that ranks made where others did not. If one of them averages gradients and the other does not, a rank
+/// may have ended its loop early.
+pub(super) struct Uneven<'a>(pub(super) &'a str, pub(super) &'a str);
+
+impl fmt::Display for Uneven<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let averages = |call: &str| call.contains(&format!(" for {GRADIENTS}"));
+        match averages(self.0) != averages(self.1) {
+            true => f.write_str(". If ranks have different numbers of batches, train inside of `ddp.join`"),
+            false => Ok(()),
+        }
+    }
+}
+
+/// `sample 17 of the dataset`, or `the batch of the samples 3, 8, 1`.
+pub(super) fn samples(indices: &[usize]) -> String {
+    match indices {
+        [index] => format!("sample {index} of the dataset"),
+        _ => format!("the batch of the samples {}", some(&indices.iter().map(usize::to_string).collect::<Vec<_>>())),
+    }
+}

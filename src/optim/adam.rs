@@ -6,8 +6,8 @@ use crate::tensor::{Element, Real};
 use candle_core::WithDType;
 use candle_nn::ParamsAdamW;
 
-/// The options of [`Adam`](super::Adam), with the meaning and the defaults of PyTorch's `torch.optim.Adam` (`amsgrad`
-/// off): weight decay is added to the gradient (L2 regularisation).
+/// Options of [`Adam`](super::Adam), with the meaning and defaults of PyTorch's `torch.optim.Adam` (`amsgrad` off):
+/// weight decay is added to the gradient (L2 regularisation).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsAdam {
     /// Learning rate. Default: 0.001.
@@ -18,7 +18,7 @@ pub struct ParamsAdam {
     pub beta2: f64,
     /// Added to the denominator. Default: 1e-8.
     pub eps: f64,
-    /// The parameter times this is added to its gradient. Default: 0.
+    /// Multiplied by the parameter and added to its gradient. Default: 0.
     pub weight_decay: f64,
 }
 
@@ -28,14 +28,14 @@ impl Default for ParamsAdam {
     }
 }
 
-/// What both kinds of Adam keep.
+/// The state of both kinds of Adam.
 pub(super) const MOMENTS: &[&str] = &["exp_avg", "exp_avg_sq"];
 
 /// The two kinds of weight decay.
 struct Decay {
     /// Added to the gradient.
     coupled: f64,
-    /// Taken off the parameter, times the learning rate.
+    /// Subtracted from the parameter, times the learning rate.
     decoupled: f64,
 }
 

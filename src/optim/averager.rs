@@ -1,4 +1,4 @@
-//! Post-local SGD: ranks train by themselves, and their weights are averaged from time to time.
+//! Post-local SGD: ranks train independently, and their weights are averaged periodically.
 use crate::backend::{Label, ReduceOp};
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
@@ -11,25 +11,25 @@ use std::collections::HashMap;
 
 /// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
 ///
-/// For post-local SGD gradients are averaged as usual in the first `warmup_steps` steps, and from then on each rank
-/// applies its own: a model built from a plain `VarBuilder` and `loss.backward()` do that. (Under DDP's `no_sync`
-/// gradients add up from step to step instead, which is something else.)
+/// For post-local SGD, average gradients as usual in the first `warmup_steps` steps; after that, let each rank apply
+/// its own, with a model built from a plain `VarBuilder` and `loss.backward()`. (DDP's `no_sync` is not suitable: it
+/// accumulates gradients from step to step.)
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     group: ProcessGroup,
     period: u64,
     warmup_steps: u64,
     step: u64,
-    /// The parameters that all ranks have, once they have compared them.
+    /// The list of parameters, once all ranks have compared it.
     agreed: Option<String>,
 }
 
 impl PeriodicModelAverager {
-    /// Averages in step `warmup_steps`, counted from 0, and in every `period`-th after it. Every rank of `group` makes
-    /// one with the same numbers.
+    /// Averages in step `warmup_steps`, counted from 0, and in every `period`-th step after it. Every rank of `group`
+    /// must create one with the same numbers.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a period of 0.
+    /// Returns [`Error::InvalidArgument`] for a period of 0.
     pub fn new(group: &ProcessGroup, period: u64, warmup_steps: u64) -> Result<Self> {
         if period == 0 {
             return Err(Error::invalid("period", "it must be at least 1"));
@@ -43,9 +43,9 @@ impl PeriodicModelAverager {
         Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None })
     }
 
-    /// To be called after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
-    /// the ranks if it is time to. Returns whether it did. Parameters belong together by their names, in whatever order
-    /// they are given: `ddp.named_parameters()`, or what a `VarMap` holds. Variables of integers are left alone.
+    /// Call this after every optimizer step, on every rank, with the same parameters: replaces them by their mean over
+    /// the ranks if it is due. Returns whether it did. Parameters are matched by name, whatever their order:
+    /// `ddp.named_parameters()`, or the contents of a `VarMap`. Variables of integer type are left alone.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Var};
@@ -59,7 +59,7 @@ impl PeriodicModelAverager {
     /// ```
     ///
     /// # Errors
-    /// When ranks have other names, shapes or dtypes ([`Error::Mismatch`], on all of them), and those of
+    /// Returns [`Error::Mismatch`] on all ranks if names, shapes or dtypes differ, and those of
     /// [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: &[(String, Var)]) -> Result<bool> {
         let due = self.step >= self.warmup_steps && (self.step - self.warmup_steps).is_multiple_of(self.period);
@@ -73,7 +73,7 @@ impl PeriodicModelAverager {
         Ok(due)
     }
 
-    /// All ranks have the same parameters.
+    /// Checks that all ranks have the same parameters.
     fn check(&mut self, parameters: &[&(String, Var)]) -> Result<()> {
         let line = |(name, var): &&(String, Var)| format!("{name} {}", describe(var.dtype(), var.shape()));
         let described = parameters.iter().map(line).collect::<Vec<_>>().join("\n");
@@ -97,7 +97,8 @@ fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
     for vars in packs(parameters.iter().map(|(_, var)| var)) {
         let parts = vars.iter().map(|var| var.as_detached_tensor().flatten_all());
         let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-        // Divided first, as gradients are, so that the sum cannot overflow. The product is never a variable's storage.
+        // Divided first, like gradients, so that the sum cannot overflow. The product never shares a variable's
+        // storage.
         let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
         let work = Label::AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
         messages.push((vars, flat, work));
@@ -110,7 +111,7 @@ fn average(group: &ProcessGroup, parameters: &[&(String, Var)]) -> Result<()> {
     Ok(())
 }
 
-/// `step`.
+/// Contains `step`.
 impl StateDict for PeriodicModelAverager {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin("PeriodicModelAverager")?;

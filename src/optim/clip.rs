@@ -1,4 +1,4 @@
-//! Gradients that are too large.
+//! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
@@ -7,7 +7,7 @@ use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var, WithDType};
 
-/// How the length of all gradients together is measured. PyTorch's other norms, such as the 1-norm, are not offered.
+/// The norm of all gradients together. PyTorch's other norms, such as the 1-norm, are not supported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NormType {
@@ -18,31 +18,32 @@ pub enum NormType {
     Inf,
 }
 
-/// The further arguments of PyTorch's `clip_grad_norm_`.
+/// Further arguments of PyTorch's `clip_grad_norm_`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClipOptions {
     /// Default: L2.
     pub norm_type: NormType,
-    /// Return an error when the norm is infinite or NaN, and leave the gradients as they are. Default: false; the
-    /// gradients are then scaled by such a norm all the same, as in PyTorch.
+    /// Whether an infinite or NaN norm is an error that leaves the gradients unchanged. Default: false: the gradients
+    /// are scaled by such a norm too, as in PyTorch.
     pub error_if_nonfinite: bool,
 }
 
-/// [`clip_grad_norm_with`] the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does it for all parameters
-/// of an optimizer, and is the one to call with a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer).
+/// [`clip_grad_norm_with`] for the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does this
+/// for all parameters of an optimizer, and is required with a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer).
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(grads, vars, max_norm, ClipOptions::default())
 }
 
-/// Scales the gradients of `vars` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of them
-/// had together: PyTorch's `clip_grad_norm_`. Variables without a gradient do not count.
+/// Scales the gradients of `vars` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of
+/// them had together: PyTorch's `clip_grad_norm_`. Variables without a gradient are ignored.
 ///
-/// Contiguous gradients are changed in place, and with them every tensor that shares their storage. With gradients from
-/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. (Those of ignored parameters are
-/// each rank's own: clip them apart, or the norms, and with them the averaged parameters, differ from rank to rank.)
+/// Contiguous gradients are changed in place, and so is every tensor that shares their storage. With gradients from
+/// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. (Gradients of ignored parameters
+/// differ between ranks: clip them separately, or the norms, and with them the averaged parameters, would differ too.)
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a negative or NaN `max_norm`, where none of `vars` has a gradient, and, with
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, if none of `vars` has a gradient, and, with
 /// `error_if_nonfinite`, for a norm that is not finite.
 pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
     check_max_norm(max_norm)?;
@@ -64,12 +65,12 @@ pub fn clip_grad_norm_with(grads: &mut GradStore, vars: &[Var], max_norm: f64, o
 
 pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
     if max_norm.is_nan() || max_norm < 0. {
-        return Err(Error::invalid("max_norm", format!("it must be at least 0, and is {max_norm}")));
+        return Err(Error::invalid("max_norm", format!("it must be at least 0, but is {max_norm}")));
     }
     Ok(())
 }
 
-/// A call that would clip nothing at all is a mistake.
+/// A call that would clip nothing is a mistake.
 fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     if !vars.is_empty() && vars.iter().all(|var| grads.get(var).is_none()) {
         let reason = "none of the parameters has a gradient in it: with a ZeroRedundancyOptimizer, call its \
@@ -79,7 +80,7 @@ fn check_any_gradient(grads: &GradStore, vars: &[Var]) -> Result<()> {
     Ok(())
 }
 
-/// What gradients of norm `norm` are multiplied by; NaN when that is.
+/// The factor for gradients of norm `norm`; NaN if the norm is NaN.
 pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
     let scale = max_norm / (norm + 1e-6);
     if scale >= 1. { 1. } else { scale }
@@ -89,10 +90,10 @@ pub(super) fn coefficient(norm: f64, max_norm: f64) -> f64 {
 /// `clip_grad_value_`. Contiguous gradients are changed in place.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a negative or NaN `clip_value`, and where none of `vars` has a gradient.
+/// Returns [`Error::InvalidArgument`] for a negative or NaN `clip_value`, or if none of `vars` has a gradient.
 pub fn clip_grad_value(grads: &mut GradStore, vars: &[Var], clip_value: f64) -> Result<()> {
     if clip_value.is_nan() || clip_value < 0. {
-        return Err(Error::invalid("clip_value", format!("it must be at least 0, and is {clip_value}")));
+        return Err(Error::invalid("clip_value", format!("it must be at least 0, but is {clip_value}")));
     }
     check_any_gradient(grads, vars)?;
     change(grads, vars, |gradient| gradient.clamp(-clip_value, clip_value), Change::Clamp(clip_value))
@@ -104,7 +105,7 @@ enum Change {
     Clamp(f64),
 }
 
-/// Changes gradients in place where a kernel can, and replaces them by `otherwise` where not.
+/// Changes gradients in place if there is a kernel, and otherwise replaces them by the result of `otherwise`.
 fn change(
     grads: &mut GradStore,
     vars: &[Var],
@@ -151,7 +152,7 @@ fn change_in_place<E: Element>(gradient: &Tensor, change: Change) -> Result<()> 
         }
         Change::Clamp(limit) => {
             let (low, high) = (real(-limit), real(limit));
-            // A NaN stays one: both comparisons are false.
+            // A NaN stays NaN, since both comparisons are false.
             let clamp = |x: E::Real| {
                 if x < low {
                     low
@@ -168,7 +169,7 @@ fn change_in_place<E: Element>(gradient: &Tensor, change: Change) -> Result<()> 
     }?)
 }
 
-/// The norm of all `gradients` together; NaN if there is one among their elements.
+/// The norm of all `gradients` together; NaN if any element is NaN.
 pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
     let total = total(gradients, norm_type)?;
     Ok(match norm_type {
@@ -177,7 +178,7 @@ pub(super) fn norm<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: N
     })
 }
 
-/// The sum of squares, or the largest absolute value, of all elements; NaN if there is one.
+/// The sum of squares, or the largest absolute value, of all elements; NaN if any element is NaN.
 pub(super) fn total<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: NormType) -> Result<f64> {
     let mut total = 0f64;
     let mut add = |part: f64| {
@@ -205,7 +206,7 @@ pub(super) fn total<'a>(gradients: impl Iterator<Item = &'a Tensor>, norm_type: 
     Ok(total)
 }
 
-/// The sum of squares or the largest absolute value.
+/// The sum of squares or the largest absolute value of one gradient.
 fn part(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
     if gradient.device().is_cpu() {
         let contiguous = gradient.contiguous()?;
@@ -217,7 +218,7 @@ fn part(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
     composite(gradient, norm_type)
 }
 
-/// The same from candle's operations, for other devices and dtypes.
+/// Like `part`, from candle's operations, for other devices and dtypes.
 fn composite(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
     let gradient = match gradient.dtype() {
         DType::F64 => gradient.detach(),

@@ -9,11 +9,12 @@ use std::collections::HashMap;
 
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
 ///
-/// The first [`update`](Self::update) copies the weights, each further one moves the average by `1 - decay` of the way to
-/// them. The averages of 16-bit weights are kept in f32, since their own dtype would swallow such small moves (PyTorch
-/// keeps them in it). Variables of integers are left alone. Buffers are averaged if they are given.
+/// The first [`update`](Self::update) copies the weights; each further one moves the average by `1 - decay` of the
+/// distance towards them. Averages of 16-bit weights are kept in f32, since their own dtype would round such small
+/// changes away (PyTorch keeps that dtype). Variables of integer type are left alone. Buffers are averaged if they are
+/// given.
 ///
-/// Under DDP all ranks have the same weights, and so the same average, without any communication.
+/// Under DDP all ranks have the same weights and so the same average, without communication.
 #[derive(Debug)]
 pub struct Ema {
     decay: f64,
@@ -27,21 +28,20 @@ pub struct Ema {
 struct Slot {
     name: String,
     var: Var,
-    /// The variable's storage as one dimension.
+    /// The variable's storage in one dimension.
     flat: Tensor,
     average: Tensor,
 }
 
 impl Ema {
-    /// An average of `parameters`, such as those of
-    /// [`named_parameters`](crate::DistributedDataParallel::named_parameters).
+    /// Averages `parameters`, such as those of [`named_parameters`](crate::DistributedDataParallel::named_parameters).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is given
-    /// twice, that has a dtype without a kernel, or is not contiguous.
+    /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is
+    /// given twice, whose dtype has no kernel, or that is not contiguous.
     pub fn new(parameters: Vec<(String, Var)>, decay: f64) -> Result<Self> {
         if !(0. ..=1.).contains(&decay) {
-            return Err(Error::invalid("decay", format!("it must be from 0 to 1, and is {decay}")));
+            return Err(Error::invalid("decay", format!("it must be from 0 to 1, but is {decay}")));
         }
         let mut names = std::collections::HashSet::new();
         let mut slots = Vec::with_capacity(parameters.len());
@@ -70,10 +70,10 @@ impl Ema {
         Ok(Self { decay, updates: 0, slots, replaced: None })
     }
 
-    /// Moves the average towards the present weights. Call it after the optimizer's step.
+    /// Moves the average towards the current weights. Call it after the optimizer's step.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] while the averages are applied.
+    /// Returns [`Error::InvalidArgument`] while the averages are applied.
     pub fn update(&mut self) -> Result<()> {
         self.refuse_if_applied("update")?;
         for slot in &self.slots {
@@ -82,9 +82,9 @@ impl Ema {
                 dispatch!(slot.flat.dtype(), E => lerp::<E>(&slot.average, &slot.flat, 1. - decay)?, else => ());
             } else {
                 let weights = slot.flat.to_dtype(dtype)?;
-                // Zero times infinity is NaN.
+                // Avoids zero times infinity, which is NaN.
                 let moved = if decay == 0. { weights } else { ((&slot.average * decay)? + (weights * (1. - decay))?)? };
-                // In place, as on the CPU: the program may hold what `averages` returned.
+                // In place, as on the CPU: the program may hold tensors that `averages` returned.
                 slot.average.slice_set(&moved, 0, 0)?;
             }
         }
@@ -92,12 +92,12 @@ impl Ema {
         Ok(())
     }
 
-    /// Puts the averages into the variables, to evaluate or save the averaged model, and keeps the weights that were
-    /// there for [`restore`](Self::restore). Not between a forward pass and its backward pass, which would then use the
-    /// averages if the model is evaluated meanwhile.
+    /// Puts the averages into the variables, to evaluate or save the averaged model, and keeps the replaced weights for
+    /// [`restore`](Self::restore). Do not evaluate with applied averages between a forward pass and its backward pass,
+    /// which would then use the averages.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when they are applied already.
+    /// Returns [`Error::InvalidArgument`] if the averages are already applied.
     pub fn apply(&mut self) -> Result<()> {
         self.refuse_if_applied("apply")?;
         let replaced = self.slots.iter().map(|slot| slot.var.as_detached_tensor().copy());
@@ -110,10 +110,10 @@ impl Ema {
     /// Puts back the weights that [`apply`](Self::apply) replaced.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when the averages are not applied.
+    /// Returns [`Error::InvalidArgument`] if the averages are not applied.
     pub fn restore(&mut self) -> Result<()> {
         let Some(replaced) = self.replaced.take() else {
-            return Err(Error::invalid("restore", "the averages are not applied, so that there is nothing to restore"));
+            return Err(Error::invalid("restore", "the averages are not applied, so there is nothing to restore"));
         };
         for (slot, weights) in self.slots.iter().zip(&replaced) {
             slot.var.set(weights)?;
@@ -124,15 +124,15 @@ impl Ema {
     /// Exchanges averages and weights: [`apply`](Self::apply) or [`restore`](Self::restore), whichever is possible.
     ///
     /// # Errors
-    /// Errors of candle.
+    /// Returns an error of candle.
     pub fn swap(&mut self) -> Result<()> {
         if self.replaced.is_some() { self.restore() } else { self.apply() }
     }
 
-    /// Puts the averages into the variables for good.
+    /// Puts the averages into the variables permanently.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] while the averages are applied.
+    /// Returns [`Error::InvalidArgument`] while the averages are applied.
     pub fn copy_to_parameters(&self) -> Result<()> {
         self.refuse_if_applied("copy_to_parameters")?;
         for slot in &self.slots {
@@ -141,17 +141,17 @@ impl Ema {
         Ok(())
     }
 
-    /// The averages with the parameters' names, in the dtype they are kept in: a model's state dict. They change with
-    /// [`update`](Self::update).
+    /// The averages under the parameters' names, in the dtype in which they are kept: a model's state dict. The tensors
+    /// change with each [`update`](Self::update).
     ///
     /// # Errors
-    /// Errors of candle.
+    /// Returns an error of candle.
     pub fn averages(&self) -> Result<Vec<(String, Tensor)>> {
         let averages = self.slots.iter().map(|slot| Ok((slot.name.clone(), slot.average.reshape(slot.var.shape())?)));
         averages.collect()
     }
 
-    /// How often [`update`](Self::update) was called: PyTorch's `n_averaged`.
+    /// The number of calls of [`update`](Self::update): PyTorch's `n_averaged`.
     pub fn updates(&self) -> u64 {
         self.updates
     }
@@ -164,12 +164,12 @@ impl Ema {
     }
 }
 
-/// `tensor` in `dtype`, in storage of its own.
+/// Returns `tensor` in `dtype`, with its own storage.
 fn widen(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(if tensor.dtype() == dtype { tensor.copy()? } else { tensor.to_dtype(dtype)? }.detach())
 }
 
-/// `average += (weights - average) × weight`, as PyTorch's lerp has it: with weight 1 the weights themselves.
+/// Computes `average += (weights - average) × weight` like PyTorch's lerp: with weight 1, the weights themselves.
 fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<()> {
     let weight = E::Real::from_f64(weight);
     let whole = E::Real::from_f64(1.);
@@ -181,7 +181,7 @@ fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<(
     })?)
 }
 
-/// `updates`, and `average.{name}` for each parameter.
+/// Contains `updates`, and `average.{name}` for each parameter.
 impl StateDict for Ema {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin("Ema")?;
@@ -201,7 +201,7 @@ impl StateDict for Ema {
             averages.push(average.to_device(slot.average.device())?.copy()?.flatten_all()?.detach());
         }
         loader.finish()?;
-        // In place: the program may hold what `averages` returned.
+        // In place: the program may hold tensors that `averages` returned.
         for (slot, average) in self.slots.iter().zip(&averages) {
             slot.average.slice_set(average, 0, 0)?;
         }

@@ -1,4 +1,4 @@
-//! The optimizer around an update rule: parameters, groups, counters, state.
+//! The optimizer around an update rule: parameters, groups, counters and state.
 use super::clip;
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::rule::{Moment, UpdateRule, limit};
@@ -21,19 +21,19 @@ pub struct ParameterGroup<R> {
     pub options: R,
 }
 
-/// An optimizer that goes over parameter, gradient and state once: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
+/// An optimizer that reads parameter, gradient and state in one pass: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
 /// [`Sgd`](super::Sgd) and [`Lamb`](super::Lamb).
 ///
-/// Parameters may be f32, f64, f16 or bf16. Those of 16 bits are updated in f32 arithmetic and have f32 states. Variables
-/// of integers are left alone. A parameter without a gradient is left alone in that step, and so are its states, as in
-/// PyTorch.
+/// Parameters may be f32, f64, f16 or bf16. 16-bit parameters are updated in f32 arithmetic and have f32 state.
+/// Variables of integer type are left alone. As in PyTorch, a step does not change parameters without a gradient, nor
+/// their state.
 ///
-/// On a GPU all parameters of a dtype are updated together, by as many launches of a kernel as one parameter would take:
-/// one, and three for LAMB, which also waits for the norm of the gradients once if `max_grad_norm` is set.
+/// On a GPU all parameters of a dtype are updated together, with as many kernel launches as a single parameter needs:
+/// one, or three for LAMB, which also waits once for the norm of the gradients if `max_grad_norm` is set.
 ///
-/// Made with [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups), it can be saved. It implements
-/// [`Optimizer`] and also candle's trait of that name, whose [`new`](candle_nn::Optimizer::new) takes variables without
-/// names.
+/// An optimizer made with [`from_named`](Self::from_named) or [`from_groups`](Self::from_groups) can be saved. It
+/// implements [`Optimizer`] and also candle's trait of that name, whose [`new`](candle_nn::Optimizer::new) takes
+/// variables without names.
 #[derive(Debug)]
 pub struct FusedOptimizer<R> {
     groups: Vec<Group<R>>,
@@ -46,14 +46,14 @@ struct Group<R> {
     slots: Vec<Slot>,
 }
 
-/// A parameter and what is kept for it.
+/// A parameter and its state.
 #[derive(Debug)]
 struct Slot {
     name: String,
     var: Var,
-    /// The variable's storage as one dimension.
+    /// The variable's storage in one dimension.
     flat: Tensor,
-    /// Of one dimension, with storage of their own each.
+    /// One-dimensional, each with its own storage.
     states: Vec<Tensor>,
     steps: u64,
 }
@@ -67,26 +67,26 @@ impl Slot {
         Ok(Self { name, var, flat, states, steps: 0 })
     }
 
-    /// The gradient as the kernels take it.
+    /// The gradient in the form that the kernels need.
     fn gradient(&self, grads: &GradStore) -> Result<Option<Tensor>> {
         let Some(gradient) = grads.get(&self.var) else { return Ok(None) };
         if gradient.shape() != self.var.shape() || !gradient.device().same_device(self.var.device()) {
             let is = describe(gradient.dtype(), gradient.shape());
             let needed = describe(self.var.dtype(), self.var.shape());
             let (at, belongs) = (gradient.device().location(), self.var.device().location());
-            let reason = format!("its gradient is {is} on {at:?}, and {needed} on {belongs:?} is needed");
+            let reason = format!("its gradient is {is} on {at:?}, but {needed} on {belongs:?} is needed");
             return Err(Error::parameter(&self.name, reason));
         }
         Ok(Some(gradient.detach().to_dtype(self.var.dtype())?.contiguous()?.flatten_all()?))
     }
 
-    /// The names of its states in a state dict.
+    /// The name of a part of its state in a state dict.
     fn key(&self, part: &str) -> String {
         format!("state.{}.{part}", self.name)
     }
 }
 
-/// The dtype of arithmetic and state for parameters of `dtype`; none if there is no kernel for it.
+/// The dtype of arithmetic and state for parameters of `dtype`; None if there is no kernel for it.
 pub(super) fn state_dtype(dtype: DType) -> Option<DType> {
     match dtype {
         DType::F64 => Some(DType::F64),
@@ -95,7 +95,7 @@ pub(super) fn state_dtype(dtype: DType) -> Option<DType> {
     }
 }
 
-/// The dtype of what `R` keeps for a parameter, if it can update that.
+/// The dtype of `R`'s state for a parameter, if `R` can update it.
 pub(super) fn state_dtype_of<R: UpdateRule>(name: &str, var: &Var) -> Result<DType> {
     let Some(dtype) = state_dtype(var.dtype()) else {
         let (dtype, supported) = (var.dtype(), DTYPES.map(|dtype| dtype.as_str()).join(", "));
@@ -118,16 +118,16 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// [`named_parameters`](crate::DistributedDataParallel::named_parameters).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for options that make no sense; [`Error::Parameter`] for a parameter that is given
+    /// Returns [`Error::InvalidArgument`] for invalid options; [`Error::Parameter`] for a parameter that is given
     /// twice, has a dtype without a kernel, or is not contiguous.
     pub fn from_named(parameters: Vec<(String, Var)>, options: R) -> Result<Self> {
         Self::from_groups(vec![ParameterGroup { parameters, options }])
     }
 
-    /// An optimizer whose groups of parameters have options of their own.
+    /// An optimizer with separate options for each group of parameters.
     ///
     /// # Errors
-    /// As with [`from_named`](Self::from_named).
+    /// Returns the errors of [`from_named`](Self::from_named).
     pub fn from_groups(groups: Vec<ParameterGroup<R>>) -> Result<Self> {
         let (mut names, mut variables) = (HashSet::new(), HashSet::new());
         let mut built = Vec::with_capacity(groups.len());
@@ -155,11 +155,12 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         self.groups.iter().map(|group| &group.options)
     }
 
-    /// Changes the options of group `group`. What is kept for its parameters stays, so options that need another state
-    /// are refused (SGD with instead of without momentum).
+    /// Changes the options of group `group`. The state of its parameters is kept, so options that need another state
+    /// are refused (such as SGD with momentum after SGD without).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`].
+    /// Returns [`Error::InvalidArgument`] for a group that does not exist, invalid options, or options that need
+    /// another state.
     pub fn set_options(&mut self, group: usize, options: R) -> Result<()> {
         options.check()?;
         let count = self.groups.len();
@@ -168,14 +169,14 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         };
         if options.states() != group.options.states() {
             let (needed, kept) = (options.states(), group.options.states());
-            let reason = format!("they need the states {needed:?}, and {kept:?} is what the optimizer has");
+            let reason = format!("they need the states {needed:?}, but the optimizer has {kept:?}");
             return Err(Error::invalid("options", reason));
         }
         group.options = options;
         Ok(())
     }
 
-    /// The names of the parameters that are trained, group by group.
+    /// The names of the trained parameters, group by group.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
         self.slots().map(|slot| slot.name.as_str())
     }
@@ -185,7 +186,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     }
 
     fn apply(&mut self, grads: &GradStore) -> Result<()> {
-        // Nothing is changed before everything is known to fit.
+        // Check everything before changing anything.
         let gradients: Vec<Vec<Option<Tensor>>> = self
             .groups
             .iter()
@@ -237,11 +238,11 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     }
 }
 
-/// candle's trait.
+/// Implements candle's trait.
 impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
     type Config = R;
 
-    /// An optimizer for variables without names, which cannot be saved: error messages call them by their place.
+    /// An optimizer for variables without names. It cannot be saved, and error messages refer to variables by index.
     fn new(vars: Vec<Var>, options: R) -> candle_core::Result<Self> {
         let parameters = vars.into_iter().enumerate().map(|(index, var)| (format!("#{index}"), var)).collect();
         Ok(Self { named: false, ..Self::from_named(parameters, options)? })
@@ -252,7 +253,7 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
         Ok(self.apply(grads)?)
     }
 
-    /// That of the first group.
+    /// The learning rate of the first group.
     fn learning_rate(&self) -> f64 {
         Optimizer::learning_rate(self)
     }
@@ -265,8 +266,8 @@ impl<R: UpdateRule> candle_nn::Optimizer for FusedOptimizer<R> {
     }
 }
 
-/// For each parameter `state.{name}.step` and its states by PyTorch's names (`state.{name}.exp_avg`), and
-/// `learning_rates` of the groups. The other options are the program's business.
+/// Contains `state.{name}.step` and the state under PyTorch's names (`state.{name}.exp_avg`) for each parameter, and
+/// the groups' `learning_rates`. The program must keep the other options itself.
 impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         self.check_named()?;
@@ -293,14 +294,14 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
             for slot in slots {
                 steps.push(loader.count(&slot.key("step"))?);
                 for (part, state) in options.states().iter().zip(&slot.states) {
-                    // A copy, since it may be the state of this very optimizer.
+                    // A copy, since the source may be this optimizer's own state.
                     let source = loader.like(&slot.key(part), slot.var.shape(), state.dtype())?;
                     copies.push((state.clone(), source.to_device(state.device())?.copy()?.flatten_all()?));
                 }
             }
         }
         loader.finish()?;
-        // Checks them, before anything is changed.
+        // Checks the learning rates before anything is changed.
         self.set_learning_rates(&learning_rates)?;
         for (state, source) in copies {
             state.slice_set(&source, 0, 0)?;

@@ -1,4 +1,4 @@
-//! LAMB: Adam whose step is as long as the parameter's norm allows.
+//! LAMB: Adam with a step length in proportion to the parameter's norm.
 use super::adam::MOMENTS;
 use super::rule::{Kernel, Moment, MomentRates, Slices, Sums, bias_correction, fraction, moments, not_negative};
 use super::sums::sum_of_squares;
@@ -7,15 +7,15 @@ use crate::tensor::{Element, Real};
 use crate::{Error, Result};
 use candle_core::WithDType;
 
-/// The options of [`Lamb`](super::Lamb), with the meaning and the defaults of Apex's `FusedLAMB`.
+/// Options of [`Lamb`](super::Lamb), with the meaning and defaults of Apex's `FusedLAMB`.
 ///
 /// In a step, the gradients of all parameters are first scaled down if their common norm is above `max_grad_norm`. With
-/// the moments `m` and `v` of Adam (bias-corrected if asked for), a parameter's update is
-/// `u = m / (sqrt(v) + eps) + weight_decay · p`, and `p -= lr · ‖p‖ / ‖u‖ · u`. The *trust ratio* `‖p‖ / ‖u‖` is 1 if a
-/// norm is zero, and for parameters without weight decay, unless `use_nvlamb` is set.
+/// Adam's moments `m` and `v` (bias-corrected if selected), a parameter's update is `u = m / (sqrt(v) + eps) +
+/// weight_decay · p`, and `p -= lr · ‖p‖ / ‖u‖ · u`. The *trust ratio* `‖p‖ / ‖u‖` is 1 if a norm is zero, and for
+/// parameters without weight decay unless `use_nvlamb` is set.
 ///
-/// The bias correction of a parameter counts the steps in which it had a gradient, as PyTorch's Adam does. Apex counts
-/// all steps of the group, so that results differ for parameters without a gradient in some of them.
+/// A parameter's bias correction counts the steps in which it had a gradient, as in PyTorch's Adam. Apex counts all
+/// steps of the group, so results differ for parameters that have no gradient in some steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsLamb {
     /// Learning rate. Default: 0.001.
@@ -28,15 +28,15 @@ pub struct ParamsLamb {
     pub eps: f64,
     /// Weight decay. Default: 0.01.
     pub weight_decay: f64,
-    /// Divide the moments by `1 - beta^step`. Default: true.
+    /// Whether moments are divided by `1 - beta^step`. Default: true.
     pub bias_correction: bool,
-    /// Add the decay to the update, as AdamW does; otherwise to the gradient, as Adam does. Default: true.
+    /// Whether weight decay is added to the update, as in AdamW, or to the gradient, as in Adam. Default: true.
     pub adam_w_mode: bool,
-    /// A gradient counts `1 - beta1` in the mean; otherwise it counts 1. Default: true.
+    /// Whether a gradient enters the mean with the factor `1 - beta1` or with 1. Default: true.
     pub grad_averaging: bool,
-    /// The norm of all gradients above which they are scaled down to it; `None` for never. Default: 1.
+    /// The norm of all gradients above which they are scaled down to it; `None` disables this. Default: 1.
     pub max_grad_norm: Option<f64>,
-    /// Use the trust ratio for parameters without weight decay as well. Default: false.
+    /// Whether parameters without weight decay use the trust ratio too. Default: false.
     pub use_nvlamb: bool,
 }
 
@@ -57,7 +57,7 @@ impl Default for ParamsLamb {
     }
 }
 
-/// How many elements are gone through at a time.
+/// Number of elements processed at a time.
 const BLOCK: usize = 1024;
 
 impl Kernel for ParamsLamb {
@@ -75,7 +75,7 @@ impl Kernel for ParamsLamb {
         not_negative("weight_decay", self.weight_decay)?;
         match self.max_grad_norm {
             Some(norm) if norm.is_nan() || norm <= 0. => {
-                Err(Error::invalid("max_grad_norm", format!("it must be above 0 or None, and is {norm}")))
+                Err(Error::invalid("max_grad_norm", format!("it must be above 0 or None, but is {norm}")))
             }
             _ => Ok(()),
         }
@@ -95,8 +95,8 @@ impl Kernel for ParamsLamb {
 
     const NEEDS_SUMS: bool = true;
 
-    /// Updates the moments; the sums of the squares of the parameter and of the update that they give. Both are zero where
-    /// no trust ratio is wanted.
+    /// Updates the moments, and returns the sums of the squares of the parameter and of its update. Both are zero if
+    /// there is no trust ratio.
     #[inline(always)]
     fn prepare<E: Element>(&self, moment: Moment, slices: Slices<'_, '_, E>) -> Sums {
         let [m, v] = slices.states else { return Sums::default() };
@@ -106,7 +106,7 @@ impl Kernel for ParamsLamb {
         let direction = Direction::new(self, moment);
         let adapt = self.adapts();
         let [mut norm, mut update_norm] = Sums::default();
-        // In blocks that stay in the cache.
+        // Blocks stay in the cache.
         let mut updates = [E::Real::default(); BLOCK];
         let states = m.chunks_mut(BLOCK).zip(v.chunks_mut(BLOCK));
         for ((p, g), (m, v)) in slices.parameter.chunks(BLOCK).zip(slices.gradient.chunks(BLOCK)).zip(states) {
@@ -124,7 +124,7 @@ impl Kernel for ParamsLamb {
         [norm, update_norm]
     }
 
-    /// The update, computed once more instead of stored, with the trust ratio of the sums.
+    /// Applies the update, which is computed again instead of stored, with the trust ratio from the sums.
     #[inline(always)]
     fn update<E: Element>(&self, moment: Moment, [norm, update_norm]: Sums, slices: Slices<'_, '_, E>) {
         let [m, v] = slices.states else { return };
@@ -150,23 +150,23 @@ impl Kernel for ParamsLamb {
 }
 
 impl ParamsLamb {
-    /// How much of the gradient counts in its mean.
+    /// The factor with which a gradient enters its mean.
     fn rate1(&self) -> f64 {
         if self.grad_averaging { 1. - self.beta1 } else { 1. }
     }
 
-    /// The two kinds of weight decay: added to the gradient, and to the update.
+    /// The two kinds of weight decay: for the gradient and for the update.
     fn decays(&self) -> (f64, f64) {
         if self.adam_w_mode { (0., self.weight_decay) } else { (self.weight_decay, 0.) }
     }
 
-    /// Whether there is a trust ratio.
+    /// Whether the trust ratio is used.
     fn adapts(&self) -> bool {
         self.use_nvlamb || self.weight_decay != 0.
     }
 }
 
-/// Where a parameter goes.
+/// The direction of an update.
 struct Direction<R> {
     inverse1: R,
     root2: R,

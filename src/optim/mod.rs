@@ -1,5 +1,5 @@
-//! Optimizers and what belongs to them: fused AdamW, Adam, SGD and LAMB, gradient clipping, learning-rate schedules, and
-//! averages of weights. All have PyTorch's semantics (LAMB: Apex's).
+//! Fused optimizers (AdamW, Adam, SGD and LAMB), gradient clipping, learning-rate schedules, and averages of weights.
+//! All have PyTorch's semantics (LAMB: Apex's).
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
@@ -67,7 +67,7 @@ pub use schedule::{
 pub use sgd::ParamsSgd;
 pub use zero::ZeroRedundancyOptimizer;
 
-/// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It takes the place of
+/// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It replaces
 /// candle_nn's.
 pub type AdamW = FusedOptimizer<ParamsAdamW>;
 /// Adam: PyTorch's `torch.optim.Adam` (`amsgrad` off), in one pass.

@@ -1,4 +1,4 @@
-//! Learning rates that fall when training makes no more progress.
+//! Reduces learning rates when training stops making progress.
 use super::optimizer::Optimizer;
 use super::rule::not_negative;
 use crate::state::{self, Loader, StateDict};
@@ -9,38 +9,38 @@ use std::collections::HashMap;
 /// Whether a smaller or a larger metric is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlateauMode {
-    /// Smaller is better: a loss.
+    /// Smaller is better, as for a loss.
     #[default]
     Min,
-    /// Larger is better: an accuracy.
+    /// Larger is better, as for an accuracy.
     Max,
 }
 
-/// How much better counts as better.
+/// The improvement that counts as progress.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Threshold {
-    /// By this part of the best value.
+    /// A fraction of the best value.
     Relative(f64),
-    /// By this difference.
+    /// An absolute difference.
     Absolute(f64),
 }
 
-/// The options of [`ReduceLrOnPlateau`], with PyTorch's meaning and defaults.
+/// Options of [`ReduceLrOnPlateau`], with PyTorch's meaning and defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsReduceLrOnPlateau {
     /// Default: `Min`.
     pub mode: PlateauMode,
-    /// What the learning rates are multiplied by. Default: 0.1.
+    /// The factor by which learning rates are reduced. Default: 0.1.
     pub factor: f64,
-    /// How many steps without progress are accepted. Default: 10.
+    /// The number of steps without progress that are accepted. Default: 10.
     pub patience: u64,
     /// Default: relative, 1e-4.
     pub threshold: Threshold,
-    /// For how many steps after a reduction nothing is counted. Default: 0.
+    /// The number of steps after a reduction that are not counted. Default: 0.
     pub cooldown: u64,
     /// The lowest learning rate. Default: 0.
     pub min_lr: f64,
-    /// A change that is not larger than this is not made. Default: 1e-8.
+    /// A learning rate is changed only if it changes by more than this. Default: 1e-8.
     pub eps: f64,
 }
 
@@ -58,9 +58,9 @@ impl Default for ParamsReduceLrOnPlateau {
     }
 }
 
-/// Reduces the learning rates when a metric has not become better for a while: PyTorch's `ReduceLROnPlateau`.
+/// Reduces the learning rates when a metric has stopped improving: PyTorch's `ReduceLROnPlateau`.
 ///
-/// Every rank must see the same metric, or their learning rates part: all-reduce it first.
+/// Every rank must pass the same metric, or the learning rates diverge: all-reduce it first.
 #[derive(Clone, Debug)]
 pub struct ReduceLrOnPlateau {
     options: ParamsReduceLrOnPlateau,
@@ -70,13 +70,13 @@ pub struct ReduceLrOnPlateau {
 }
 
 impl ReduceLrOnPlateau {
-    /// A schedule that has seen nothing yet.
+    /// A schedule that has not seen a metric yet.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for options that make no sense.
+    /// Returns [`Error::InvalidArgument`] for invalid options.
     pub fn new(options: ParamsReduceLrOnPlateau) -> Result<Self> {
         if !(0. ..1.).contains(&options.factor) {
-            return Err(Error::invalid("factor", format!("it must be below 1, and is {}", options.factor)));
+            return Err(Error::invalid("factor", format!("it must be below 1, but is {}", options.factor)));
         }
         not_negative("min_lr", options.min_lr)?;
         not_negative("eps", options.eps)?;
@@ -89,10 +89,10 @@ impl ReduceLrOnPlateau {
         Ok(Self { options, best, bad_steps: 0, cooldown: 0 })
     }
 
-    /// Takes note of `metric`, and reduces the learning rates of `optimizer` if it is time to. Returns whether it was.
+    /// Records `metric`, and reduces the learning rates of `optimizer` if it is time to. Returns whether it did.
     ///
     /// # Errors
-    /// Those of [`Optimizer::set_learning_rates`].
+    /// Returns the errors of [`Optimizer::set_learning_rates`].
     pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), metric: f64) -> Result<bool> {
         let mut rates = optimizer.learning_rates();
         let reduced = self.update(&mut rates, metric);
@@ -100,7 +100,7 @@ impl ReduceLrOnPlateau {
         Ok(reduced)
     }
 
-    /// [`step`](Self::step) for what does not implement [`Optimizer`]: reduces the learning rates that are given to it.
+    /// Like [`step`](Self::step), for types that do not implement [`Optimizer`]: reduces the given learning rates.
     pub fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
         if self.is_better(metric) {
             self.best = metric;
@@ -137,8 +137,8 @@ impl ReduceLrOnPlateau {
     }
 }
 
-/// `best`, `bad_steps` and `cooldown`. The learning rates are in the optimizer's state, the options are the program's
-/// business.
+/// Contains `best`, `bad_steps` and `cooldown`. The learning rates are in the optimizer's state; the program must keep
+/// the options itself.
 impl StateDict for ReduceLrOnPlateau {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin("ReduceLrOnPlateau")?;

@@ -1,27 +1,27 @@
-//! What an optimizer does to one parameter: the part that differs between optimizers.
+//! The rule by which an optimizer updates one parameter: the part that differs between optimizers.
 use crate::kernels::{Rule, Scalars};
 use crate::tensor::{Element, Real};
 use crate::{Error, Result};
 use std::fmt::Debug;
 
-/// The options of an optimizer, and with them the rule by which it changes a parameter. Implemented by
+/// The options of an optimizer, which determine how it updates a parameter. Implemented by
 /// [`ParamsAdamW`](candle_nn::ParamsAdamW), [`ParamsAdam`](super::ParamsAdam), [`ParamsSgd`](super::ParamsSgd) and
-/// [`ParamsLamb`](super::ParamsLamb); it cannot be implemented elsewhere.
+/// [`ParamsLamb`](super::ParamsLamb); other types cannot implement it.
 pub trait UpdateRule: Kernel + Clone + Debug {}
 
 impl<R: Kernel + Clone + Debug> UpdateRule for R {}
 
-/// When a parameter is updated, and how its gradient is to be read.
+/// The step of a parameter and the scale of its gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
-    /// How often this parameter is updated, this time included.
+    /// The number of updates of this parameter, including this one.
     pub step: u64,
-    /// What gradients are multiplied by.
+    /// The factor for gradients.
     pub gradient_scale: f64,
 }
 
-/// Equally long parts of a parameter, its gradient and its states. A rule that works on each element by itself may be
-/// given any part of a parameter.
+/// Parts of equal length of a parameter, its gradient and its state. An elementwise rule may be given any part of a
+/// parameter.
 pub struct Slices<'a, 'b, E: Element> {
     /// Changed in place.
     pub parameter: &'a mut [E],
@@ -31,7 +31,7 @@ pub struct Slices<'a, 'b, E: Element> {
     pub states: &'a mut [&'b mut [E::Real]],
 }
 
-/// What scales gradients whose norm is `norm` down to the limit of `rule`, if it has one.
+/// The factor that scales gradients with norm `norm` down to the limit of `rule`, if it has one.
 pub(super) fn limit<R: UpdateRule>(rule: &R, norm: f64) -> f64 {
     match rule.max_grad_norm() {
         Some(max) if norm > max => max / norm,
@@ -47,10 +47,10 @@ pub trait Kernel {
     /// The optimizer's name in messages and files.
     const NAME: &'static str;
 
-    /// The names of what is kept for every parameter: PyTorch's.
+    /// PyTorch's names for the state of a parameter.
     fn states(&self) -> &'static [&'static str];
 
-    /// Refuses options that make no sense.
+    /// Refuses invalid options.
     fn check(&self) -> Result<()>;
 
     /// The learning rate.
@@ -64,21 +64,21 @@ pub trait Kernel {
         None
     }
 
-    /// Whether an update depends on sums over the whole parameter, which [`prepare`](Self::prepare) makes.
+    /// Whether an update depends on sums over the whole parameter, which [`prepare`](Self::prepare) computes.
     const NEEDS_SUMS: bool = false;
 
-    /// What comes before [`update`](Self::update) where that needs sums: those of this part of the parameter.
+    /// Runs before [`update`](Self::update) if that needs sums; returns the sums over this part of the parameter.
     fn prepare<E: Element>(&self, _: Moment, _: Slices<'_, '_, E>) -> Sums {
         Sums::default()
     }
 
-    /// Updates parameter and states. `sums`: over all parts of the parameter.
+    /// Updates parameter and state. `sums` are over all parts of the parameter.
     fn update<E: Element>(&self, moment: Moment, sums: Sums, slices: Slices<'_, '_, E>);
 
-    /// The CUDA kernels that do the same.
+    /// The CUDA kernels of this rule.
     const RULE: Rule;
 
-    /// What these need to know.
+    /// The arguments of the CUDA kernels.
     fn scalars(&self, moment: Moment) -> Scalars;
 }
 
@@ -87,7 +87,7 @@ pub(super) fn not_negative(argument: &'static str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0. {
         return Ok(());
     }
-    Err(Error::invalid(argument, format!("it must be a finite number of at least 0, and is {value}")))
+    Err(Error::invalid(argument, format!("it must be a finite number of at least 0, but is {value}")))
 }
 
 /// Refuses values outside of `0 <= value < 1`.
@@ -95,7 +95,7 @@ pub(super) fn fraction(argument: &'static str, value: f64) -> Result<()> {
     if (0. ..1.).contains(&value) {
         return Ok(());
     }
-    Err(Error::invalid(argument, format!("it must be at least 0 and below 1, and is {value}")))
+    Err(Error::invalid(argument, format!("it must be at least 0 and below 1, but is {value}")))
 }
 
 /// `1 - beta^step`.
@@ -103,7 +103,7 @@ pub(super) fn bias_correction(beta: f64, step: u64) -> f64 {
     1. - beta.powf(step as f64)
 }
 
-/// Updates first and second moment with a gradient, and returns them.
+/// Updates the first and second moment with a gradient, and returns them.
 #[inline(always)]
 pub(super) fn moments<R: Real>(m: &mut R, v: &mut R, gradient: R, rates: &MomentRates<R>) -> (R, R) {
     *m = *m * rates.beta1 + gradient * rates.rate1;

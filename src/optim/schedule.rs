@@ -1,4 +1,4 @@
-//! Learning rates that follow from the number of steps.
+//! Learning rates as functions of the number of steps.
 use super::optimizer::Optimizer;
 use super::rule::{fraction, not_negative};
 use crate::state::{self, Loader, StateDict};
@@ -7,23 +7,23 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 use std::f64::consts::PI;
 
-/// How a learning rate follows from the number of steps: the options of a schedule.
+/// A learning rate as a function of the number of steps: the options of a schedule.
 pub trait Schedule {
     /// The schedule's name in messages and files.
     const NAME: &'static str;
 
-    /// Refuses options that make no sense.
+    /// Refuses invalid options.
     fn check(&self) -> Result<()>;
 
-    /// The learning rate for step `step`, counted from 0, of a group whose own learning rate is `base`.
+    /// The learning rate in step `step`, counted from 0, of a group whose own learning rate is `base`.
     fn learning_rate(&self, base: f64, step: u64) -> f64;
 }
 
-/// A schedule at work on the learning rates of an optimizer's groups: [`StepLr`], [`MultiStepLr`],
+/// Applies a schedule to the learning rates of an optimizer's groups: [`StepLr`], [`MultiStepLr`],
 /// [`CosineAnnealingLr`], [`WarmupCosine`] and [`OneCycleLr`].
 ///
-/// As in PyTorch, its step comes after the optimizer's; whether that happens once per batch or once per epoch decides
-/// what "step" means in the options. Every rank does the same.
+/// As in PyTorch, call its `step` after the optimizer's. Whether you do so once per batch or once per epoch decides
+/// what "step" means in the options. Every rank must do the same.
 ///
 /// ```
 /// # use candle_ddp::optim::{Optimizer, ParamsSgd, ParamsStepLr, Sgd, StepLr};
@@ -46,48 +46,48 @@ pub struct LrScheduler<S> {
 }
 
 impl<S: Schedule> LrScheduler<S> {
-    /// Starts with the present learning rates of `optimizer` as those that the schedule modifies, and gives it those of
-    /// the first step.
+    /// Starts from the current learning rates of `optimizer` as base rates, and sets those of the first step.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for options that make no sense.
+    /// Returns [`Error::InvalidArgument`] for invalid options.
     pub fn new(optimizer: &mut (impl Optimizer + ?Sized), schedule: S) -> Result<Self> {
         let scheduler = Self::from_rates(optimizer.learning_rates(), schedule)?;
         optimizer.set_learning_rates(&scheduler.learning_rates())?;
         Ok(scheduler)
     }
 
-    /// For what does not implement [`Optimizer`], such as candle's own optimizers: the program gives them the
-    /// [`learning_rates`](Self::learning_rates) itself.
+    /// For types that do not implement [`Optimizer`], such as candle's own optimizers: the program must pass the
+    /// [`learning_rates`](Self::learning_rates) to them itself.
     ///
     /// # Errors
-    /// As with [`new`](Self::new).
+    /// Returns the errors of [`new`](Self::new).
     pub fn from_rates(base: Vec<f64>, schedule: S) -> Result<Self> {
         schedule.check()?;
         Ok(Self { schedule, base, step: 0 })
     }
 
-    /// The learning rates of the present step, one for each group.
+    /// The learning rates of the current step, one for each group.
     pub fn learning_rates(&self) -> Vec<f64> {
         self.base.iter().map(|base| self.schedule.learning_rate(*base, self.step)).collect()
     }
 
-    /// Goes on to the next step, without an optimizer.
+    /// Advances to the next step, without an optimizer.
     pub fn advance(&mut self) {
         self.step += 1;
     }
 
-    /// Goes on to the next step, and gives `optimizer` its learning rates.
+    /// Advances to the next step and sets the learning rates of `optimizer`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when the optimizer has another number of groups than before.
+    /// Returns [`Error::InvalidArgument`] if the number of the optimizer's groups has changed.
     pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<()> {
         self.advance();
         optimizer.set_learning_rates(&self.learning_rates())
     }
 }
 
-/// `step` and `base`, the learning rates that the schedule started with. The options are the program's business.
+/// Contains `step` and `base`, the learning rates that the schedule started with. The program must keep the options
+/// itself.
 impl<S: Schedule> StateDict for LrScheduler<S> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin(S::NAME)?;
@@ -116,10 +116,10 @@ pub type WarmupCosine = LrScheduler<ParamsWarmupCosine>;
 /// PyTorch's `OneCycleLR` with `cycle_momentum=False`. The groups' own learning rates are the peaks (`max_lr`).
 pub type OneCycleLr = LrScheduler<ParamsOneCycleLr>;
 
-/// The learning rate times `gamma` every `step_size` steps.
+/// Multiplies the learning rate by `gamma` every `step_size` steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsStepLr {
-    /// Steps from one change to the next.
+    /// The number of steps between changes.
     pub step_size: u64,
     /// Default: 0.1.
     pub gamma: f64,
@@ -145,10 +145,10 @@ impl Schedule for ParamsStepLr {
     }
 }
 
-/// The learning rate times `gamma` at each milestone.
+/// Multiplies the learning rate by `gamma` at each milestone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsMultiStepLr {
-    /// The steps, in any order; one given twice counts twice.
+    /// The steps, in any order; a step given twice counts twice.
     pub milestones: Vec<u64>,
     /// Default: 0.1.
     pub gamma: f64,
@@ -173,10 +173,10 @@ impl Schedule for ParamsMultiStepLr {
     }
 }
 
-/// Half a cosine from the learning rate to `eta_min` in `t_max` steps, and back in the next `t_max`.
+/// Follows half a cosine from the learning rate to `eta_min` in `t_max` steps, and back in the next `t_max`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsCosineAnnealingLr {
-    /// Steps from the highest learning rate to the lowest.
+    /// The number of steps from the highest learning rate to the lowest.
     pub t_max: u64,
     /// The lowest learning rate. Default: 0.
     pub eta_min: f64,
@@ -202,15 +202,15 @@ impl Schedule for ParamsCosineAnnealingLr {
     }
 }
 
-/// From `start_factor` × the learning rate up to it in `warmup_steps` steps, then half a cosine down to `eta_min` at
-/// step `total_steps`, and `eta_min` from there on.
+/// Rises from `start_factor` × the learning rate to the learning rate in `warmup_steps` steps, then follows half a
+/// cosine down to `eta_min` at step `total_steps` and stays there.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsWarmupCosine {
-    /// Steps from the lowest learning rate to the highest. Default: 0, no warm-up.
+    /// The number of steps from the lowest learning rate to the highest. Default: 0, no warm-up.
     pub warmup_steps: u64,
-    /// Steps of warm-up and cosine together.
+    /// The number of steps of warm-up and cosine together.
     pub total_steps: u64,
-    /// What part of the learning rate the warm-up starts with. Default: 0.
+    /// The fraction of the learning rate at which the warm-up starts. Default: 0.
     pub start_factor: f64,
     /// The learning rate at the end. Default: 0.
     pub eta_min: f64,
@@ -230,7 +230,7 @@ impl Schedule for ParamsWarmupCosine {
         not_negative("eta_min", self.eta_min)?;
         if self.total_steps <= self.warmup_steps {
             let (total, warmup) = (self.total_steps, self.warmup_steps);
-            let reason = format!("it must be above warmup_steps ({warmup}), and is {total}");
+            let reason = format!("it must be above warmup_steps ({warmup}), but is {total}");
             return Err(Error::invalid("total_steps", reason));
         }
         Ok(())
@@ -246,7 +246,7 @@ impl Schedule for ParamsWarmupCosine {
     }
 }
 
-/// How a one-cycle schedule goes from one learning rate to another.
+/// The curve between two learning rates of a one-cycle schedule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Anneal {
@@ -257,15 +257,14 @@ pub enum Anneal {
     Linear,
 }
 
-/// Up from `max_lr / div_factor` to `max_lr`, and down to `max_lr / div_factor / final_div_factor`, where `max_lr` is the
-/// group's own learning rate. After `total_steps` it stays at the end (PyTorch raises an error there). Where `pct_start`
-/// leaves a phase without steps, as 1 does the way down, and a peak at step 0 the way up, the phase is left out (PyTorch
-/// divides by zero).
+/// Rises from `max_lr / div_factor` to `max_lr`, then falls to `max_lr / div_factor / final_div_factor`, where `max_lr` is
+/// the group's own learning rate. After `total_steps` the learning rate stays at its final value (PyTorch raises an
+/// error). A phase that `pct_start` leaves without steps is skipped (PyTorch divides by zero).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsOneCycleLr {
-    /// Steps of the whole cycle.
+    /// The number of steps of the whole cycle.
     pub total_steps: u64,
-    /// What part of them leads up. Default: 0.3.
+    /// The fraction of the steps that rise. Default: 0.3.
     pub pct_start: f64,
     /// Default: cosine.
     pub anneal_strategy: Anneal,
@@ -273,7 +272,7 @@ pub struct ParamsOneCycleLr {
     pub div_factor: f64,
     /// Default: 10 000.
     pub final_div_factor: f64,
-    /// Go down to the first learning rate as fast as it went up, then on to the last. Default: false.
+    /// Whether to fall to the initial learning rate as fast as it rose, then on to the final one. Default: false.
     pub three_phase: bool,
 }
 
@@ -299,7 +298,7 @@ impl Schedule for ParamsOneCycleLr {
         fraction("pct_start", self.pct_start)?;
         for (argument, value) in [("div_factor", self.div_factor), ("final_div_factor", self.final_div_factor)] {
             if !value.is_finite() || value <= 0. {
-                return Err(Error::invalid(argument, format!("it must be a finite number above 0, and is {value}")));
+                return Err(Error::invalid(argument, format!("it must be a finite number above 0, but is {value}")));
             }
         }
         Ok(())
@@ -320,7 +319,7 @@ impl Schedule for ParamsOneCycleLr {
         let mut phase_start = 0.;
         for (index, (phase_end, from, to)) in phases.iter().copied().enumerate() {
             if step <= phase_end || index + 1 == phases.len() {
-                // A phase of no length is at its end.
+                // A phase without steps is at its end.
                 let length = phase_end - phase_start;
                 let progress = if length > 0. { (step - phase_start) / length } else { 1. };
                 return match self.anneal_strategy {
@@ -334,7 +333,7 @@ impl Schedule for ParamsOneCycleLr {
     }
 }
 
-/// From `from` at progress 0 to `to` at progress 1.
+/// Half a cosine from `from` at progress 0 to `to` at progress 1.
 fn cosine(from: f64, to: f64, progress: f64) -> f64 {
     to + (from - to) * (1. + (PI * progress).cos()) / 2.
 }

@@ -5,18 +5,18 @@ use crate::tensor::{Element, Real};
 use crate::{Error, Result};
 use candle_core::WithDType;
 
-/// The options of [`Sgd`](super::Sgd), with the meaning and the defaults of PyTorch's `torch.optim.SGD`.
+/// Options of [`Sgd`](super::Sgd), with the meaning and defaults of PyTorch's `torch.optim.SGD`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsSgd {
     /// Learning rate. Default: 0.001.
     pub lr: f64,
-    /// How much of the last update's direction is kept. Default: 0, and then no state is kept.
+    /// The fraction of the last update's direction that is kept. Default: 0, without state.
     pub momentum: f64,
-    /// The gradient counts 1 minus this in the direction, except in the first step. Default: 0.
+    /// The gradient enters the direction with the factor 1 minus this, except in the first step. Default: 0.
     pub dampening: f64,
-    /// The parameter times this is added to its gradient. Default: 0.
+    /// Multiplied by the parameter and added to its gradient. Default: 0.
     pub weight_decay: f64,
-    /// Nesterov's momentum, which needs momentum and no dampening. Default: false.
+    /// Whether to use Nesterov momentum, which needs momentum and no dampening. Default: false.
     pub nesterov: bool,
 }
 
@@ -38,7 +38,7 @@ impl Kernel for ParamsSgd {
         not_negative("momentum", self.momentum)?;
         not_negative("weight_decay", self.weight_decay)?;
         if !self.dampening.is_finite() {
-            return Err(Error::invalid("dampening", format!("it must be a finite number, and is {}", self.dampening)));
+            return Err(Error::invalid("dampening", format!("it must be a finite number, but is {}", self.dampening)));
         }
         if self.nesterov && (self.momentum == 0. || self.dampening != 0.) {
             return Err(Error::invalid("nesterov", "Nesterov's momentum needs a momentum above 0 and dampening 0"));
@@ -66,8 +66,8 @@ impl Kernel for ParamsSgd {
             }
             return;
         };
-        // In the first step the direction is the gradient, whatever the dampening: it is still zero, so that the sum
-        // works for that as well.
+        // In the first step the direction is the gradient, without dampening. The stored direction is zero then, so the
+        // same sum works.
         let momentum = real(self.momentum);
         let share = real(self.share(moment));
         if self.nesterov {
@@ -97,7 +97,7 @@ impl Kernel for ParamsSgd {
 }
 
 impl ParamsSgd {
-    /// How much of the gradient counts in the direction.
+    /// The factor with which a gradient enters the direction.
     fn share(&self, moment: Moment) -> f64 {
         if moment.step == 1 { 1. } else { 1. - self.dampening }
     }

@@ -2,9 +2,9 @@
 use crate::tensor::{Element, Real};
 use candle_core::WithDType;
 
-/// Sums of this many terms are made in the elements' own arithmetic, and added up in f64.
+/// Sums of this many terms use the elements' own arithmetic and are added up in f64.
 const BLOCK: usize = 2048;
-/// Sums that are made side by side, so that the compiler can use vector instructions.
+/// The number of sums computed side by side, so that the compiler can use vector instructions.
 const LANES: usize = 16;
 
 /// The sum of the squares.
@@ -26,7 +26,7 @@ pub(super) fn sum_of_squares<E: Element>(values: &[E]) -> f64 {
     total
 }
 
-/// The largest absolute value; NaN if there is one, as in PyTorch.
+/// The largest absolute value; NaN if any value is NaN, as in PyTorch.
 pub(super) fn largest<E: Element>(values: &[E]) -> f64 {
     let mut largest = 0f64;
     for value in values {

@@ -1,4 +1,4 @@
-//! From the tensors of a parameter to the slices that an update rule works on.
+//! Turns the tensors of a parameter into the slices that an update rule works on.
 use super::rule::{Moment, Slices, Sums, UpdateRule};
 use crate::kernels::{self, Operands};
 use crate::tensor::borrow::{slice, slice_mut, with_slices_mut};
@@ -7,8 +7,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Result, Tensor};
 use std::cell::Cell;
 
-/// An update of one part of a parameter, contiguous, with a contiguous gradient of the same dtype and its states, which
-/// have storage of their own each. All have the same number of elements and are on the same device.
+/// One contiguous part of a parameter, with a contiguous gradient of the same dtype and state tensors that each have
+/// their own storage. All have the same number of elements and are on the same device.
 pub(super) struct Part<'a, R> {
     pub(super) rule: &'a R,
     pub(super) moment: Moment,
@@ -30,7 +30,7 @@ pub(super) fn update_whole<R: UpdateRule>(parts: &[Part<R>]) -> crate::Result<()
     Ok(())
 }
 
-/// [`Kernel::prepare`](super::rule::Kernel::prepare) for each part.
+/// Calls [`Kernel::prepare`](super::rule::Kernel::prepare) for each part.
 pub(super) fn prepare<R: UpdateRule>(parts: &[Part<R>]) -> crate::Result<Vec<Sums>> {
     let (on_cpu, on_gpu) = sort(parts);
     let mut sums = on_cpu.into_iter().map(Part::prepare).collect::<Result<Vec<_>>>()?.into_iter();
@@ -42,7 +42,7 @@ pub(super) fn prepare<R: UpdateRule>(parts: &[Part<R>]) -> crate::Result<Vec<Sum
     Ok(parts.iter().map(next).map(Option::unwrap_or_default).collect())
 }
 
-/// [`Kernel::update`](super::rule::Kernel::update) for each part with its sums.
+/// Calls [`Kernel::update`](super::rule::Kernel::update) for each part with its sums.
 pub(super) fn update<R: UpdateRule>(parts: &[Part<R>], sums: &[Sums]) -> crate::Result<()> {
     for (part, sums) in parts.iter().zip(sums).filter(|(part, _)| part.is_on_cpu()) {
         part.update(*sums)?;
@@ -54,7 +54,7 @@ pub(super) fn update<R: UpdateRule>(parts: &[Part<R>], sums: &[Sums]) -> crate::
     Ok(())
 }
 
-/// Those on the CPU, which are updated one by one, and those on GPUs, which are updated together.
+/// Separates parts on the CPU, which are updated one by one, from parts on GPUs, which are updated together.
 fn sort<'p, 'a, R: UpdateRule>(parts: &'p [Part<'a, R>]) -> (Vec<&'p Part<'a, R>>, Vec<&'p Part<'a, R>>) {
     parts.iter().partition(|part| part.is_on_cpu())
 }

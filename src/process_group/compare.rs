@@ -1,10 +1,10 @@
-//! Finds differences in what all ranks must have in common.
+//! Finds differences in what must be the same on all ranks.
 use super::ProcessGroup;
 use crate::{Error, Result};
 
 impl ProcessGroup {
-    /// The first rank whose report differs from rank 0's, and the first difference in words. If a rank has an error instead of
-    /// a report, all ranks get that error, introduced by `failed`. Every rank calls it.
+    /// Returns the first rank whose report differs from rank 0's, and describes the first difference. If a rank has an
+    /// error instead of a report, all ranks get that error, introduced by `failed`. Every rank must call it.
     pub(crate) fn compare(
         &self,
         report: std::result::Result<String, &Error>,

@@ -1,7 +1,7 @@
-//! The engine of a group.
+//! Selection and creation of a group's engine.
 use crate::backend::single::SingleCommunicator;
 use crate::backend::{Communicator, Construction, cpu, nccl};
-use crate::rendezvous::{PrefixStore, Store};
+use crate::rendezvous::{PrefixStore, Secret, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::net::IpAddr;
@@ -12,21 +12,21 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Backend {
-    /// NCCL when it is compiled in and a GPU is there, the CPU engine otherwise. Where `InitOptions.device` is a GPU and NCCL
-    /// is not compiled in: `Single`.
+    /// NCCL if it is compiled in and there is a GPU, otherwise the CPU engine. If `InitOptions.device` is a GPU and
+    /// NCCL is not compiled in: `Single`.
     #[default]
     Auto,
-    /// The crate's own engine for tensors in host memory.
+    /// This crate's engine for tensors in host memory.
     Cpu,
     /// NVIDIA's NCCL, for tensors on GPUs (feature `nccl`).
     Nccl,
-    /// No engine: a world of one rank on any device, also on a GPU without NCCL (feature `cuda`).
+    /// No engine: a world of one rank on any device, including a GPU without NCCL (feature `cuda`).
     Single,
-    /// An engine from outside of this crate: see [`ProcessGroup::with_communicator`](super::ProcessGroup::with_communicator).
+    /// An engine outside this crate: see [`ProcessGroup::with_communicator`](super::ProcessGroup::with_communicator).
     Custom,
 }
 
-/// What the groups of one job have in common.
+/// Settings that all groups of a job share.
 #[derive(Clone)]
 pub(super) struct Settings {
     pub(super) backend: Backend,
@@ -35,6 +35,7 @@ pub(super) struct Settings {
     pub(super) local_rank: usize,
     pub(super) local_world_size: usize,
     pub(super) address: Option<IpAddr>,
+    pub(super) secret: Option<Secret>,
 }
 
 /// The part of a group's store that its engine uses.
@@ -48,7 +49,7 @@ pub(super) fn engine_store(store: &Arc<dyn Store>, settings: &Settings) -> Arc<d
     Arc::new(PrefixStore::new(prefix, Arc::clone(store)))
 }
 
-/// The engine of one group.
+/// Creates the engine of a group.
 pub(super) fn communicator(
     construction: Construction,
     store: Arc<dyn Store>,
@@ -60,7 +61,7 @@ pub(super) fn communicator(
     if settings.backend == Backend::Custom {
         return Err(Error::Unavailable {
             what: "another group over an engine from outside".to_string(),
-            hint: "the engine makes none: let it implement Communicator::split".to_string(),
+            hint: "the engine does not support it: implement Communicator::split".to_string(),
         });
     }
     if settings.backend == Backend::Single {
@@ -78,8 +79,10 @@ pub(super) fn communicator(
     }
     if settings.backend == Backend::Nccl {
         let options = nccl::NcclOptions { timeout, ..Default::default() };
-        return Ok(Box::new(nccl::NcclCommunicator::new(store, rank, world_size, &settings.device, options)?));
+        let (recording, device) = (construction.recording.cloned(), &settings.device);
+        return Ok(Box::new(nccl::NcclCommunicator::within(recording, store, rank, world_size, device, options)?));
     }
-    let options = cpu::CpuOptions { timeout, address: settings.address, ..Default::default() };
+    let options =
+        cpu::CpuOptions { timeout, address: settings.address, secret: settings.secret.clone(), ..Default::default() };
     Ok(Box::new(cpu::CpuCommunicator::within(construction, store, rank, world_size, options)?))
 }

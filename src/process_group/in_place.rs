@@ -1,11 +1,11 @@
-//! Collectives write into tensors, of which a graph that contains them would not know.
+//! Collectives write into tensors without the knowledge of a graph that contains them.
 use crate::backend::Collective;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// Refuses a collective that would write into a tensor through which gradients flow. (PyTorch warns when a backward pass
-/// comes to such a tensor.) Variables may be written to, as by `Var::set`. All ranks refuse alike, also those on which this
-/// collective only reads.
+/// Refuses a collective that would write into a tensor through which gradients flow. (PyTorch warns when a backward
+/// pass reaches such a tensor.) Variables may be written, as by `Var::set`. All ranks refuse alike, even those on which
+/// this collective only reads.
 pub(super) fn check(rank: usize, collective: &Collective) -> Result<()> {
     let written = match collective {
         Collective::AllReduce { tensor, .. }
@@ -34,8 +34,8 @@ pub(super) fn check(rank: usize, collective: &Collective) -> Result<()> {
 }
 
 fn has_gradient(tensor: &Tensor) -> bool {
-    // An operation alone says little: no gradient flows back through a comparison. Only the graph knows, and most tensors
-    // have none.
+    // Having an operation proves nothing: no gradient flows back through a comparison. Only the graph shows it, and
+    // most tensors have none.
     tensor.track_op() && !tensor.is_variable() && !tensor.sorted_nodes().is_empty()
 }
 
@@ -49,7 +49,7 @@ mod tests {
         let var = Var::zeros((2, 3), DType::F32, &Device::Cpu)?;
         assert!(has_gradient(&var.sqr()?) && has_gradient(&var.narrow(0, 0, 1)?));
         assert!(!has_gradient(&var) && !has_gradient(&var.detach()) && !has_gradient(&var.sqr()?.detach().copy()?));
-        // The number of right answers.
+        // The number of correct answers.
         let right = var.argmax(1)?.eq(&Tensor::zeros(2, DType::U32, &Device::Cpu)?)?.to_dtype(DType::F32)?.sum_all()?;
         assert!(!has_gradient(&right));
         Ok(())

@@ -3,13 +3,14 @@ use super::engine::{Backend, Settings};
 use super::threads;
 use crate::backend::{Construction, nccl};
 use crate::error::Failure;
-use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, StoreReports};
+use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::time::Duration;
 
-/// What [`init_process_group`] needs to know; the default takes everything from the environment that `ddprun`,
-/// torchrun, Slurm, Open MPI or MPICH set.
+/// Options of [`init_process_group`]. The default takes everything from the environment that `ddprun`, torchrun, Slurm,
+/// Open MPI or MPICH sets.
 #[derive(Clone, Debug)]
 pub struct InitOptions {
     /// The engine. Default: `Auto`.
@@ -20,16 +21,23 @@ pub struct InitOptions {
     pub rank: Option<usize>,
     /// The number of ranks. Default: from the environment.
     pub world_size: Option<usize>,
-    /// How long to wait for the other ranks to come, and how long a collective may take. Default: 10 minutes.
+    /// How long to wait for the other ranks, and how long a collective may take. Default: 10 minutes.
     pub timeout: Duration,
     /// The device of this rank's tensors. Default: chosen by the engine.
     pub device: Option<Device>,
-    /// Has the kernel kill this process when its parent dies, in whatever way. This is for launchers such as torchrun, whose
-    /// workers go on when it is killed by SIGKILL; `ddprun` does so by itself. Linux only. Default: false.
+    /// Whether the kernel kills this process when its parent dies, in whatever way. This is for launchers such as
+    /// torchrun, whose workers survive when it is killed by SIGKILL; `ddprun` sets it by itself. Linux only. Default:
+    /// false.
     ///
     /// The parent is the thread that started this process. The setting belongs to the thread that calls
-    /// [`init_process_group`], and ends with that thread. A parent that died before the call is not noticed.
+    /// [`init_process_group`] and ends with it. The death of a parent before the call goes unnoticed.
     pub die_with_parent: bool,
+    /// What this rank remembers of its calls, and where it writes that. Default: the last 2000, and the folder that
+    /// `CANDLE_DDP_FLIGHT_RECORDER` names.
+    pub flight_recorder: FlightRecorderOptions,
+    /// The secret that ranks prove to each other and to the store, so that nobody else gets in. Default: that of the
+    /// environment ([`Secret::from_env`]), which `ddprun` sets. Without one, anyone who reaches the store can use it.
+    pub secret: Option<Secret>,
 }
 
 impl Default for InitOptions {
@@ -42,46 +50,84 @@ impl Default for InitOptions {
             timeout: Duration::from_secs(600),
             device: None,
             die_with_parent: false,
+            flight_recorder: FlightRecorderOptions::default(),
+            secret: None,
         }
     }
 }
 
-/// Joins this process to the others of its job and builds the engine that connects them: PyTorch's
-/// `torch.distributed.init_process_group`. Every rank calls it; it returns when all have come.
+/// Joins this process to the others of its job and creates the engine that connects them: PyTorch's
+/// `torch.distributed.init_process_group`. Every rank must call it; it returns when all have done so.
 ///
-/// With `Backend::Auto` and no device given, a rank that sees a GPU works with NCCL on the one whose number is its place
-/// on its host, and the others with the CPU engine. All ranks must end up with the same engine. In a build without NCCL
-/// (feature `cuda`), a GPU as the device makes a group of one rank.
+/// With `Backend::Auto` and no device given, a rank that sees a GPU uses NCCL on the GPU with its local rank as number,
+/// and other ranks use the CPU engine. All ranks must end up with the same engine. In a build without NCCL (feature
+/// `cuda`), a GPU as the device creates a group of one rank.
 ///
-/// Where several ranks share a host and `RAYON_NUM_THREADS` is not set, as when ranks are started by hand, each would take
-/// all processors: rayon's threads are then limited to the rank's share, unless they run already, and a warning says so.
+/// If several ranks share a host and `RAYON_NUM_THREADS` is not set, for example because ranks were started by hand,
+/// each would use all processors. rayon's threads are then limited to the rank's share, unless they are already
+/// running, and a warning says so.
 ///
 /// # Errors
-/// A missing or contradictory environment, an engine that is not available, or ranks that do not come within the time-out;
-/// each error says which variable, address or rank, and what to do. If a rank has come and then fails, for example because it
-/// has no device or another engine than the others, all ranks get an error at once
-/// ([`Failure::PeerFailed`]); if its process dies, they do within ten seconds. The time-out bounds all of it.
+/// Returns an error if the environment is incomplete or contradictory, if an engine is not available, or if ranks do
+/// not arrive within the time-out. Each error names the variable, address or rank, and says what to do. If a rank
+/// arrives and then fails, for example because it has no device or another engine than the others, all ranks get an
+/// error at once ([`Failure::PeerFailed`]); if its process dies, they get one within ten seconds. The time-out limits
+/// the whole call.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
-    if options.die_with_parent {
-        super::parent::die_with_parent()?;
-    }
-    let backend = choose(options.backend, options.device.as_ref(), nccl::device_count, nccl::version)?;
+    let joining = Joining::new(&options)?;
     let (found, watcher) = rendezvous::meet(&RendezvousOptions {
         init_method: options.init_method,
         rank: options.rank,
         world_size: options.world_size,
         timeout: options.timeout,
+        secret: options.secret,
     })?;
-    let made = connect(found, backend, options.device, options.timeout, &watcher);
-    watcher.conclude(made)
+    joining.join(found, watcher)
 }
 
-/// Makes the engine of the ranks that have met.
+/// How this process joins groups of ranks that have met.
+pub(crate) struct Joining {
+    backend: Backend,
+    device: Option<Device>,
+    timeout: Duration,
+    flight_recorder: FlightRecorderOptions,
+}
+
+impl Joining {
+    /// Chooses the engine.
+    pub(crate) fn new(options: &InitOptions) -> Result<Self> {
+        if options.die_with_parent {
+            super::parent::die_with_parent()?;
+        }
+        let backend = choose(options.backend, options.device.as_ref(), nccl::device_count, nccl::version)?;
+        Ok(Self {
+            backend,
+            device: options.device.clone(),
+            timeout: options.timeout,
+            flight_recorder: options.flight_recorder.clone(),
+        })
+    }
+
+    /// Connects this process to the ranks that it has met.
+    pub(crate) fn join(&self, found: Rendezvous, watcher: InitWatcher) -> Result<ProcessGroup> {
+        let recorder = self.flight_recorder.clone();
+        let made = connect(found, self.backend, self.device.clone(), self.timeout, recorder, &watcher);
+        watcher.conclude(made)
+    }
+
+    /// Further groups get the same device.
+    pub(crate) fn keep_device(&mut self, device: &Device) {
+        self.device = Some(device.clone());
+    }
+}
+
+/// Creates the engine after the rendezvous.
 fn connect(
     found: Rendezvous,
     backend: Backend,
     device: Option<Device>,
     timeout: Duration,
+    flight_recorder: FlightRecorderOptions,
     watcher: &InitWatcher,
 ) -> Result<ProcessGroup> {
     let device = match backend {
@@ -100,9 +146,13 @@ fn connect(
         local_rank: found.local_rank,
         local_world_size: found.local_world_size,
         address: found.address,
+        secret: found.secret,
     };
     let cancelled = || watcher.check();
-    let construction = Construction { deadline: Some(watcher.deadline()), cancelled: Some(&cancelled) };
+    let recorder = FlightRecorder::new(flight_recorder, rank, world_size)?;
+    let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
+    let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
+    let construction = Construction { deadline, cancelled: Some(&cancelled), recording };
     ProcessGroup::connect(construction, found.store, (0..found.world_size).collect(), found.rank, settings)
 }
 
@@ -110,7 +160,8 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
     Error::Unavailable { what: what.to_string(), hint: hint.into() }
 }
 
-/// The engine to use. `device_count` says how many GPUs there are, or why none, and `nccl_version` whether NCCL is there.
+/// The engine to use. `device_count` gives the number of GPUs, or why there are none; `nccl_version` fails without
+/// NCCL.
 fn choose(
     backend: Backend,
     device: Option<&Device>,
@@ -146,18 +197,17 @@ fn choose(
              chooses",
         )),
         (Backend::Nccl, _) => {
-            // Whether there is a GPU is found out after the rendezvous, so that a rank without one can tell the others.
+            // Whether there is a GPU is checked after the rendezvous, so that a rank without one can tell the others.
             nccl_version()?;
             Ok(Backend::Nccl)
         }
-        (Backend::Custom, _) => Err(Error::invalid(
-            "backend",
-            "an engine from outside is given to ProcessGroup::with_communicator, and not chosen here",
-        )),
+        (Backend::Custom, _) => {
+            Err(Error::invalid("backend", "pass an engine from outside to ProcessGroup::with_communicator instead"))
+        }
     }
 }
 
-/// Tells the other ranks this one's engine, and checks that all have the same.
+/// Tells the other ranks this one's engine and checks that all use the same.
 fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
     reports.tell(Ok(format!("{backend:?}").as_bytes()))?;
     let rank = reports.rank;

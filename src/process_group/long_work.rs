@@ -9,15 +9,15 @@ use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Work is given up without any progress for this long, or for the group's time-out if that is longer.
+/// Work without any progress for this long, or for the group's time-out if that is longer, is abandoned.
 const STUCK: Duration = Duration::from_secs(600);
 
 impl ProcessGroup {
-    /// [`agree`](Self::agree) about what `work` returns, which may take longer than the group's time-out as long as it
-    /// makes progress: it runs on a thread of its own, while the ranks tell each other that they are there. Every rank
-    /// calls it. When one fails, the others' work is called off, and what it returns is dropped.
+    /// Like [`agree`](Self::agree) on the result of `work`, which may take longer than the group's time-out as long as
+    /// it makes progress: it runs on a separate thread while the ranks report that they are alive. Every rank must call
+    /// it. If one fails, the others' work is cancelled and its results are dropped.
     ///
-    /// When it returns, everything that the group did before is known to have succeeded.
+    /// On return, everything that the group did before is known to have succeeded.
     pub(crate) fn agree_on_long_work<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Progress) -> Result<T> + Send + 'static,
@@ -31,7 +31,8 @@ impl ProcessGroup {
         stuck: Duration,
     ) -> Result<T> {
         const WORKING: &str = "working";
-        // Ranks without work wait in the exchange of reports, which has the group's time-out. All hear of a failure soon.
+        // Ranks without work wait in the exchange of reports, which has the group's time-out. All learn of a failure
+        // soon.
         let interval = (self.timeout() / 4).min(stuck).min(Duration::from_secs(1));
         let mut state = Background::start(work, stuck).map(State::Working);
         loop {
@@ -39,7 +40,7 @@ impl ProcessGroup {
                 Ok(State::Working(background)) => background.wait(interval),
                 ended => ended,
             };
-            // An engine may end failed calls as if they were complete: their results must not be used.
+            // An engine may end failed calls as if they were complete; their results must not be used.
             state = state.and_then(|state| self.failure().map_or(Ok(state), Err));
             let report = match &state {
                 Ok(State::Working(_)) => Ok(WORKING),
@@ -56,20 +57,24 @@ impl ProcessGroup {
         }
     }
 
-    /// Writes the files of all ranks that have one, as [`agree_on_long_work`](Self::agree_on_long_work) does. They take
-    /// their names once all are on the disk, and the group is known to be well: otherwise what was there stays.
-    pub(crate) fn write_together(&self, file: Result<Option<WriteJob>>) -> Result<()> {
-        let written = self.agree_on_long_work(|progress| file?.map(|file| file.run(progress)).transpose())?;
-        self.agree_on_long_work(|_| written.map_or(Ok(()), PreparedFile::commit))
+    /// Writes the files of all ranks that have some, like [`agree_on_long_work`](Self::agree_on_long_work). They are
+    /// renamed once all are on disk and the group is known to be healthy; otherwise the old files stay.
+    pub(crate) fn write_together(
+        &self,
+        files: Result<impl IntoIterator<Item = WriteJob> + Send + 'static>,
+    ) -> Result<()> {
+        let write = |progress: &Progress| files?.into_iter().map(|file| file.run(progress)).collect::<Result<Vec<_>>>();
+        let written = self.agree_on_long_work(write)?;
+        self.agree_on_long_work(|_| written.into_iter().try_for_each(PreparedFile::commit))
     }
 
-    /// Why this group, or the one that its layers use, has ended, if it is known.
-    fn failure(&self) -> Option<Error> {
+    /// Why this group, or the one that its layers use, has ended, if known.
+    pub(crate) fn failure(&self) -> Option<Error> {
         let own = self.0.communicator.failure();
         own.or_else(|| match self.0.companion.try_lock() {
             Ok(companion) => companion.as_ref()?.failure(),
             Err(TryLockError::Poisoned(companion)) => companion.into_inner().as_ref()?.failure(),
-            // That group is being made, and has done nothing yet.
+            // That group is still being created and has done nothing yet.
             Err(TryLockError::WouldBlock) => None,
         })
     }
@@ -80,13 +85,13 @@ enum State<T> {
     Done(T),
 }
 
-/// A thread that works. Dropping this tells it to stop.
+/// A thread that runs work. Dropping this tells it to stop.
 struct Background<T> {
     progress: Arc<Progress>,
     result: Receiver<Result<T>>,
     thread: Option<JoinHandle<()>>,
     stuck: Duration,
-    /// Its last progress, and since when it has been that.
+    /// Its last progress, and when that was first seen.
     seen: (u64, Instant),
 }
 
@@ -96,7 +101,7 @@ impl<T: Send + 'static> Background<T> {
         let (sender, result) = mpsc::channel();
         let body = {
             let progress = Arc::clone(&progress);
-            // Nothing receives the result any more when the work was called off.
+            // Nothing receives the result after the work was cancelled.
             move || drop(sender.send(work(&progress)))
         };
         let thread = std::thread::Builder::new()
@@ -133,14 +138,14 @@ impl<T: Send + 'static> Background<T> {
 
 impl<T> Drop for Background<T> {
     fn drop(&mut self) {
-        /// Work that does not end by then is stuck in the system, for example on a file system that does not answer. Its
-        /// result is dropped when it ends.
+        /// Work that does not end by then is stuck in the system, for example on a file system that does not respond.
+        /// Its result is dropped when it ends.
         const PATIENCE: Duration = Duration::from_secs(5);
         self.progress.cancel();
-        // What it has written should be gone when the error is returned. If it was done, there is nothing to wait for.
+        // Its temporary files should be gone before the error is returned. If it is done, there is nothing to wait for.
         drop(self.result.recv_timeout(PATIENCE.min(self.stuck)));
     }
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,4 +1,4 @@
-//! Numbers and values of the program, from rank to rank: metrics, options, decisions.
+//! Sends numbers and values of the program between ranks: metrics, options, decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length};
 use crate::backend::{Label, ReduceOp};
 use crate::rendezvous::{decode_report, encode_report};
@@ -8,18 +8,18 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 impl ProcessGroup {
-    /// Reduces a few numbers over the ranks in one call, such as the sums and counts that metrics are made of. Every rank
-    /// calls it with as many numbers, and gets the same result.
+    /// Reduces a few numbers over the ranks in one call, such as the sums and counts for metrics. Every rank must pass
+    /// equally many numbers, and gets the same result.
     ///
-    /// With [`ReduceOp::Avg`] it is the mean over the ranks. Where ranks have seen different numbers of samples, the mean over
-    /// the samples is a quotient of two sums:
+    /// With [`ReduceOp::Avg`] the result is the mean over the ranks. If ranks have seen different numbers of samples,
+    /// compute the mean over the samples as a quotient of two sums:
     ///
     /// ```
     /// use candle_ddp::ReduceOp;
     ///
     /// # fn main() -> candle_ddp::Result<()> {
     /// candle_ddp::spawn(2, |pg| {
-    ///     // What each rank has added up over its samples, and how many they were.
+    ///     // The sum over each rank's samples, and their number.
     ///     let (loss, samples) = if pg.rank() == 0 { (6.0, 3.0) } else { (1.0, 1.0) };
     ///     let [loss, samples] = pg.all_reduce_scalars([loss, samples], ReduceOp::Sum)?;
     ///     assert_eq!(loss / samples, 1.75);
@@ -30,21 +30,21 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// As with [`all_reduce`](Self::all_reduce).
+    /// Returns the errors of [`all_reduce`](Self::all_reduce).
     pub fn all_reduce_scalars<const N: usize>(&self, values: [f64; N], op: ReduceOp) -> Result<[f64; N]> {
         let tensor = Tensor::from_slice(&values, N, self.device())?;
-        // Not by `all_reduce`, after which a GPU may still see what a call that failed has left.
+        // `synchronize` is needed: after `all_reduce`, a GPU may still read the contents left by a failed call.
         Label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())?;
         let mut reduced = values;
         reduced.copy_from_slice(&tensor.to_vec1::<f64>()?);
         Ok(reduced)
     }
 
-    /// Gives every rank the `object` of rank `root`, which is `None` on the others: options that one rank has read, a
-    /// decision that one rank has made. PyTorch's `broadcast_object_list`, for one object.
+    /// Returns the `object` of rank `root` on every rank; the others pass `None`. Use it for options that one rank has
+    /// read, or a decision that one rank has made. PyTorch's `broadcast_object_list`, for one object.
     ///
-    /// It travels as JSON, of at most 64 MiB. JSON has no NaN and no infinities: they arrive as `null`, which only an
-    /// `Option` can hold.
+    /// Objects are sent as JSON of at most 64 MiB. JSON has no NaN and no infinities: they arrive as `null`, which only
+    /// an `Option` can hold.
     ///
     /// ```
     /// # fn main() -> candle_ddp::Result<()> {
@@ -59,9 +59,9 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// On every rank: when `root` has no object, or one that JSON cannot hold or that is too large (there
-    /// [`Error::InvalidArgument`], elsewhere [`Error::RankFailed`]); when the text is not that of a `T`
-    /// ([`Error::InvalidArgument`]); those of the group.
+    /// If `root` has no object, or one that JSON cannot represent or that is too large, `root` gets
+    /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the text does not represent a `T`,
+    /// every rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
             let object =
@@ -80,8 +80,9 @@ impl ProcessGroup {
         }
     }
 
-    /// Every rank's `object`, in rank order, on every rank; sizes may differ. PyTorch's `all_gather_object`. Objects travel
-    /// as with [`broadcast_object`](Self::broadcast_object); each rank needs memory for `world_size` times the largest.
+    /// Returns every rank's `object` in rank order on every rank; sizes may differ. PyTorch's `all_gather_object`.
+    /// Objects are sent as by [`broadcast_object`](Self::broadcast_object); each rank needs memory for `world_size`
+    /// times the largest.
     ///
     /// ```
     /// # fn main() -> candle_ddp::Result<()> {
@@ -95,8 +96,9 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// On every rank: when that of a rank cannot be sent (there [`Error::InvalidArgument`], elsewhere
-    /// [`Error::RankFailed`]), or the text of one is not that of a `T` ([`Error::InvalidArgument`]); those of the group.
+    /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get
+    /// [`Error::RankFailed`]. If a text does not represent a `T`, every rank gets [`Error::InvalidArgument`]. Also
+    /// returns errors of the group.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_json(object);
         let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_reports(own.as_deref()));
@@ -105,10 +107,10 @@ impl ProcessGroup {
         reports.iter().enumerate().map(|(rank, json)| from_json(json, rank)).collect()
     }
 
-    /// The bytes of `root`, which has them, on every rank.
+    /// Returns the bytes of `root` on every rank.
     fn broadcast_bytes(&self, bytes: Option<&[u8]>, root: usize) -> Result<Vec<u8>> {
         let device = self.device();
-        // Not by `wait`, after which a GPU may still see what a call that failed has left.
+        // `synchronize` is needed: after `wait`, a GPU may still read the contents left by a failed call.
         let broadcast = |tensor: &Tensor| self.broadcast_async(tensor, root)?.synchronize();
         let length = Tensor::new(&[bytes.map_or(0, |bytes| bytes.len() as i64)], device)?;
         broadcast(&length)?;
@@ -125,7 +127,7 @@ impl ProcessGroup {
 fn to_json(object: &impl Serialize) -> Result<String> {
     let json = serde_json::to_string(object)
         .map_err(|error| Error::invalid("object", format!("it cannot be written as JSON: {error}")))?;
-    // In front of it stands a sign that it is good.
+    // A leading mark that says the report is not an error takes one byte.
     if json.len() >= LONGEST_REPORT {
         let reason = format!(
             "it has {} bytes as JSON, and less than {LONGEST_REPORT} can be sent: send large data as tensors",
@@ -152,10 +154,10 @@ mod tests {
     use crate::process_group::spawn;
     use candle_core::Device;
 
-    /// Rank 1 gathers numbers of its own, in a call that looks like the first one of rank 0's: what rank 0 takes for a length
-    /// must not be believed.
+    /// Rank 1 gathers its own numbers, in a call that looks like rank 0's first one: rank 0 must not trust them as a
+    /// length.
     #[test]
-    fn an_impossible_length_is_an_error_and_no_panic() {
+    fn an_impossible_length_is_an_error_and_not_a_panic() {
         for number in [-1, i64::MAX, 1 << 40] {
             let error = spawn(2, |pg| {
                 if pg.rank() == 0 {

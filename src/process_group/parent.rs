@@ -1,4 +1,4 @@
-//! The tie between this process and the one that started it.
+//! Ties this process's life to that of its parent.
 use crate::{Error, Result};
 
 /// Makes the kernel kill this process when its parent dies.

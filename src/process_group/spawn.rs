@@ -1,8 +1,9 @@
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
 use crate::error::Failure;
+use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::panic::panic_message;
-use crate::rendezvous::{Cancellation, HashStore, Reason, Store};
+use crate::rendezvous::{Cancellation, HashStore, Reason, Secret, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,10 +11,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// candle's backward pass recurses once per operation of the graph, which outgrows a thread's usual 2 MiB.
+/// candle's backward pass recurses once per operation of the graph, which exceeds a thread's usual 2 MiB.
 pub(crate) const STACK_BYTES: usize = 64 << 20;
 
-/// How [`spawn_with`] runs its ranks.
+/// Options of [`spawn_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct SpawnOptions {
     /// The number of ranks.
@@ -29,26 +30,27 @@ impl Default for SpawnOptions {
 }
 
 /// Runs `work` on `world_size` ranks that are threads of this process, connected by the CPU engine, and returns their
-/// results in rank order. For tests and first steps; processes under `ddprun` are the real thing.
+/// results in rank order. This is for tests and first steps; for real training, run processes under `ddprun`.
 ///
-/// Ranks must not share tensors that collectives change, since all of them would change the same bytes at once. A thread cannot
-/// be ended from outside, so this returns when `work` has returned on every rank. Collectives end within their time-out, but
-/// an endless loop in `work` never does.
+/// Ranks must not share tensors that collectives change, since all of them would change the same bytes at once. A
+/// thread cannot be ended from outside, so this returns when `work` has returned on every rank. Collectives end within
+/// their time-out, but an endless loop in `work` never ends.
 ///
 /// # Errors
-/// The error of the rank that failed first, rather than those that it caused on the others; a panic is
+/// Returns the error of the rank that failed first, not the errors that it caused on the others. A panic is
 /// [`Error::RankFailed`].
 pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, ..Default::default() }, work)
 }
 
-/// [`spawn`] with options.
+/// Like [`spawn`], with options.
 pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     let SpawnOptions { world_size, timeout } = options;
     if world_size == 0 {
         return Err(Error::invalid("world_size", "a group needs at least one rank"));
     }
     let store: Arc<dyn Store> = Arc::new(HashStore::new(timeout));
+    let secret = Secret::random()?;
     let deadline = Instant::now().checked_add(timeout);
     let cancellation = Cancellation::default();
     let cancel =
@@ -61,9 +63,13 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             local_rank: rank,
             local_world_size: world_size,
             address: None,
+            secret: Some(secret.clone()),
         };
         let cancelled = || cancellation.check();
-        let construction = Construction { deadline, cancelled: Some(&cancelled) };
+        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size)
+            .inspect_err(|error| cancel(rank, error))?;
+        let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
+        let construction = Construction { deadline, cancelled: Some(&cancelled), recording: recording.as_ref() };
         let ranks = (0..world_size).collect();
         let pg = ProcessGroup::connect(construction, Arc::clone(&store), ranks, rank, settings)
             .inspect_err(|error| cancel(rank, error))?;
@@ -72,11 +78,11 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
     on_ranks(world_size, run, cancel)
 }
 
-/// Runs `run` for every rank, on a thread of its own, and returns the results in rank order; `cancel` is told the error
-/// of a rank whose thread could not be started.
+/// Calls `run` for every rank, each on its own thread, and returns the results in rank order. If a rank's thread cannot
+/// be started, `cancel` gets the error.
 ///
 /// # Errors
-/// The error of the rank that failed first, rather than those that it caused on the others; a panic is
+/// Returns the error of the rank that failed first, not the errors that it caused on the others. A panic is
 /// [`Error::RankFailed`].
 pub(crate) fn on_ranks<T: Send>(
     world_size: usize,
@@ -127,7 +133,7 @@ pub(crate) fn on_ranks<T: Send>(
     }
 }
 
-/// Whether `error`, of rank `own`, says only that another rank failed.
+/// Whether `error` of rank `own` only says that another rank failed.
 pub(crate) fn is_echo(own: usize, error: &Error) -> bool {
     match error {
         Error::Group(failure) => {

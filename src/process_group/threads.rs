@@ -1,23 +1,23 @@
-//! The threads of ranks that share a host.
+//! Limits the threads of ranks that share a host.
 use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
 
-/// What candle and rayon read.
+/// The variable that candle and rayon read.
 const VARIABLE: &str = "RAYON_NUM_THREADS";
 
-/// What is known about the processors of this host.
+/// The processors of this host.
 #[derive(Clone, Copy)]
 struct Cpus {
-    /// Those that this process can keep busy: what its affinity and its control group allow.
+    /// Processors that this process can keep busy, as limited by its affinity and control group.
     usable: usize,
-    /// Those of its affinity mask.
+    /// Processors in its affinity mask.
     bound: usize,
-    /// Those of the host.
+    /// Processors of the host.
     online: usize,
 }
 
 impl Cpus {
-    /// None where the system does not tell.
+    /// Returns None if the system does not tell.
     fn read() -> Option<Self> {
         let bound = rustix::thread::sched_getaffinity(None).ok()?.count() as usize;
         let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
@@ -25,7 +25,7 @@ impl Cpus {
     }
 }
 
-/// How many processors are in a list such as `0-3,8`.
+/// The number of processors in a list such as `0-3,8`.
 fn count(list: &str) -> Option<usize> {
     let range = |range: &str| -> Option<usize> {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -34,18 +34,20 @@ fn count(list: &str) -> Option<usize> {
     list.split(',').map(range).sum()
 }
 
-/// How many threads each of `ranks` ranks should have, where nothing limits them: neither `variable`, the value of
-/// `RAYON_NUM_THREADS`, nor a scheduler that has given each rank processors of its own.
+/// The number of threads that each of `ranks` ranks should have. None if something else limits them: `variable`, the
+/// value of `RAYON_NUM_THREADS`, or a scheduler that has given each rank its own processors.
 fn fair_share(variable: Option<&str>, cpus: Cpus, ranks: usize) -> Option<usize> {
     let is_limited = variable.and_then(|value| value.parse::<NonZeroUsize>().ok()).is_some();
     let has_its_own = cpus.bound.saturating_mul(ranks) <= cpus.online;
     (ranks > 1 && !is_limited && !has_its_own).then_some((cpus.usable / ranks).max(1))
 }
 
-/// Limits the threads of this process to its share of the processors, where several ranks of the host would each take
-/// all, and says so once per host. Launchers set the variable; ranks that were started by hand, or by Slurm, may lack it.
+/// Limits the threads of this process to its share of the processors, if several ranks of the host would each use all
+/// of them, and warns once per host. Launchers set the variable; it may be missing for ranks started by hand or by
+/// Slurm.
 ///
-/// Matrix products and convolutions run on rayon's threads. A variable of the environment cannot be set safely by then.
+/// Matrix products and convolutions run on rayon's threads. At this point an environment variable can no longer be set
+/// safely.
 pub(super) fn limit(local_rank: usize, local_world_size: usize) {
     let variable = std::env::var(VARIABLE).ok();
     let Some(cpus) = Cpus::read() else { return };
@@ -88,11 +90,11 @@ mod tests {
             (None, host(2, 2, 2), 3, Some(1)),
             (Some("0"), host(64, 64, 64), 8, Some(8)),
             (Some("many"), host(64, 64, 64), 8, Some(8)),
-            // A container's quota.
+            // The quota of a container.
             (None, host(4, 64, 64), 2, Some(2)),
-            // A mask that all ranks have.
+            // A mask that all ranks share.
             (None, host(32, 32, 64), 8, Some(4)),
-            // Alone, limited, or bound by Slurm.
+            // A single rank, a limit in the variable, and masks set by Slurm.
             (None, host(64, 64, 64), 1, None),
             (Some("64"), host(64, 64, 64), 8, None),
             (None, host(8, 8, 64), 8, None),

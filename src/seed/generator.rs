@@ -1,5 +1,6 @@
 //! A generator of random numbers whose state can be saved.
 use super::philox;
+use crate::hash::fnv1a_64;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -45,6 +46,18 @@ impl Generator {
         Self::with_sequence(seed, rank as u64 + 1)
     }
 
+    /// A generator for the augmentation of one sample of a dataset: its numbers follow from these four values alone, so
+    /// they do not depend on which thread draws them, or on what was drawn before.
+    pub fn for_sample(seed: u64, epoch: usize, index: usize, rank: usize) -> Self {
+        let [a, b, c, d] = Self::with_sequence(seed, epoch as u64).draw(4).block(rank as u64 + 1);
+        Self::with_sequence(join(a, b) ^ join(c, d).rotate_left(32), index as u64)
+    }
+
+    /// A generator whose numbers follow from `seed` and `name`, the same on every rank.
+    pub(crate) fn for_name(seed: u64, name: &str) -> Self {
+        Self::with_sequence(seed, fnv1a_64(name.as_bytes()))
+    }
+
     /// The generator of one of the 2^64 sequences of `seed`.
     pub(crate) fn with_sequence(seed: u64, sequence: u64) -> Self {
         Self { seed, sequence, offset: 0 }
@@ -77,6 +90,16 @@ impl Generator {
     pub fn next_u64(&mut self) -> u64 {
         let [low, high, ..] = self.draw(4).block(0);
         join(low, high)
+    }
+
+    /// A number that is uniform in `lo <= x < up`, or `lo` where the two are equal.
+    pub fn uniform(&mut self, lo: f64, up: f64) -> f64 {
+        lo + unit(self.next_u64()) * (up - lo)
+    }
+
+    /// An integer from 0 to `bound - 1`, each as likely as the others (to within `bound / 2^64`); 0 where `bound` is 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
     /// A tensor of numbers that are uniform in `lo <= x < up` (after rounding to `dtype`, `up` can occur).

@@ -45,7 +45,7 @@ pub fn init(
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
-    let mut generator = Generator::with_sequence(seed, hash(name));
+    let mut generator = Generator::for_name(seed, name);
     let shape = shape.into();
     let tensor = match init {
         Init::Const(_) => return Ok(init.var(shape, dtype, device)?.into_inner()),
@@ -108,11 +108,6 @@ impl SimpleBackend for Seeded {
     fn contains_tensor(&self, name: &str) -> bool {
         self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).contains_key(name)
     }
-}
-
-/// FNV-1a, of 64 bits.
-fn hash(name: &str) -> u64 {
-    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 #[cfg(test)]

@@ -1,16 +1,16 @@
 //! Files that are there as a whole or not at all.
 mod safetensors;
+mod temporary;
 
 pub(crate) use safetensors::{
     Parsed, Readable, WriteJob, parse_safetensors, read_safetensors, read_tensor, require_all, write_safetensors,
 };
 
-use crate::random::random_bytes;
+pub(crate) use temporary::{is_temporary, is_temporary_for, lock_leftover, temporary_name};
+
 use crate::{Error, Result};
-use std::ffi::OsStr;
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -29,20 +29,26 @@ pub(crate) struct PreparedFile {
 }
 
 impl PreparedFile {
-    /// Gives `write` the temporary file; once it returns, the file is on the disk. Symbolic links of `path` are followed,
-    /// and the permissions of a file that is there are kept.
+    /// A file with what `write` writes; once this returns, it is on the disk.
     pub(crate) fn write(
         path: &Path,
         progress: &Progress,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> Result<Self> {
         let prepared = Self::create(path)?;
-        let mut writer = Writer { file: &prepared.file, progress, unsynchronized: 0 };
-        write(&mut writer).and_then(|()| prepared.file.sync_all()).map_err(|error| writing(path, error))?;
+        prepared.fill(progress, write)?;
         Ok(prepared)
     }
 
-    fn create(path: &Path) -> Result<Self> {
+    /// Gives `write` the temporary file; once it returns, the file is on the disk.
+    pub(crate) fn fill(&self, progress: &Progress, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+        let mut writer = Writer { file: &self.file, progress, unsynchronized: 0 };
+        write(&mut writer).and_then(|()| self.file.sync_all()).map_err(|error| writing(&self.target, error))
+    }
+
+    /// An empty temporary file for `path`, for [`fill`](Self::fill). Symbolic links of `path` are followed, and the
+    /// permissions of a file that is there are kept.
+    pub(crate) fn create(path: &Path) -> Result<Self> {
         let io = |source| writing(path, source);
         let target = follow_links(path).map_err(io)?;
         let Some(name) = target.file_name() else {
@@ -53,9 +59,9 @@ impl PreparedFile {
             Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
             Err(_) => None,
         };
-        let (folder, prefix) = (folder_of(&target), prefix(name));
-        remove_leftovers(folder, &prefix);
-        let (file, temporary) = create_locked(folder, &prefix).map_err(io)?;
+        let folder = folder_of(&target);
+        temporary::remove_leftovers(folder, name);
+        let (file, temporary) = temporary::create_locked(folder, name).map_err(io)?;
         let prepared = Self { temporary, target, file, is_committed: false };
         if let Some(permissions) = permissions {
             prepared.file.set_permissions(permissions).map_err(io)?;
@@ -155,73 +161,6 @@ fn follow_links(path: &Path) -> io::Result<PathBuf> {
 
 fn folder_of(file: &Path) -> &Path {
     file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-const SUFFIX: &str = ".tmp";
-
-/// How the names of temporary files begin. Of a long name a part: with the digits it must not be too long.
-fn prefix(name: &OsStr) -> String {
-    const LONGEST: usize = 100;
-    let name = name.to_string_lossy();
-    let mut end = name.len().min(LONGEST);
-    while !name.is_char_boundary(end) {
-        end -= 1;
-    }
-    format!(".{}.", &name[..end])
-}
-
-fn is_temporary(name: &OsStr, prefix: &str) -> bool {
-    let digits = name.to_str().and_then(|name| name.strip_prefix(prefix)?.strip_suffix(SUFFIX));
-    digits.is_some_and(|digits| digits.len() == 16 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
-}
-
-/// A new temporary file, and its path.
-fn create_locked(folder: &Path, prefix: &str) -> io::Result<(File, PathBuf)> {
-    // Another process that removes leftovers can only get between the first two steps.
-    for _ in 0..100 {
-        // Processes on other hosts write to the same folder: a process's number would not tell them apart.
-        let temporary = folder
-            .join(format!("{prefix}{:016x}{SUFFIX}", u64::from_le_bytes(random_bytes().map_err(io::Error::other)?)));
-        let file = File::create_new(&temporary)?;
-        match file.try_lock() {
-            Err(TryLockError::WouldBlock) => continue,
-            Err(TryLockError::Error(error)) => log::debug!("{} cannot be locked: {error}", temporary.display()),
-            Ok(()) => {}
-        }
-        if file.metadata()?.nlink() > 0 {
-            return Ok((file, temporary));
-        }
-    }
-    Err(io::Error::other("another process takes its temporary files for leftovers again and again"))
-}
-
-/// Removes what writes to the same target have left that were killed. What cannot be removed is no reason not to write.
-fn remove_leftovers(folder: &Path, prefix: &str) {
-    let Ok(entries) = folder.read_dir() else { return };
-    let files = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
-    for leftover in files.filter(|entry| is_temporary(&entry.file_name(), prefix)).map(|entry| entry.path()) {
-        // NFS locks only files that are open for writing.
-        let file = File::options().write(true).open(&leftover).or_else(|_| File::open(&leftover));
-        let locked = file.and_then(|file| match file.try_lock() {
-            Ok(()) => Ok(Some(file)),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(error),
-        });
-        match locked {
-            Ok(None) => {}
-            // With the lock, so that no other write can be about to begin with it.
-            Ok(Some(_lock)) => match std::fs::remove_file(&leftover) {
-                Ok(()) => log::info!("removed {}, which a write that was killed has left", leftover.display()),
-                Err(error) => log::debug!("{} cannot be removed: {error}", leftover.display()),
-            },
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => log::warn!(
-                "{} may be left of a write that was killed, and cannot be locked to find out ({error}): if nothing \
-                 writes to it, remove it",
-                leftover.display()
-            ),
-        }
-    }
 }
 
 #[cfg(test)]

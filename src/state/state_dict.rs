@@ -8,8 +8,32 @@ use std::path::Path;
 /// Named tensors.
 pub(crate) type Dict = HashMap<String, Tensor>;
 
-/// Something whose state can be saved and loaded: an optimizer, a learning-rate schedule, an average of weights, a
-/// [`GradScaler`](crate::GradScaler). A program can keep several in a list of `&dyn StateDict`.
+/// Something whose state can be saved and loaded: the variables of a model (`VarMap`), an optimizer, a learning-rate
+/// schedule, an average of weights, a [`GradScaler`](crate::GradScaler), a random generator, a number. A program can keep
+/// several in a list of `&dyn StateDict`, and gives them to a [`Checkpointer`](crate::checkpoint::Checkpointer).
+///
+/// PyTorch's `Stateful`. A program's own states need two methods; where serde is at hand,
+/// [`Json`](crate::checkpoint::Json) has them already:
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_ddp::Result;
+/// use candle_ddp::checkpoint::StateDict;
+/// use std::collections::HashMap;
+///
+/// struct Queue(Tensor);
+///
+/// impl StateDict for Queue {
+///     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+///         Ok(HashMap::from([("queue".to_string(), self.0.clone())]))
+///     }
+///
+///     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+///         self.0 = state["queue"].clone();
+///         Ok(())
+///     }
+/// }
+/// ```
 pub trait StateDict {
     /// The state as named tensors; those of parameters share storage with the live state, so that they change with it.
     ///
@@ -22,6 +46,31 @@ pub trait StateDict {
     /// # Errors
     /// [`Error::Parameter`] names what is missing, is surplus, or has another shape or dtype.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
+
+    /// This rank's part of a state that is spread over the ranks, as that of
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer). `None`, the default: all ranks have the same
+    /// state. Whether it is `None` is the same on all ranks, and the call does not communicate.
+    ///
+    /// # Errors
+    /// As with [`state_dict`](Self::state_dict).
+    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+        Ok(None)
+    }
+
+    /// Takes over what [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any size, in rank
+    /// order. The call does not communicate. An empty part is one that this rank is known not to need.
+    ///
+    /// # Errors
+    /// As with [`load_state_dict`](Self::load_state_dict). By default always: a state that is not spread over ranks takes no
+    /// parts.
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+        let reason = format!(
+            "it is in {} parts, as ranks have saved it over which it was spread (ZeroRedundancyOptimizer), and what is to be \
+             loaded is not spread over ranks",
+            shards.len()
+        );
+        Err(Error::invalid("state", reason))
+    }
 
     /// Writes the state to a safetensors file: to a temporary one in the same folder first, which then takes its name,
     /// so that there is never half a file, whatever happens meanwhile. One rank of several does this. It does not know

@@ -1,13 +1,14 @@
-//! The elements of contiguous tensors on the CPU, borrowed in place.
+//! Borrows the elements of contiguous CPU tensors in place.
 //!
-//! candle lends the storage of one tensor mutably, by an in-place operation, so for several such operations are nested.
+//! candle lends the storage of one tensor mutably, through an in-place operation, so several such operations are nested
+//! for several tensors.
 use super::{Element, vectorise};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Result, Shape, Storage, Tensor, WithDType};
 use std::any::Any;
 use std::cell::RefCell;
 
-/// The elements that `layout` shows of `storage`.
+/// The elements of `storage` that `layout` selects.
 pub(crate) fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     let values = storage.as_slice::<T>()?;
     match layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end)) {
@@ -16,7 +17,7 @@ pub(crate) fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) 
     }
 }
 
-/// The elements that `layout` shows of `storage`, to be changed.
+/// The elements of `storage` that `layout` selects, mutably.
 pub(crate) fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [T]> {
     let dtype = candle_core::backend::BackendStorage::dtype(storage);
     match (T::values_mut(storage), layout.contiguous_offsets()) {
@@ -25,7 +26,7 @@ pub(crate) fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &La
     }
 }
 
-/// Gives `work` the elements of `tensor`.
+/// Passes the elements of `tensor` to `work`.
 pub(crate) fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
@@ -34,7 +35,8 @@ pub(crate) fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T
     }
 }
 
-/// Gives `work` the elements of `tensor`, of dtype `T`, as what is calculated with: borrowed, or else converted.
+/// Passes the elements of `tensor`, which has dtype `T`, to `work` in the type used for arithmetic: borrowed if
+/// possible, otherwise converted.
 pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::Real]) -> Result<R>) -> Result<R> {
     if T::DTYPE == T::Real::DTYPE {
         return with_slice::<T::Real, _>(tensor, work);
@@ -45,9 +47,9 @@ pub(crate) fn with_wide<T: Element, R>(tensor: &Tensor, work: impl FnOnce(&[T::R
     })
 }
 
-/// The nearest values of dtype `T`; the same ones if that is what was calculated with.
+/// Rounds to the nearest values of dtype `T`; a no-op if that is the type used for arithmetic.
 pub(crate) fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
-    // The types are the same or they are not, which only `Any` can be asked.
+    // Only `Any` can tell whether the two types are the same.
     match (Box::new(values) as Box<dyn Any>).downcast::<Vec<T>>() {
         Ok(values) => *values,
         Err(values) => {
@@ -57,25 +59,25 @@ pub(crate) fn narrow_vec<T: Element>(values: Vec<T::Real>) -> Vec<T> {
     }
 }
 
-/// A tensor on the CPU that has these elements, as many as `shape` asks for.
+/// Creates a tensor on the CPU from these elements; `shape` must have as many.
 pub(crate) fn slice_tensor<T: WithDType>(values: Vec<T>, shape: &Shape) -> Tensor {
     let storage = Storage::Cpu(T::to_cpu_storage_owned(values));
     Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false)
 }
 
-/// The same for what was calculated with.
+/// Like `slice_tensor`, from values of the type used for arithmetic.
 pub(crate) fn tensor<T: Element>(values: Vec<T::Real>, shape: &Shape) -> Tensor {
     slice_tensor(narrow_vec::<T>(values), shape)
 }
 
-/// Gives `work` the elements of `tensor`, to be changed.
+/// Passes the elements of `tensor` to `work`, mutably.
 pub(crate) fn with_slice_mut<E: Element>(tensor: &Tensor, work: impl Fn(&mut [E])) -> Result<()> {
     with_slices_mut::<E>(std::slice::from_ref(tensor), &mut |slices| {
         slices.iter_mut().for_each(|slice| work(slice));
     })
 }
 
-/// Gives `work` the elements of two tensors, of which it may change the first; they may differ in dtype.
+/// Passes the elements of two tensors to `work`, the first mutably; they may differ in dtype.
 pub(crate) fn zip<D: Element, S: Element>(
     destination: &Tensor,
     source: &Tensor,
@@ -100,7 +102,7 @@ impl<D: Element, S: Element, F: Fn(&mut [D], &[S])> InplaceOp2 for Zip<D, S, F> 
 type Work<'f, E> = &'f mut dyn FnMut(&mut [&mut [E]]);
 type Opened<'o, 'f, E> = (Vec<&'o mut [E]>, Work<'f, E>);
 
-/// Gives `work` the elements of all `tensors`, to be changed. Their storages must differ.
+/// Passes the elements of all `tensors` to `work`, mutably. Their storages must differ.
 pub(crate) fn with_slices_mut<E: Element>(tensors: &[Tensor], work: Work<E>) -> Result<()> {
     open(tensors, Vec::with_capacity(tensors.len()), work)
 }
@@ -115,7 +117,7 @@ fn open<E: Element>(tensors: &[Tensor], mut opened: Vec<&mut [E]>, work: Work<E>
     }
 }
 
-/// Adds the storage of one more tensor to those that are open.
+/// Adds the storage of one more tensor to those already open.
 struct Open<'a, 'o, 'f, E> {
     rest: &'a [Tensor],
     state: RefCell<Option<Opened<'o, 'f, E>>>,

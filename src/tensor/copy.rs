@@ -1,4 +1,4 @@
-//! Writing into tensors that are already there: slices of buckets, replicas.
+//! Writes into existing tensors: slices of buckets, replicas.
 use super::borrow::{slice, slice_mut};
 use super::{Element, dispatch, vectorise};
 use crate::Result;
@@ -8,17 +8,17 @@ use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout
 
 type CandleResult<T> = candle_core::Result<T>;
 
-/// Copies `source` into the contiguous `destination` of the same shape and device, in the latter's dtype.
+/// Copies `source` into the contiguous `destination`, which has the same shape and device, and converts to its dtype.
 pub(crate) fn copy(destination: &Tensor, source: &Tensor) -> Result<()> {
     assign(&[Assignment::plain(destination, source)])
 }
 
-/// Copies the second of each pair into the first, as [`copy`].
+/// Copies the second of each pair into the first, like [`copy`].
 pub(crate) fn copy_all<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
     assign(&pairs.map(|(destination, source)| Assignment::plain(destination, source)).collect::<Vec<_>>())
 }
 
-/// Views of the flat tensor `flat` in the shapes `shapes`, which lie in it one behind the other.
+/// Views of the flat tensor `flat` in the shapes `shapes`, which follow each other in it.
 pub(crate) fn views<'a>(flat: &Tensor, shapes: impl IntoIterator<Item = &'a Shape>) -> Result<Vec<Tensor>> {
     let mut offset = 0;
     let view = |shape: &Shape| {
@@ -29,11 +29,11 @@ pub(crate) fn views<'a>(flat: &Tensor, shapes: impl IntoIterator<Item = &'a Shap
     shapes.into_iter().map(view).collect()
 }
 
-/// Carries out all of `assignments`, between floating-point dtypes or within one; on a GPU those with the same dtypes by one
-/// launch.
+/// Performs all `assignments`, between floating-point dtypes or within one dtype. On a GPU, one launch performs those
+/// with the same dtypes.
 pub(crate) fn assign(assignments: &[Assignment]) -> Result<()> {
     let mut on_gpu = Vec::new();
-    // candle takes some shapes without elements for ones that have some twice.
+    // candle mistakes some shapes without elements for ones whose elements overlap.
     let with_elements = assignments.iter().filter(|this| this.destination.elem_count() > 0);
     for this @ Assignment { destination, source, factor, accumulate } in with_elements {
         let is_plain = destination.dtype() == source.dtype() && *factor == 1.0 && !accumulate;
@@ -65,7 +65,7 @@ pub(crate) fn scale(tensor: &Tensor, scale: f64) -> Result<()> {
     Ok(tensor.inplace_op1(&Scale(scale))?)
 }
 
-/// A copy of what `layout` shows of `storage`, contiguous, of dtype `dtype`, in storage of its own.
+/// A contiguous copy of the elements of `storage` that `layout` selects, in dtype `dtype` and its own storage.
 pub(crate) fn snapshot<S: BackendStorage>(storage: &S, layout: &Layout, dtype: DType) -> CandleResult<(S, Shape)>
 where
     S::Device: BackendDevice<Storage = S>,
@@ -78,7 +78,7 @@ where
     Ok((copy, layout.shape().clone()))
 }
 
-/// [`snapshot`] of `tensor`.
+/// Like [`snapshot`], of `tensor`.
 pub(crate) fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
@@ -126,7 +126,7 @@ struct ScaledCopy {
 }
 
 impl ScaledCopy {
-    /// One pass over both, calculated in f32, or in f64 where the destination is f64.
+    /// One pass over both, computed in f32, or in f64 if the destination is f64.
     #[inline(always)]
     fn apply<T: Element, S: Element>(&self, dst: &mut [T], src: &[S]) {
         let scale = T::Real::from_f64(self.scale);

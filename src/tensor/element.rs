@@ -1,41 +1,41 @@
-//! Floating-point elements of CPU tensors, for loops that are written once for all of them.
+//! Floating-point elements of CPU tensors, so that loops are written once for all dtypes.
 use super::{float16, math};
 use candle_core::cpu::erf::erfc_f64;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::ops::Neg;
 
-/// What arithmetic is done in: f32 or f64.
+/// A type used for arithmetic: f32 or f64.
 pub trait Real: Element<Real = Self> + Neg<Output = Self> + Default {
     /// The square root.
     fn sqrt(self) -> Self;
-    /// Without the sign.
+    /// The absolute value.
     fn abs(self) -> Self;
-    /// e to the power of this.
+    /// e to the power of this value.
     fn exp(self) -> Self;
     /// The natural logarithm.
     fn ln(self) -> Self;
     /// The standard normal distribution function.
     fn normal_cdf(self) -> Self;
 
-    /// This plus `value` times `decay`: nothing of `value` without decay, also where it is infinite.
+    /// This plus `value` times `decay`. Without decay, `value` has no effect even if it is infinite.
     #[inline(always)]
     fn plus_decay(self, value: Self, decay: Self) -> Self {
         if decay == Self::default() { self } else { self + value * decay }
     }
 }
 
-/// What a tensor of floating-point numbers consists of. f16 and bf16 are calculated with in f32.
+/// An element of a floating-point tensor. f16 and bf16 are computed in f32.
 pub trait Element: WithDType {
-    /// What is calculated with, and what optimizers keep their state in.
+    /// The type used for arithmetic and for optimizer state.
     type Real: Real;
     /// The same value.
     fn widen(self) -> Self::Real;
-    /// The nearest value that can be stored.
+    /// Rounds to the nearest value of this type.
     fn narrow(value: Self::Real) -> Self;
-    /// The same elements, if they are what is calculated with.
+    /// The same elements, if this is the type used for arithmetic.
     fn as_reals(values: &[Self]) -> Option<&[Self::Real]>;
-    /// The elements of `storage`, if it holds this kind.
+    /// The elements of `storage`, if it has this dtype.
     fn values_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
@@ -110,8 +110,9 @@ real!(f64, F64, f64::exp, |x: f64| 0.5 * erfc_f64(-x * std::f64::consts::FRAC_1_
 element!(f16, F16, f32, float16::f16_to_f32, float16::f32_to_f16, |_| None);
 element!(bf16, BF16, f32, float16::bf16_to_f32, float16::f32_to_bf16, |_| None);
 
-/// A tensor's dtype as a type: `dispatch!(dtype, E => expression with E, else => otherwise)`, or
-/// `dispatch!(dtype, operation, E => expression)`, where another dtype is candle's error that names the operation.
+/// Turns a tensor's dtype into a type: `dispatch!(dtype, E => expression with E, else => otherwise)`, or
+/// `dispatch!(dtype, operation, E => expression)`, which returns candle's error with the operation's name for other
+/// dtypes.
 macro_rules! dispatch {
     ($dtype:expr, $E:ident => $body:expr, else => $otherwise:expr) => {
         match $dtype {

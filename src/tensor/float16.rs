@@ -1,5 +1,5 @@
-//! Conversions of f16 and bf16 with the results of the crate `half`, bit for bit, but without branches and calls, so that
-//! loops around them become vector code.
+//! Conversions of f16 and bf16 that give bit-identical results to the crate `half`, without branches and calls, so that
+//! loops over them can be vectorised.
 use half::{bf16, f16};
 
 #[inline(always)]
@@ -10,9 +10,9 @@ pub(crate) fn bf16_to_f32(value: bf16) -> f32 {
 #[inline(always)]
 pub(crate) fn f32_to_bf16(value: f32) -> bf16 {
     let bits = value.to_bits();
-    // To the nearest, and to the even one of two.
+    // Rounds to nearest, ties to even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-    // Rounding must not make an infinity of a NaN.
+    // Rounding must not turn a NaN into an infinity.
     let result = if value.is_nan() { bits | 0x40_0000 } else { rounded };
     bf16::from_bits((result >> 16) as u16)
 }
@@ -21,7 +21,7 @@ pub(crate) fn f32_to_bf16(value: f32) -> bf16 {
 pub(crate) fn f16_to_f32(value: f16) -> f32 {
     let bits = u32::from(value.to_bits());
     let (sign, magnitude) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
-    // The exponent is short of 112; multiplying makes up for it, also for numbers that are subnormal.
+    // The exponent is 112 too small; the multiplication corrects it, for subnormal numbers too.
     let finite = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
     let result = if magnitude >= 0x7c00 << 13 { magnitude | 0xff << 23 } else { finite };
     f32::from_bits(result | sign)
@@ -31,9 +31,9 @@ pub(crate) fn f16_to_f32(value: f16) -> f32 {
 pub(crate) fn f32_to_f16(value: f32) -> f16 {
     let bits = value.to_bits();
     let magnitude = bits & 0x7fff_ffff;
-    // To the nearest, and to the even one of two; what is too large becomes infinite by that.
+    // Rounds to nearest, ties to even; values that are too large become infinite.
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // Adding a half moves the last bit of a subnormal f16 to the last bit of the f32, which rounds.
+    // Adding 0.5 aligns the last bit of a subnormal f16 with the last bit of the f32, which rounds.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     let large = if magnitude > 0xff << 23 { 0x7e00 | ((magnitude >> 13) & 0x3ff) } else { 0x7c00 };
     let result = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
@@ -54,7 +54,7 @@ mod tests {
                 assert_eq!(bf16_to_f32(brain).to_bits(), brain.to_f32().to_bits(), "bf16 {bits:#x}");
             }
             assert_eq!((f16_to_f32(half).is_nan(), bf16_to_f32(brain).is_nan()), (half.is_nan(), brain.is_nan()));
-            // What lies at, just beside, and half-way to the next.
+            // Values at each number, next to it, and halfway to the next.
             for wide in [half.to_f32(), brain.to_f32()] {
                 for more in [0, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001] {
                     let bits = wide.to_bits().wrapping_add(more);

@@ -1,13 +1,13 @@
-//! Functions of f32 without branches and calls, so that loops around them become vector code.
+//! Functions of f32 without branches and calls, so that loops over them can be vectorised.
 
-/// e^x, to within two units in the last place, subnormal results included.
+/// e^x, accurate to two units in the last place, including subnormal results.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Adding it rounds to an integer, which then lies in the lowest bits.
+    // Adding this rounds to an integer, which then is in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts, of which the first has few bits: its products with integers are exact.
+    // ln 2 in two parts; the first has few bits, so its products with integers are exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // Beyond these bounds the results are infinite and zero. NaN stays.
+    // Beyond these bounds the results are infinite or zero. NaN stays.
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
@@ -21,13 +21,14 @@ pub(super) fn exp(x: f32) -> f32 {
     let p = p * r + 0.166_666_66;
     let p = p * r + 0.5;
     let y = p * (r * r) + r + 1.0;
-    // Times 2^n in two steps, since 2^n itself may not be a normal number.
+    // Multiplies by 2^n in two steps, since 2^n itself may not be a normal number.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
     y * power(n >> 1) * power(n.wrapping_sub(n >> 1))
 }
 
-/// The standard normal distribution function, (1 + erf(x / √2)) / 2, to 3e-7, relatively also where it is small.
+/// The standard normal distribution function, (1 + erf(x / √2)) / 2, accurate to 3e-7, relative to the result even if
+/// that is small.
 #[inline(always)]
 pub(super) fn normal_cdf(x: f32) -> f32 {
     // erfc by the Chebyshev fit of Numerical Recipes, section 6.2.
@@ -65,7 +66,7 @@ mod tests {
             if x.abs() < 12.0 {
                 let (actual, expected) =
                     (normal_cdf(x), 0.5 * candle_core::cpu::erf::erfc_f64(-f64::from(x) / 2f64.sqrt()));
-                // The rounding of z² shows in the tail.
+                // The rounding error of z² appears in the tail.
                 let tolerance = 5e-7 * (1.0 + 0.5 * f64::from(x * x).min(150.0) * f64::from(u8::from(x < 0.0)));
                 let error = (f64::from(actual) - expected).abs();
                 assert!(error <= tolerance * expected + 1.5e-45, "Φ({x}) = {actual}, not {expected}");

@@ -1,4 +1,4 @@
-//! Tensors and their elements: what loops over them are written in, on the CPU and on GPUs.
+//! Elements of tensors and access to them, for loops on the CPU and on GPUs.
 pub(crate) mod borrow;
 pub(crate) mod copy;
 pub(crate) mod element;

@@ -1,21 +1,21 @@
-//! Elements of CPU tensors of every dtype that is reduced between ranks: the [`Element`]s, and integers.
+//! Elements of CPU tensors of every dtype that collectives reduce: the [`Element`]s and integers.
 use super::Element;
 use half::{bf16, f16};
 
-/// What a tensor of numbers consists of.
+/// An element of a tensor of numbers.
 pub(crate) trait Number: Copy {
-    /// What is calculated with: f32 for f16 and bf16, otherwise the type itself.
+    /// The type used for arithmetic: f32 for f16 and bf16, otherwise the type itself.
     type Wide: Arithmetic;
 
     /// The same value.
     fn widen(self) -> Self::Wide;
 
-    /// The nearest value that can be stored.
+    /// Rounds to the nearest value of this type.
     fn narrow(value: Self::Wide) -> Self;
 }
 
-/// The operations of reductions. Integers wrap; NaN wins in `min` and `max`. Where both operands are NaN, the first one's
-/// bits remain.
+/// The operations of reductions. Integers wrap; `min` and `max` return NaN if an operand is NaN. If both are, the first
+/// one's bits are kept.
 pub(crate) trait Arithmetic: Copy + Default {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
@@ -59,7 +59,7 @@ macro_rules! real {
                 self * other
             }
 
-            // The comparison is false when `other` is NaN, which then wins.
+            // The comparison is false if `other` is NaN, which is then returned.
             #[inline(always)]
             fn smaller(self, other: Self) -> Self {
                 if self < other || self.is_nan() { self } else { other }

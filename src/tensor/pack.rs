@@ -1,11 +1,12 @@
-//! Variables that travel together, so that many small ones do not cost a message each.
+//! Packs of variables that are sent together, so that many small ones do not cost a message each.
 use candle_core::{DType, DeviceLocation, Var};
 
-/// How many bytes travel together: enough that the time per message does not matter, little beside a model.
+/// The size of a pack in bytes: large enough that the time per message does not matter, and small compared with a
+/// model.
 const PACK_BYTES: usize = 32 << 20;
 
-/// Sorts variables into packs of one dtype and device, each of at most [`PACK_BYTES`] unless it is a single variable. The
-/// order in a pack is that of `vars`.
+/// Groups variables into packs of one dtype and device, each of at most [`PACK_BYTES`] unless it is a single variable.
+/// A pack keeps the order of `vars`.
 pub(crate) fn packs<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Vec<Vec<&'a Var>> {
     let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&'a Var>)> = Vec::new();
     for var in vars {

@@ -1,12 +1,12 @@
-//! The widest vectors that the processor has, for loops that the compiler vectorises.
+//! Uses the processor's widest vectors in loops that the compiler vectorises.
 
-/// Runs `|| body` or `move || body`, compiled for AVX-512, AVX2 or the plain processor, whichever this processor has, without
-/// a change to its results: nothing is fused or reordered that was not so before.
+/// Runs `|| body` or `move || body`, compiled for AVX-512, AVX2 or the baseline, whichever this processor supports. The
+/// results do not change: nothing is fused or reordered.
 ///
-/// The wider instructions reach only what is inlined into the body, so functions that it calls have to be
-/// `#[inline(always)]`, and should not be closures. The macro marks the body itself so. Otherwise a large one may be left out
-/// of line, and a small one is simplified on its own, for the plain processor, before it is inlined: loops over f16 and bf16
-/// then take two to four times as long.
+/// The wider instructions reach only code that is inlined into the body. So functions that it calls must be
+/// `#[inline(always)]`, and should not be closures. The macro marks the body itself so. Otherwise a large body may not
+/// be inlined, and a small one is simplified separately, for the baseline processor, before it is inlined: loops over
+/// f16 and bf16 then take two to four times as long.
 macro_rules! vectorise {
     (|| $body:expr) => {
         pulp::Arch::new().dispatch(

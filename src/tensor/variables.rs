@@ -1,12 +1,12 @@
-//! Variables as a `VarBuilder` hands them out, and choices among them.
+//! Variables handed out by a `VarBuilder`, and predicates on their names.
 use crate::error::describe;
 use candle_core::{DType, Shape, Tensor};
 use std::sync::Arc;
 
-/// A choice among variables by their full names, such as `layer1.0.bn1.running_mean`.
+/// A predicate on the full names of variables, such as `layer1.0.bn1.running_mean`.
 pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// A variable that was handed out as `tensor` is asked for once more (tied weights).
+/// Checks that a variable handed out as `tensor` is requested again with the same shape and dtype (tied weights).
 pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Shape) -> candle_core::Result<()> {
     if tensor.shape() != shape {
         candle_core::bail!(
@@ -18,12 +18,12 @@ pub(crate) fn check_shared(name: &str, tensor: &Tensor, dtype: DType, shape: &Sh
     Ok(())
 }
 
-/// A variable that is asked for without a shape has to be there.
+/// The error for a variable that is requested without a shape and does not exist.
 pub(crate) fn not_in_varmap(name: &str) -> candle_core::Error {
     candle_core::Error::msg(format!("{name} is not in the VarMap: give its shape, with `get`, so that it can be made"))
 }
 
-/// Whether a variable's name says that it belongs to a batch norm's running statistics.
+/// Whether a variable's name is that of a batch norm's running statistics.
 pub(crate) fn is_batch_norm_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     ["running_mean", "running_var", "num_batches_tracked"].contains(&last)

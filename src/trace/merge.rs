@@ -16,9 +16,7 @@ pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
     files.sort();
     for path in &files {
         let text = std::fs::read_to_string(path).map_err(failed)?;
-        // There is one event per line; a killed rank's last line may be torn.
-        let lines = text.trim_end().trim_start_matches('[').trim_end_matches(']').lines();
-        events.extend(lines.map(|line| line.trim_end_matches(',').to_string()).filter(|line| line.ends_with('}')));
+        events.extend(events_of(&text).map(str::to_string));
     }
     if files.is_empty() {
         let reason =
@@ -34,6 +32,23 @@ pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
         return Err(Error::io(format!("writing {}", path.display()), error));
     }
     Ok((path, files.len()))
+}
+
+/// The events of a rank's file: one per line; a killed rank's last line may be torn.
+fn events_of(text: &str) -> impl Iterator<Item = &str> {
+    let lines = text.trim_end().trim_start_matches('[').trim_end_matches(']').lines();
+    lines.map(|line| line.trim_end_matches(',')).filter(|line| line.ends_with('}'))
+}
+
+/// A trace that was torn anywhere keeps its whole events.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz_events(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let count = events_of(&text).count();
+    assert!(count <= text.lines().count());
+    let end = (0..=text.len() / 2).rfind(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    let torn: Vec<&str> = events_of(&text[..end]).collect();
+    assert!(torn.len() <= count + 1, "{torn:?}");
 }
 
 fn is_trace(path: &Path) -> bool {

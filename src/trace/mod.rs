@@ -5,9 +5,13 @@
 //! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
 //! point. `ddprun --merge-traces FOLDER` merges the files of all ranks.
 //!
+//! The calls of a run that has failed are in the files of the [flight recorder](crate::flight_recorder).
+//!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 mod merge;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) use merge::fuzz_events;
 pub use merge::merge;
 
 use crate::backend::Work;

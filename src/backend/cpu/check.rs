@@ -1,4 +1,4 @@
-//! What is checked on the calling thread, before anything moves.
+//! Checks on the calling thread before anything is sent.
 use crate::Result;
 use crate::backend::call::{Call, Channel};
 use crate::backend::{Collective, check};

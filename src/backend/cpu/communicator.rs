@@ -13,54 +13,54 @@ use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
-use crate::rendezvous::Store;
+use crate::rendezvous::{Secret, Store};
 use crate::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 /// One rank of a group whose tensors are on the CPU. Ranks on one host share memory; between hosts, data travels over
 /// TCP.
 ///
-/// Collectives are carried out in the order in which they are started: by [`run`](Communicator::run) on the calling
-/// thread if no other call is queued, otherwise by an engine thread. Messages between two ranks (`Send`, `Recv`) have an
-/// order of their own for each pair and direction, and do not wait for collectives.
+/// Collectives run in the order in which they are started: with [`run`](Communicator::run) on the calling thread if no
+/// other call is queued, otherwise on an engine thread. Messages between two ranks (`Send`, `Recv`) have their own
+/// order for each pair and direction, and do not wait for collectives.
 ///
-/// Slices of one tensor may be in several calls at once. The later of two calls is refused with [`Error::InvalidTensor`] if
-/// the slices overlap, one of the calls changes the bytes in common, and the calls are in different groups or channels. A
-/// tensor's storage is locked only while bytes move, so a tensor in flight can be read half finished: wait for the call
-/// first. A call cannot change a tensor while the program holds the guard that `storage_and_layout()` returned; it then times
-/// out with an error that says so.
+/// Slices of one tensor may be in several calls at once. The later of two calls is refused with
+/// [`Error::InvalidTensor`] if the slices overlap, one of the calls changes the common bytes, and the calls are in
+/// different groups or channels. A tensor's storage is locked only while bytes move, so reading a tensor in flight may
+/// give partial results: wait for the call first. A call cannot change a tensor while the program holds the guard that
+/// `storage_and_layout()` returned; it then times out with an error that says so.
 ///
-/// Reductions take the ranks of each host in order, and then the hosts in the order of their lowest ranks. f16 and bf16 are
-/// accumulated in f32 and rounded for each host and at the end. So results are bit-identical on all ranks, and from run to
-/// run with the same ranks on the same hosts.
+/// Reductions take the ranks of each host in order, and then the hosts in the order of their lowest ranks. f16 and bf16
+/// are accumulated in f32, and rounded for each host and at the end. So results are bit-identical on all ranks, and in
+/// every run with the same ranks on the same hosts.
 ///
-/// The group ends for all its ranks with the first failure: a rank that leaves early or calls something else, a call that
-/// needs more of a rank whose process has ended, or one that takes longer than the time-out. Every rank gets the same
-/// cause, as an [`Error`] that names the culprit. Data that a rank gave before its process ended still arrives.
+/// The first failure ends the group for all its ranks: a rank that leaves early or makes a different call, a call that
+/// needs more data from a rank whose process has ended, or a call that exceeds the time-out. Every rank gets the same
+/// cause, as an [`Error`] that names the culprit. Data that a rank sent before its process ended still arrives.
 ///
-/// Dropping it waits for the calls that were started, and then says goodbye to the peers, or, while panicking, that this rank
-/// failed.
+/// Dropping it waits for the calls that were started and then tells the peers that this rank leaves, or, while
+/// panicking, that it failed.
 pub struct CpuCommunicator {
     group: Arc<Group>,
     collectives: WorkQueue,
-    /// By peer. The queues of this rank itself are never used.
+    /// By peer. The queues for this rank itself are never used.
     sends: Vec<WorkQueue>,
     recvs: Vec<WorkQueue>,
     monitor: Option<JoinHandle<()>>,
 }
 
 impl CpuCommunicator {
-    /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are there.
+    /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are connected.
     ///
-    /// `store` is shared by all ranks and private to this group. It is no longer needed afterwards.
+    /// `store` must be shared by all ranks and used by this group only. It is not needed afterwards.
     pub fn new(store: Arc<dyn Store>, rank: usize, world_size: usize, options: CpuOptions) -> Result<Self> {
         Self::within(Construction::default(), store, rank, world_size, options)
     }
 
-    /// [`new`](Self::new), which `construction` may end early.
+    /// Like [`new`](Self::new), but `construction` may end it early.
     pub(crate) fn within(
         construction: Construction,
         store: Arc<dyn Store>,
@@ -74,8 +74,12 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} ranks cannot be numbered")));
         }
-        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, host } = options;
+        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, host } = options;
         let transport = transport.resolve()?;
+        let secret = match secret {
+            Some(secret) => Some(secret),
+            None => Secret::from_env()?,
+        };
         let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
         let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
@@ -89,7 +93,13 @@ impl CpuCommunicator {
         let connector = Connector {
             store: &*store,
             rank,
-            config: HandshakeConfig { world_size, segment: term(segment_bytes), small: term(small_bytes) },
+            config: HandshakeConfig {
+                world_size,
+                secret: secret.is_some(),
+                segment: term(segment_bytes),
+                small: term(small_bytes),
+            },
+            secret,
             address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             timeout,
             deadline,
@@ -109,9 +119,17 @@ impl CpuCommunicator {
             Some(layout) => tune(Tuning::HOSTS).within(layout),
         };
         let Connections { data, direct, control } = connections;
-        let control = Control::new(control).map_err(|error| Error::io("making a pipe", error))?;
+        let control = Control::new(control).map_err(|error| Error::io("creating a pipe", error))?;
         let transports = [data, direct].map(Transport::new);
-        let group = Arc::new(Group::new(rank, world_size, timeout, hosts, shm, transports, control));
+        let group = Group::new(rank, world_size, timeout, hosts, shm, transports, control);
+        let group = Arc::new(match construction.recording {
+            Some(recording) => group.recorded(Arc::clone(&recording.recorder)),
+            None => group,
+        });
+        if let Some(recording) = construction.recording {
+            let group: Weak<Group> = Arc::downgrade(&group);
+            recording.register(group);
+        }
         let queue_of = |channel| WorkQueue::new(group.clone(), channel, tuning);
         let mut communicator = Self {
             collectives: queue_of(Channel::Collectives),
@@ -123,7 +141,7 @@ impl CpuCommunicator {
         if world_size > 1 {
             communicator.monitor = Some(communicator.start_monitor()?);
         }
-        // From here on, a failure is one of the group, and all ranks are told of it.
+        // From here on, a failure ends the group, and all ranks are told.
         match communicator.collectives.run_first(Call::bare(Operation::Connect), &Collective::Barrier, deadline) {
             Ok(()) => Ok(communicator),
             // The peer may have given up before it could tell the group.
@@ -200,7 +218,7 @@ impl Drop for CpuCommunicator {
         if std::thread::panicking() {
             self.abort("its thread panicked");
         }
-        // Each call has its own deadline; together they get no more than one time-out.
+        // Each call has its own deadline; together they get at most one time-out.
         let deadline = deadline_after(group.timeout);
         if !self.queues().all(|queue| queue.drain(deadline)) {
             self.abort("it left while its calls were not over");

@@ -1,17 +1,21 @@
-//! Builds the connections between all ranks.
+//! Establishes the connections between all ranks.
 //!
-//! Every rank listens, and publishes its address and its configuration in the store. Of two ranks, the higher one connects to
-//! the lower one. Both sides send a [handshake](super::handshake): first the one that connected, then the other one in
-//! reply. Handshakes and replies are read in whatever order they come, so that no two ranks wait for each other and a refusal
-//! is noticed at once.
-use super::accept::{Acceptor, Conversation, Heard};
-use super::handshake::{Handshake, HandshakeConfig, HandshakeError, Kind};
+//! Every rank listens, and publishes its address and configuration in the store. Of two ranks, the higher one connects
+//! to the lower one, and both tell and prove who they are ([handshake](super::handshake)). What arrives is read in the order
+//! of arrival, so that no two ranks wait for each other and a refusal is noticed at once.
+//!
+//! With a secret, a caller that has not proved that it knows it changes nothing: it is refused, whatever it says.
+use super::accept::{Acceptor, Conversation, Heard, Stage};
+use super::handshake::{
+    End, Exchange, GREETING, Greeting, Handshake, HandshakeConfig, HandshakeError, Kind, REPLY, SAME_SECRET, greeting,
+};
 use super::keepalive::{give_up_after, keep_alive};
 use crate::backend::Construction;
 use crate::error::Failure;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
-use crate::rendezvous::{Store, absent_ranks};
+use crate::rendezvous::secret::PROOF;
+use crate::rendezvous::{Secret, Store, absent_ranks};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -31,18 +35,19 @@ pub(super) struct Connector<'a> {
     pub(super) store: &'a dyn Store,
     pub(super) rank: usize,
     pub(super) config: HandshakeConfig,
+    pub(super) secret: Option<Secret>,
     pub(super) address: IpAddr,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
-    /// How long a host may be out of reach.
+    /// How long a host may be unreachable.
     pub(super) lost_after: Duration,
-    /// Tells when the ranks that are missing will not come.
+    /// Tells when missing ranks will not come.
     pub(super) construction: Construction<'a>,
 }
 
-/// What to do about ranks that do not come.
-const ABSENT: &str = "Have they made this group, too (new_group with the same ranks), or ended? Look for the first error \
-                      in their output";
+/// What to do about missing ranks.
+const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the first \
+                      error in their output";
 
 /// One of the three connections to a peer.
 type Slots = [Option<TcpStream>; Kind::ALL.len()];
@@ -64,14 +69,16 @@ impl Connector<'_> {
                 nonce = published.nonce;
             }
             if let Some(difference) = published.config.difference(&self.config) {
-                // The peer should learn of it, too.
-                let _ = self.call(peer, address, self.handshake(nonce, Kind::Control));
+                // The peer should learn of it too.
+                let _ = self.call(peer, address, &greeting(&self.handshake(nonce, Kind::Control))?);
                 return Err(self.failed(&[peer], difference));
             }
             for kind in Kind::ALL {
                 let handshake = self.handshake(nonce, kind);
-                let socket = self.call(peer, address, handshake)?;
-                conversations.push(Conversation::new(socket, address, Some(Handshake { rank: peer, ..handshake })));
+                let sent = greeting(&handshake)?;
+                let socket = self.call(peer, address, &sent)?;
+                let stage = Stage::Reply { expected: Handshake { rank: peer, ..handshake }, sent };
+                conversations.push(Conversation::new(socket, address, stage));
             }
         }
         let slots = self.converse(&listener, nonce, conversations)?;
@@ -100,11 +107,11 @@ impl Connector<'_> {
     }
 
     fn left(&self) -> Duration {
-        // Zero is no time-out that a socket accepts.
+        // Sockets do not accept a time-out of zero.
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
-    /// How long to wait for a peer before asking whether this was cancelled.
+    /// How long to wait for a peer before checking for cancellation.
     pub(super) fn slice(&self) -> Duration {
         self.left().min(Duration::from_millis(500))
     }
@@ -142,8 +149,8 @@ impl Connector<'_> {
         }
     }
 
-    /// Connects to `peer` and sends the handshake.
-    fn call(&self, peer: usize, address: SocketAddr, handshake: Handshake) -> Result<TcpStream> {
+    /// Connects to `peer` and sends the greeting.
+    fn call(&self, peer: usize, address: SocketAddr, greeting: &Greeting) -> Result<TcpStream> {
         const PAUSE: Duration = Duration::from_millis(100);
         let failed = |error: std::io::Error| {
             let reason = format!("connecting to {address}: {error}. Is that address reachable from this host?");
@@ -167,7 +174,7 @@ impl Connector<'_> {
                 Err(error) => return Err(failed(error)),
             }
         };
-        socket.write_all(&handshake.encode()).and_then(|()| socket.set_nonblocking(true)).map_err(failed)?;
+        socket.write_all(greeting).and_then(|()| socket.set_nonblocking(true)).map_err(failed)?;
         Ok(socket)
     }
 
@@ -186,10 +193,17 @@ impl Connector<'_> {
             let left = self.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let (higher, lower): (Vec<usize>, Vec<usize>) = missing.iter().partition(|peer| **peer > self.rank);
-                // Lower ranks may not answer because they, too, wait for a higher one.
-                return Err(match higher.is_empty() {
-                    false => self.failed(&higher, format!("they have not connected to this rank. {ABSENT}")),
-                    true => self.failed(&lower, "they do not answer"),
+                // A rank that waits for another one has called, and proves who it is afterwards.
+                let called = |peer: &usize| conversations.iter().any(|other| other.is_caller(*peer));
+                let (called, absent): (Vec<usize>, Vec<usize>) = higher.iter().partition(|peer| called(peer));
+                let strangers = acceptor.strangers();
+                // Lower ranks may not answer because they wait for a higher one too.
+                return Err(match (absent.is_empty(), lower.is_empty()) {
+                    (false, _) => {
+                        self.failed(&absent, format!("they have not connected to this rank. {ABSENT}{strangers}"))
+                    }
+                    (true, false) => self.failed(&lower, "they do not answer"),
+                    (true, true) => self.failed(&called, "they have connected to this rank, but not to all others"),
                 });
             }
             let listening = acceptor.prepare(&mut conversations);
@@ -203,18 +217,33 @@ impl Connector<'_> {
             drop(fds);
             let mut waiting = Vec::with_capacity(conversations.len());
             for mut conversation in conversations {
-                match (conversation.read(), conversation.called) {
+                match (conversation.read(), &conversation.stage) {
                     (Heard::Nothing, _) => waiting.push(conversation),
-                    (Heard::Handshake(handshake), None) => {
-                        self.welcome(conversation, &handshake, nonce, &mut slots, &mut acceptor)?;
+                    (Heard::All, Stage::Greeting) => {
+                        let proving = waiting.iter().filter(|other| other.is_proving()).count();
+                        let full = proving >= 2 * Kind::ALL.len() * slots.len();
+                        waiting.extend(self.welcome(conversation, nonce, &mut slots, &mut acceptor, full)?);
                     }
-                    (Heard::Handshake(reply), Some(expected)) => {
-                        self.check_reply(&reply, expected)?;
+                    (Heard::All, Stage::Proof { caller, exchange }) => {
+                        let is_proved =
+                            self.secret.as_ref().is_some_and(|s| exchange.verify(s, End::Caller, conversation.heard()));
+                        if is_proved {
+                            let caller = *caller;
+                            self.take(conversation, &caller, &mut slots)?;
+                        } else {
+                            acceptor.refuse_unproved(conversation.address, caller.rank);
+                        }
+                    }
+                    (Heard::All, Stage::Reply { expected, sent }) => {
+                        self.check_reply(&conversation, expected, sent)?;
                         slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
                     }
-                    (Heard::Closed, None) => {}
-                    (Heard::Closed, Some(Handshake { rank, .. })) => {
-                        return Err(self.gone(rank));
+                    (Heard::Closed, Stage::Greeting) => {}
+                    (Heard::Closed, Stage::Proof { caller, .. }) => {
+                        acceptor.refuse_unproved(conversation.address, caller.rank);
+                    }
+                    (Heard::Closed, Stage::Reply { expected, .. }) => {
+                        return Err(self.gone(expected.rank));
                     }
                 }
             }
@@ -225,39 +254,65 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the handshake of a caller and answers it. Callers from outside the group are refused. A peer whose
-    /// configuration differs is an error here, and through the reply on that peer as well.
+    /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, the caller is
+    /// a peer by that, and one with a different configuration is an error here and, through the reply, on that peer too. With
+    /// a secret, the connection is returned, for the proof; `full` says that too many wait for theirs.
     fn welcome(
         &self,
         caller: Conversation,
-        handshake: &[u8; Handshake::BYTES],
         nonce: u64,
         slots: &mut [Slots],
         acceptor: &mut Acceptor,
-    ) -> Result<()> {
+        full: bool,
+    ) -> Result<Option<Conversation>> {
         let address = caller.address;
-        let handshake = match Handshake::decode(handshake) {
-            Ok(handshake) if handshake.nonce == nonce => handshake,
+        let (handshake, greeted) = match Handshake::decode(caller.heard()) {
+            Ok(handshake) if handshake.nonce == nonce => match Greeting::try_from(caller.heard()) {
+                Ok(greeted) => (handshake, greeted),
+                Err(_) => return Ok(None),
+            },
             Ok(handshake) => {
                 acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", handshake.rank));
-                return Ok(());
+                return Ok(None);
             }
             Err(error) => {
                 acceptor.refuse(address, error.describe());
                 if let HandshakeError::Version(_) = error {
-                    // The caller should learn why, but is not waited for.
+                    // The caller should learn why, but this rank does not wait for it.
                     let _ = (&caller.socket).write(&self.handshake(nonce, Kind::Control).encode());
                 }
-                return Ok(());
+                return Ok(None);
             }
         };
+        let exchange = Exchange { caller: greeted, callee: greeting(&self.handshake(nonce, handshake.kind))? };
+        let mut reply = [0; REPLY];
+        reply[..GREETING].copy_from_slice(&exchange.callee);
+        if let Some(secret) = &self.secret {
+            if !handshake.config.secret || full {
+                acceptor.refuse_unproved(address, handshake.rank);
+                return Ok(None);
+            }
+            reply[GREETING..].copy_from_slice(&exchange.prove(secret, End::Callee));
+        }
         // A socket's empty buffer takes these few bytes at once.
-        let reply = (&caller.socket).write(&self.handshake(nonce, handshake.kind).encode());
+        let replied = matches!((&caller.socket).write(&reply), Ok(REPLY));
+        if self.secret.is_some() {
+            return Ok(replied.then(|| caller.await_proof(handshake, exchange)));
+        }
         if let Some(difference) = handshake.config.difference(&self.config) {
             return Err(self.failed(&[handshake.rank], difference));
         }
-        if !matches!(reply, Ok(Handshake::BYTES)) {
+        if !replied {
             return Err(self.gone(handshake.rank));
+        }
+        self.take(caller, &handshake, slots)?;
+        Ok(None)
+    }
+
+    /// Takes the connection of a peer.
+    fn take(&self, caller: Conversation, handshake: &Handshake, slots: &mut [Slots]) -> Result<()> {
+        if let Some(difference) = handshake.config.difference(&self.config) {
+            return Err(self.failed(&[handshake.rank], difference));
         }
         let slot = slots
             .get_mut(handshake.rank)
@@ -279,10 +334,28 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the reply of a lower rank.
-    fn check_reply(&self, reply: &[u8; Handshake::BYTES], expected: Handshake) -> Result<()> {
+    /// Checks the reply of a lower rank to `sent`, and proves that this rank knows the secret too.
+    fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<()> {
+        let (address, reply) = (conversation.address, conversation.heard());
         let reason = match Handshake::decode(reply) {
-            Ok(handshake) if handshake == expected => return Ok(()),
+            Ok(handshake) if handshake == *expected => {
+                let Some(secret) = &self.secret else { return Ok(()) };
+                let proved = reply.split_first_chunk::<GREETING>().and_then(|(callee, proof)| {
+                    let exchange = Exchange { caller: *sent, callee: *callee };
+                    exchange.verify(secret, End::Callee, proof).then_some(exchange)
+                });
+                let Some(exchange) = proved else {
+                    return Err(Error::Secret {
+                        operation: format!("connecting rank {}", self.rank),
+                        peer: format!("rank {} at {address}", expected.rank),
+                        reason: format!("it has another secret than this rank: {SAME_SECRET}"),
+                    });
+                };
+                return match (&conversation.socket).write(&exchange.prove(secret, End::Caller)) {
+                    Ok(PROOF) => Ok(()),
+                    _ => Err(self.gone(expected.rank)),
+                };
+            }
             Ok(handshake) => handshake
                 .config
                 .difference(&self.config)
@@ -297,7 +370,7 @@ fn key(rank: usize) -> String {
     format!("addr/{rank}")
 }
 
-/// What a rank puts into the store: its address, and its handshake in hexadecimal digits.
+/// What a rank publishes in the store: its address, and its handshake in hexadecimal digits.
 fn publish(address: SocketAddr, handshake: &Handshake) -> Vec<u8> {
     let digits: String = handshake.encode().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{address} {digits}").into_bytes()

@@ -1,6 +1,6 @@
 //! The control connections: small frames between the monitors of two ranks.
 use super::frame::Frame;
-use super::lock;
+use crate::panic::lock;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -10,21 +10,21 @@ use std::sync::Mutex;
 pub(super) struct Control {
     /// By rank; `None` for this rank itself.
     links: Vec<Option<Link>>,
-    /// Wakes the monitor from its poll: one end is written to, the other one polled.
+    /// Wakes the monitor from its poll: one end is written to, the other one is polled.
     wake: UnixStream,
     woken: UnixStream,
 }
 
 pub(super) struct Link {
     pub(super) socket: TcpStream,
-    /// What the socket has not taken yet.
+    /// Bytes that the socket has not accepted yet.
     unsent: Mutex<Vec<u8>>,
-    /// The addresses of both ends, noted early since a socket with an error no longer tells them.
+    /// The addresses of both ends, read early because a socket with an error no longer returns them.
     hosts: String,
 }
 
 impl Control {
-    /// Over non-blocking `sockets`, by rank.
+    /// Takes non-blocking `sockets`, by rank.
     pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> std::io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
@@ -48,7 +48,7 @@ impl Control {
         self.link(peer).map_or("to itself", |link| &link.hosts)
     }
 
-    /// Sends `frame` without waiting: what the socket does not take at once is left to the monitor.
+    /// Sends `frame` without waiting; the monitor sends what the socket does not accept at once.
     pub(super) fn send(&self, peer: usize, frame: &Frame) {
         let Some(link) = self.link(peer) else { return };
         let mut unsent = lock(&link.unsent);
@@ -60,7 +60,7 @@ impl Control {
     }
 
     pub(super) fn wake(&self) {
-        // When the pipe is full, the monitor has been woken often enough.
+        // If the pipe is full, the monitor has been woken often enough.
         let _ = (&self.wake).write(&[0]);
     }
 
@@ -80,7 +80,7 @@ impl Link {
         !lock(&self.unsent).is_empty()
     }
 
-    /// Sends what the socket did not take before.
+    /// Sends what the socket did not accept before.
     pub(super) fn flush(&self) {
         self.write(&mut lock(&self.unsent));
     }
@@ -91,7 +91,7 @@ impl Link {
                 Ok(sent) => drop(unsent.drain(..sent)),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // The connection is broken. The monitor finds out when it reads.
+                // The connection is broken, which the monitor notices when it reads.
                 Err(_) => unsent.clear(),
             }
         }

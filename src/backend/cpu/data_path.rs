@@ -1,4 +1,4 @@
-//! The step of a group's construction that decides what its data travels through.
+//! Decides, while a group is created, how its data travels.
 use super::connect::{Connections, Connector};
 use super::hosts::Hosts;
 use super::options::CpuTransport;
@@ -7,12 +7,12 @@ use super::transport::Transport;
 use super::transport_error::TransportError;
 use crate::Result;
 
-/// What a rank's data travels through.
+/// How a rank's data travels.
 pub(super) struct DataPath {
     /// Data and direct connections to the ranks of other hosts, and control connections to all ranks.
     pub(super) connections: Connections,
     pub(super) hosts: Hosts,
-    /// The memory shared with the other ranks of this host; `None` where there are none.
+    /// The memory shared with the other ranks of this host; `None` if there are none.
     pub(super) shm: Option<ShmGroup>,
     /// The layout of shared memory on all hosts; `None` if no two ranks share memory.
     pub(super) layout: Option<Layout>,
@@ -27,8 +27,8 @@ impl DataPath {
 }
 
 impl Connector<'_> {
-    /// Replaces the data and direct connections by shared memory between ranks that have it. `part` is the
-    /// number of bytes that a slot holds for each peer, `label` replaces the identity of the running kernel.
+    /// Replaces the data and direct connections by shared memory between ranks that have it. `part` is the number of
+    /// bytes that a slot holds for each peer; `label` replaces the identity of the running kernel.
     pub(super) fn share(
         &self,
         connections: Connections,

@@ -1,4 +1,4 @@
-//! What monitors tell each other on the control connections.
+//! The messages of monitors on the control connections.
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
@@ -6,9 +6,9 @@ use crate::error::Failure;
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The sender leaves in good order, after as many calls.
+    /// The sender leaves in good order, after this many calls.
     Goodbye(CallCounts),
-    /// The group has failed, for this reason.
+    /// The group has failed for this reason.
     Abort(Failure),
     /// The sender has read the reader's goodbye or abort.
     Ack,
@@ -19,7 +19,7 @@ pub(super) enum Frame {
 }
 
 impl Frame {
-    /// The frame with its length in front.
+    /// Encodes the frame with its length in front.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.u32(0);
@@ -64,7 +64,7 @@ pub(super) struct FrameReader {
 pub(super) struct Malformed;
 
 impl FrameReader {
-    /// Far more than the texts and calls of a frame, whose number is limited.
+    /// Far more than the texts and calls of a frame, whose sizes are limited.
     const LIMIT: usize = 256 * 1024;
 
     pub(super) fn push(&mut self, bytes: &[u8]) {

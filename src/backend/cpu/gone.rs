@@ -1,7 +1,7 @@
 //! Peers whose control connection ended without a goodbye.
 //!
-//! What such a peer gave before still counts: bytes in a socket and slots in shared memory outlive the process that
-//! wrote them. So its end fails only those calls that need more of it.
+//! Data that such a peer has sent still counts: bytes in a socket and slots in shared memory outlive the process that
+//! wrote them. So its end fails only calls that need more from it.
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::failure::CallCounts;
 use crate::error::Failure;
@@ -19,13 +19,13 @@ pub(super) enum Ended {
 }
 
 impl Ended {
-    /// The failure of a group that lost the connection to `peer` although the peer's process may still be running; `None`
-    /// when that process has ended. `hosts` says between which addresses the connection was.
+    /// The failure of a group that lost the connection to `peer` although the peer's process may still be running;
+    /// `None` if that process has ended. `hosts` names the addresses of the connection.
     pub(super) fn lost(&self, rank: usize, peer: usize, hosts: &str, call: &str) -> Option<Failure> {
         use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
         let reason = match self {
             Self::Closed => return None,
-            // The system resets the connections of a process that ended with something unread.
+            // The system resets the connections of a process that ended with unread data.
             Self::Broken(error) if matches!(error.kind(), ConnectionReset | ConnectionAborted | BrokenPipe) => {
                 return None;
             }
@@ -38,7 +38,7 @@ impl Ended {
     }
 }
 
-/// Says that the connection to `peer` was lost, although no process need have ended.
+/// The text for a lost connection to `peer`, although its process may not have ended.
 pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String {
     format!(
         "its connection to rank {peer} ({hosts}) was lost during {call}: {error}. The network between the two failed, or \
@@ -48,9 +48,10 @@ pub(super) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String 
 
 /// A peer whose process has ended.
 pub(super) struct Gone {
-    /// How many calls it finished, those with the number 0 included: known of the ranks of this host, whose memory tells.
+    /// How many calls it finished, counting the one with number 0. Known only for ranks of this host, from shared
+    /// memory.
     finished: Option<CallCounts>,
-    /// What the system said, if that was more than the end of the connection.
+    /// The system's error, if the connection did not simply end.
     error: Option<String>,
 }
 
@@ -60,13 +61,13 @@ impl Gone {
         Self { finished, error }
     }
 
-    /// Whether it ended before it had finished call number `sequence`; `None` where that is not known. Then the call finds
-    /// out, at the end of the peer's data.
+    /// Whether it ended before it had finished call number `sequence`; `None` if unknown. Then the call itself notices,
+    /// at the end of the peer's data.
     pub(super) fn missed(&self, channel: Channel, sequence: u64) -> Option<bool> {
         Some(self.finished?.matching(channel) <= sequence)
     }
 
-    /// Its last collective, where that is known.
+    /// Its last collective, if known.
     pub(super) fn last(&self) -> Option<u64> {
         self.finished.map(|finished| finished.collectives.saturating_sub(1))
     }
@@ -81,7 +82,7 @@ impl Gone {
     }
 }
 
-/// Whether `peer` cannot have finished `call` as long as rank `rank` has not begun it.
+/// Whether `peer` cannot finish `call` before rank `rank` has begun it.
 pub(super) fn needs(peer: usize, call: &Call, rank: usize) -> bool {
     match call.operation {
         Operation::Broadcast | Operation::Scatter => call.root == Some(rank),

@@ -1,9 +1,8 @@
-//! What all threads of one rank know about their group: how far its calls have come, who has left, and why it failed.
+//! The state of a group, shared by all threads of one rank: the progress of its calls, who has left, and why it failed.
 use super::control::Control;
 use super::frame::Frame;
 use super::gone::{self, Ended, Gone};
 use super::hosts::Hosts;
-use super::lock;
 use super::shm::{ShmGroup, Sleeper};
 use super::state::{Peer, State};
 use super::storage::LockWaits;
@@ -12,7 +11,9 @@ use crate::Error;
 use crate::backend::call::{Call, Channel, Header};
 use crate::backend::failure::{CallCounts, CallHistory, RankState, left_since};
 use crate::error::Failure;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
+use crate::panic::lock;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One group, as seen by one of its ranks.
@@ -23,7 +24,7 @@ pub(super) struct Group {
     pub(super) timeout: Duration,
     /// Which ranks share memory.
     pub(super) hosts: Hosts,
-    /// The memory that this rank shares with the others of its host, in place of data and direct connections.
+    /// The memory that this rank shares with the others of its host, instead of data and direct connections.
     pub(super) shm: Option<ShmGroup>,
     /// The connections for collectives.
     pub(super) data: Transport,
@@ -32,6 +33,7 @@ pub(super) struct Group {
     pub(super) control: Control,
     /// This rank's waits for the locks of tensors.
     pub(super) locks: LockWaits,
+    recorder: Option<Arc<FlightRecorder>>,
     state: Mutex<State>,
     /// Notified of a failure, an acknowledgement, an answer, or a closed connection.
     changed: Condvar,
@@ -47,8 +49,14 @@ impl Group {
         [data, direct]: [Transport; 2],
         control: Control,
     ) -> Self {
-        let (state, changed, locks) = (Mutex::new(State::new(world_size)), Condvar::new(), LockWaits::default());
-        Self { rank, world_size, timeout, hosts, shm, data, direct, control, locks, state, changed }
+        let (state, changed, locks) = (Mutex::new(State::new(world_size, 0)), Condvar::new(), LockWaits::default());
+        Self { rank, world_size, timeout, hosts, shm, data, direct, control, locks, recorder: None, state, changed }
+    }
+
+    /// Returns the same group, before its first call; `recorder` writes its calls.
+    pub(super) fn recorded(self, recorder: Arc<FlightRecorder>) -> Self {
+        let state = Mutex::new(State::new(self.world_size, recorder.entries()));
+        Self { recorder: Some(recorder), state, ..self }
     }
 
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
@@ -56,19 +64,20 @@ impl Group {
         (0..self.world_size).filter(move |peer| *peer != rank)
     }
 
-    /// Notes that `call` was started, unless the group has failed.
-    pub(super) fn start(&self, channel: Channel, header: Header) -> Result<(), Failure> {
+    /// Records that `call` was started, and when if the caller knows, unless the group has failed.
+    pub(super) fn start(&self, channel: Channel, header: Header, at: Option<Instant>) -> Result<(), Failure> {
         let mut state = lock(&self.state);
         state.tell()?;
-        state.history_mut(channel).start(header.sequence, header.call);
+        state.history_mut(channel).start(header.sequence, header.call, at);
         Ok(())
     }
 
-    /// Notes that a call is being carried out, unless the group has failed, or a peer that the call needs has left or ended.
-    pub(super) fn begin(&self, channel: Channel, sequence: u64) -> Result<(), Failure> {
+    /// Records that a call has been running since `at`, unless the group has failed, or a peer that the call needs has left or
+    /// ended.
+    pub(super) fn begin(&self, channel: Channel, sequence: u64, at: Instant) -> Result<(), Failure> {
         let mut state = lock(&self.state);
         state.tell()?;
-        state.history_mut(channel).begin(sequence);
+        state.history_mut(channel).begin(sequence, Some(at));
         let missing = state.missing(self.rank, channel, sequence);
         if let Some(failure) = missing.or_else(|| state.begun_in_vain(self.rank, channel, sequence)) {
             drop(state);
@@ -77,12 +86,12 @@ impl Group {
         Ok(())
     }
 
-    /// Notes that the call that [began](Self::begin) is over, and whether it went well.
-    pub(super) fn finish(&self, channel: Channel, sequence: u64, well: bool) {
+    /// Records that the call that [began](Self::begin) is complete, whether it succeeded, and when if the caller knows.
+    pub(super) fn finish(&self, channel: Channel, sequence: u64, well: bool, at: Option<Instant>) {
         if well && let Some((shm, kind)) = self.kind(channel) {
             shm.set_finished(kind, sequence);
         }
-        lock(&self.state).history_mut(channel).finish();
+        lock(&self.state).history_mut(channel).finish(well, at);
     }
 
     /// The part of shared memory that `channel` uses; `None` for messages to and from other hosts.
@@ -95,7 +104,7 @@ impl Group {
         Some((self.shm.as_ref()?, kind))
     }
 
-    /// How many calls that concern this rank `peer`, whose process has ended, had finished. Known only of ranks on this
+    /// How many calls that concern this rank `peer` had finished before its process ended. Known only for ranks on this
     /// host.
     fn finished_by(&self, peer: usize, state: &State) -> Option<CallCounts> {
         let (shm, member, own) = (self.shm.as_ref()?, self.hosts.member(peer)?, self.hosts.index());
@@ -111,33 +120,36 @@ impl Group {
         lock(&self.state).history_mut(channel).call_at(sequence)
     }
 
-    /// Ends the group with `failure`, unless it has one already; returns the first one.
+    /// Ends the group with `failure`, unless it already has one; returns the first one.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         let mut state = lock(&self.state);
         if let Some(first) = &state.failure {
             return first.clone();
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
-        // A call that is being carried out returns the failure, and this rank knows what it did itself.
+        // A running call returns the failure, and this rank knows its own actions.
         let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
         self.changed.notify_all();
-        // The reason is sent before the data connections close, since peers that see the latter wait for the reason.
+        // The reason is sent before the data connections close, since peers that see them close wait for the reason.
         let abort = Frame::Abort(failure.clone());
         self.peers().for_each(|peer| self.control.send(peer, &abort));
         self.locks.end();
         self.shm.iter().for_each(ShmGroup::close);
         self.data.close();
         self.direct.close();
+        if let Some(recorder) = &self.recorder {
+            recorder.write_because(&Error::from(failure.clone()).to_string());
+        }
         failure
     }
 
-    /// Ends the group because a connection of `channel` to `peer` closed, with what the monitor knows, or soon will know, of
-    /// the reason.
+    /// Ends the group because a connection of `channel` to `peer` closed, with the reason that the monitor knows or is
+    /// about to learn.
     pub(super) fn fail_closed(&self, channel: Channel, peer: usize, reason: &str) -> Failure {
-        /// Within this time the monitor has read what the peer said last: when a process ends, its control connection closes
+        /// By then the monitor has read the peer's last frames: when a process ends, its control connection closes
         /// together with its data connection.
         const PATIENCE: Duration = Duration::from_secs(3);
         let deadline = Instant::now() + PATIENCE;
@@ -145,7 +157,7 @@ impl Group {
             let call = || state.describe(channel, state.history(channel).begun());
             let gone = || state.peers[peer].gone.as_ref().map(|gone| gone.failure(self.rank, peer, call()));
             let failure = state.failure.clone().or_else(gone);
-            // What a peer said before it closed the connection has been read by now.
+            // The peer's last frames before it closed the connection have been read by now.
             (failure.is_some() || state.peers[peer].closed).then_some(failure)
         });
         let failure = known.flatten().or_else(|| self.left_during(channel, peer)).unwrap_or_else(|| {
@@ -156,7 +168,7 @@ impl Group {
         self.fail(failure)
     }
 
-    /// The failure of the call that `channel` is carrying out if `peer` has left instead of taking part in it.
+    /// The failure of the running call of `channel` if `peer` has left instead of taking part in it.
     fn left_during(&self, channel: Channel, peer: usize) -> Option<Failure> {
         let state = lock(&self.state);
         state.peers[peer].left?;
@@ -172,7 +184,7 @@ impl Group {
         state.failure.clone().or_else(|| state.peers.iter().enumerate().find_map(gone))
     }
 
-    /// Waits until `found` finds something in the state, at most until `deadline`.
+    /// Waits until `found` returns something, at most until `deadline`.
     fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = lock(&self.state);
         loop {
@@ -187,9 +199,9 @@ impl Group {
         }
     }
 
-    /// Asks all peers for their progress. By rank, this rank included.
+    /// Asks all peers for their progress. Returns the states by rank, including this one.
     pub(super) fn query(&self) -> Vec<RankState> {
-        /// Monitors answer at once: a process that does not is stopped or out of reach.
+        /// Monitors answer at once: a process that does not is stopped or unreachable.
         const PATIENCE: Duration = Duration::from_secs(1);
         let mut state = lock(&self.state);
         let id = state.next_query;
@@ -208,8 +220,8 @@ impl Group {
         answers.into_iter().enumerate().map(|(peer, answer)| state.rank_state(peer, answer)).collect()
     }
 
-    /// Says goodbye to all peers, unless the group has failed, which they know already. Returns once they have read it, or
-    /// after a short while: closing the connections earlier could make the system discard it.
+    /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once they
+    /// have read it, or after a short while: if the connections closed earlier, the system might discard it.
     pub(super) fn leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(2);
         let state = lock(&self.state);
@@ -249,7 +261,7 @@ impl Group {
         lock(&self.state).over
     }
 
-    /// The monitor read `frame` from `peer`.
+    /// Called when the monitor has read `frame` from `peer`.
     pub(super) fn on_frame(&self, peer: usize, frame: Frame) {
         match frame {
             Frame::Abort(failure) => {
@@ -279,10 +291,11 @@ impl Group {
         }
     }
 
-    /// Ends the group if a call is being carried out, or was, that needs `peer`, which has left or ended.
+    /// Ends the group if the last collective that began here, or a running message, needs `peer`, which has left or
+    /// ended.
     fn fail_if_needed(&self, state: MutexGuard<State>, peer: usize) {
         let mut concerned = vec![(Channel::Collectives, Some(state.collectives.begun()))];
-        // A message that was sent and will never be received is no failure.
+        // A sent message that will never be received is not a failure.
         concerned.push((Channel::SendTo(peer), state.peers[peer].sends.running()));
         concerned.push((Channel::RecvFrom(peer), state.peers[peer].recvs.running()));
         let rank = self.rank;
@@ -293,7 +306,7 @@ impl Group {
         }
     }
 
-    /// The control connection to `peer` has ended.
+    /// Called when the control connection to `peer` has ended.
     pub(super) fn on_closed(&self, peer: usize, ended: Ended) {
         let mut state = lock(&self.state);
         state.peers[peer].closed = true;
@@ -310,5 +323,12 @@ impl Group {
             drop(state);
         }
         self.changed.notify_all();
+    }
+}
+
+impl Recorded for Group {
+    fn record(&self) -> (Vec<CallRecord>, Option<String>) {
+        let state = lock(&self.state);
+        (state.records(), state.failure.clone().map(|failure| Error::from(failure).to_string()))
     }
 }

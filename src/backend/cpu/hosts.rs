@@ -1,9 +1,10 @@
-//! Which ranks of a group share memory.
+//! The hosts of a group: which ranks share memory.
 
-/// The hosts of a group, as one of its ranks sees them. All ranks have the same hosts and differ only in their own place.
+/// The hosts of a group, as one of its ranks sees them. All ranks see the same hosts and differ only in their own
+/// position.
 ///
-/// A host is a set of ranks that can all map each other's memory. Hosts are in the order of their lowest ranks, and the ranks
-/// of a host in ascending order.
+/// A host is a set of ranks that can all map each other's memory. Hosts are ordered by their lowest ranks, and the
+/// ranks of a host are in ascending order.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
     hosts: Vec<Vec<usize>>,
@@ -28,7 +29,7 @@ impl Hosts {
         result
     }
 
-    /// The number of the host of `rank`, and its own number there.
+    /// The number of the host of `rank`, and the rank's number there.
     pub(super) fn find(&self, rank: usize) -> (usize, usize) {
         let find = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().enumerate().find_map(|(number, host)| Some((number, find(host)?)));
@@ -36,7 +37,7 @@ impl Hosts {
         found.unwrap_or_default()
     }
 
-    /// All hosts' ranks.
+    /// The ranks of all hosts.
     pub(super) fn all(&self) -> &[Vec<usize>] {
         &self.hosts
     }
@@ -80,13 +81,14 @@ impl Hosts {
         self.hosts.iter().all(|host| host.len() == 1)
     }
 
-    /// The rank among `ranks`, those of another host, that sends data which all need to the rank with the number `index` on
-    /// its own host. Hosts may have different numbers of ranks.
+    /// The rank among `ranks`, those of another host, that sends data needed by all ranks to the rank with number
+    /// `index` on its own host. Hosts may have different numbers of ranks.
     pub(super) fn proxy(ranks: &[usize], index: usize) -> usize {
         ranks[index % ranks.len()]
     }
 
-    /// The ranks among those of another host to which this rank sends then: those whose [`proxy`](Self::proxy) it is.
+    /// The ranks among those of another host to which this rank sends such data: those whose [`proxy`](Self::proxy) it
+    /// is.
     pub(super) fn clients<'a>(&self, ranks: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
         let (index, count) = (self.index(), self.members().len());
         ranks.iter().enumerate().filter(move |(other, _)| other % count == index).map(|(_, rank)| *rank)

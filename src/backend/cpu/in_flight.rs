@@ -1,13 +1,14 @@
-//! Which bytes of tensors are used by the calls of this process that were started and are not over.
+//! Tracks which bytes of tensors are used by calls of this process that are in flight.
 //!
-//! Different queues work at the same time, in an order that differs from rank to rank. So a call is refused if it would
-//! change bytes that a call in another queue uses, or use bytes that such a call changes. Calls that `run` carries out on the
-//! calling thread are compared with those in flight, but not noted: that would slow down small messages and find little.
-use super::lock;
+//! Different queues work at the same time, in an order that differs between ranks. So a call is refused if it would
+//! change bytes that a call in another queue uses, or use bytes that such a call changes. Calls that `run` executes on
+//! the calling thread are compared with those in flight but not recorded: that would slow down small messages and find
+//! little.
 use crate::backend::Collective;
 use crate::backend::call::Call;
 use crate::backend::check::extent;
 use crate::error::describe;
+use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -18,13 +19,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// The uses of each storage.
 static USES: Mutex<BTreeMap<usize, Vec<Use>>> = Mutex::new(BTreeMap::new());
 
-/// How many calls have uses in [`USES`].
+/// The number of calls with uses in [`USES`].
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
-/// The next call's number.
+/// The number of the next call.
 static TICKETS: AtomicU64 = AtomicU64::new(0);
 
-/// What one call does with one tensor.
+/// One call's use of one tensor.
 struct Use {
     bytes: Range<usize>,
     is_change: bool,
@@ -32,23 +33,23 @@ struct Use {
     ticket: u64,
 }
 
-/// A call and the queue it is made in.
+/// A call and its queue.
 #[derive(Clone, Copy)]
 pub(super) struct Caller {
-    /// Identifies the queue that carries it out. Calls in one queue follow each other.
+    /// Identifies the queue that runs the call. Calls in one queue run one after another.
     pub(super) queue: usize,
     pub(super) rank: usize,
     pub(super) call: Call,
 }
 
-/// A call that is in flight until this is dropped, which must be before its tensors are.
+/// A call that is in flight until this is dropped, which must happen before its tensors are dropped.
 pub(super) struct InFlight {
     ticket: u64,
     storages: Vec<usize>,
 }
 
 impl Caller {
-    /// Notes that the call is in flight, unless it conflicts with another one.
+    /// Records that the call is in flight, unless it conflicts with another one.
     pub(super) fn enter(self, collective: &Collective) -> Result<InFlight> {
         let tensors = self.tensors(collective);
         let extents: Vec<_> = tensors.iter().map(|(tensor, _)| extent(tensor)).collect();
@@ -66,10 +67,10 @@ impl Caller {
         Ok(InFlight { ticket, storages })
     }
 
-    /// Whether the call, which is to be carried out at once, conflicts with one that is in flight.
+    /// Checks whether the call, which is to run at once, conflicts with one in flight.
     pub(super) fn compare(self, collective: &Collective) -> Result<()> {
-        // Calls that this thread has started are seen. Calls that other threads start at this moment are a race of the
-        // program's own.
+        // Calls that this thread has started are seen. Calls that other threads start at this moment are a race in the
+        // program.
         if CALLS.load(Ordering::Relaxed) == 0 {
             return Ok(());
         }

@@ -1,8 +1,8 @@
-//! How a rank notices that a host has vanished without closing its connections.
+//! Detects hosts that vanish without closing their connections.
 use std::net::TcpStream;
 use std::time::Duration;
 
-/// Has the system probe an idle connection, and give it up after `lost_after` without an answer.
+/// Makes the system probe an idle connection, and close it after `lost_after` without an answer.
 pub(super) fn keep_alive(socket: &TcpStream, lost_after: Duration) {
     use rustix::net::sockopt;
     let (idle, interval, count) = probes(lost_after);
@@ -17,10 +17,11 @@ pub(super) fn keep_alive(socket: &TcpStream, lost_after: Duration) {
     }
 }
 
-/// The seconds before the first probe, those between two, and how many go unanswered: together `lost_after`, rounded up.
+/// The seconds before the first probe, the seconds between probes, and the number of unanswered probes: together
+/// `lost_after`, rounded up.
 fn probes(lost_after: Duration) -> (u64, u64, u32) {
     const LEAST: u64 = 2;
-    /// What systems take for an interval, and for a number of probes.
+    /// Systems' limits for an interval and for the number of probes.
     const LONGEST: u64 = 32_767;
     const MOST: u64 = 127;
     let total = lost_after.as_secs().saturating_add(u64::from(lost_after.subsec_nanos() > 0));
@@ -31,8 +32,8 @@ fn probes(lost_after: Duration) -> (u64, u64, u32) {
     (idle, interval, left.div_ceil(interval).min(MOST) as u32)
 }
 
-/// Has the system give the connection up when sent data is not acknowledged for `lost_after`; it sends no probes meanwhile.
-/// Not for connections that a busy peer may leave unread, since those would be given up as well.
+/// Makes the system close the connection if sent data is not acknowledged for `lost_after`; it sends no probes
+/// meanwhile. Not for connections that a busy peer may leave unread, since these would be closed too.
 pub(super) fn give_up_after(socket: &TcpStream, lost_after: Duration) {
     #[cfg(target_os = "linux")]
     {

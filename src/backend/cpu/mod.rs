@@ -1,6 +1,6 @@
 //! The CPU engine: collectives over shared memory between the ranks of a host, and over TCP between hosts.
 //!
-//! How it is made (connections, threads, frames, failures, determinism) is told in the `README.md` beside this file.
+//! The `README.md` beside this file describes its connections, threads, frames, failures and determinism.
 mod accept;
 mod algorithm;
 mod check;
@@ -9,6 +9,8 @@ mod connect;
 mod control;
 mod data_path;
 mod frame;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
 mod gone;
 mod group;
 mod handshake;
@@ -31,11 +33,6 @@ mod transport_error;
 mod work_queue;
 
 pub use communicator::CpuCommunicator;
+#[cfg(any(test, fuzzing))]
+pub(crate) use fuzz::mesh as fuzz_mesh;
 pub use options::{CpuOptions, CpuTransport};
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks `mutex`, also after a panic: nothing in this engine leaves a value half-changed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

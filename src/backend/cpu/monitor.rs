@@ -1,4 +1,4 @@
-//! The thread that listens to the control connections.
+//! The thread that reads the control connections.
 use super::frame::FrameReader;
 use super::gone::Ended;
 use super::group::Group;
@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 
-/// Reads and answers the frames of all peers until the group says that it is over.
+/// Reads and answers the frames of all peers until the group tells it to end.
 pub(super) fn run(group: &Group) -> Result<(), Errno> {
     let mut readers: Vec<Option<FrameReader>> =
         (0..group.world_size).map(|peer| group.control.link(peer).map(|_| FrameReader::default())).collect();

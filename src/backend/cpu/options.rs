@@ -1,33 +1,37 @@
+use crate::rendezvous::Secret;
 use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// How a [`CpuCommunicator`](super::CpuCommunicator) is built and works. Options must be the same on all ranks unless they say
+/// Options of a [`CpuCommunicator`](super::CpuCommunicator). They must be the same on all ranks unless stated
 /// otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
-    /// How long the construction, and later each call, may take before the group fails. 30 minutes by default, as with
+    /// How long the construction, and later each call, may take before the group fails. Default: 30 minutes, as in
     /// PyTorch's Gloo.
     pub timeout: Duration,
-    /// A host that cannot be reached for this long ends the group; a shorter outage of the network does not, unless it delays
-    /// a call beyond `timeout`. 2 minutes by default. Systems count in whole seconds, and give up connections by themselves
-    /// after about a quarter of an hour. Need not be the same on all ranks.
+    /// A host that is unreachable for this long ends the group; a shorter outage of the network does not, unless it
+    /// delays a call beyond `timeout`. Systems count in whole seconds, and close connections by themselves after about
+    /// a quarter of an hour. May differ between ranks. Default: 2 minutes.
     pub lost_after: Duration,
-    /// The address of this host that its peers connect to. The default, 127.0.0.1, is for groups on one host. Need not be the
-    /// same on all ranks.
+    /// The address of this host to which its peers connect. May differ between ranks. Default: 127.0.0.1, for groups on
+    /// one host.
     pub address: Option<IpAddr>,
-    /// What the data travels through. For tests and measurements.
+    /// How data travels. For tests and measurements.
     pub transport: CpuTransport,
-    /// Bytes that are sent at a time between two ranks where data is reduced or passed on. By default, the value of the
-    /// environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or else what was measured to be best for the transport. For
-    /// tests and measurements.
+    /// The number of bytes sent at a time between two ranks if data is reduced or forwarded. For tests and
+    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SEGMENT_BYTES`, or the value that
+    /// was measured to be best for the transport.
     pub segment_bytes: Option<usize>,
-    /// Data is small, and all ranks send all of it to all others, if each rank receives no more bytes than this in total. By
-    /// default, the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or else what was measured to be best for
-    /// the transport. For tests and measurements.
+    /// If each rank receives no more bytes than this in total, all ranks send all data to all others. For tests and
+    /// measurements. Default: the value of the environment variable `CANDLE_DDP_CPU_SMALL_BYTES`, or the value that was
+    /// measured to be best for the transport.
     pub small_bytes: Option<usize>,
-    /// Ranks with different labels are taken to be on different hosts, for tests. By default, the value of the environment
-    /// variable `CANDLE_DDP_CPU_HOST`. Need not be the same on all ranks.
+    /// The secret that ranks prove to each other when they connect. Default: that of the environment
+    /// ([`Secret::from_env`]), if any.
+    pub secret: Option<Secret>,
+    /// Ranks with different labels are treated as on different hosts, for tests. May differ between ranks. Default: the
+    /// value of the environment variable `CANDLE_DDP_CPU_HOST`.
     #[doc(hidden)]
     pub host: Option<String>,
 }
@@ -41,20 +45,22 @@ impl Default for CpuOptions {
             transport: CpuTransport::Auto,
             segment_bytes: None,
             small_bytes: None,
+            secret: None,
             host: None,
         }
     }
 }
 
-/// What the data of a [`CpuCommunicator`](super::CpuCommunicator) travels through.
+/// How the data of a [`CpuCommunicator`](super::CpuCommunicator) travels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CpuTransport {
-    /// The value of the environment variable `CANDLE_DDP_CPU_TRANSPORT` (`auto`, `tcp` or `shm`; for tests and measurements).
-    /// The default, `auto`, is shared memory between ranks that can map each other's memory, and TCP between others.
+    /// The value of the environment variable `CANDLE_DDP_CPU_TRANSPORT` (`auto`, `tcp` or `shm`; for tests and
+    /// measurements). Its default, `auto`, uses shared memory between ranks that can map each other's memory, and TCP
+    /// between others.
     #[default]
     Auto,
-    /// TCP, also between ranks of one host.
+    /// TCP, even between ranks of one host.
     Tcp,
     /// Shared memory. It is an error if ranks cannot share it, for example because they are on different hosts.
     SharedMemory,
@@ -63,7 +69,7 @@ pub enum CpuTransport {
 impl CpuTransport {
     const VARIABLE: &'static str = "CANDLE_DDP_CPU_TRANSPORT";
 
-    /// `Auto` becomes what the environment says.
+    /// Replaces `Auto` by the environment's choice, if any.
     pub(super) fn resolve(self) -> Result<Self> {
         let (Self::Auto, Some(value)) = (self, std::env::var_os(Self::VARIABLE)) else { return Ok(self) };
         match value.to_str() {
@@ -79,7 +85,7 @@ impl CpuTransport {
     }
 }
 
-/// `bytes`, or else the value of the environment variable, if it is set.
+/// Returns `bytes`, or else the value of the environment variable, if it is set.
 pub(super) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Option<usize>> {
     let (None, Some(value)) = (bytes, std::env::var_os(variable)) else { return Ok(bytes) };
     let value = value.to_string_lossy().into_owned();

@@ -1,39 +1,25 @@
 //! The pieces of bytes that an exchange moves.
 use super::storage::Region;
 
-/// What is sent: private memory, or a part of a tensor.
+/// A piece of what is sent or received: private memory, or a part of a tensor.
 #[derive(Clone, Copy)]
-pub(super) enum Piece<'a> {
-    Memory(&'a [u8]),
+pub(super) enum Piece<'a, M = &'a [u8]> {
+    Memory(M),
     Tensor(Region<'a>),
 }
 
-/// Where received bytes go: private memory, or a part of a tensor.
-pub(super) enum PieceMut<'a> {
-    Memory(&'a mut [u8]),
-    Tensor(Region<'a>),
+/// A piece of what is received.
+pub(super) type PieceMut<'a> = Piece<'a, &'a mut [u8]>;
+
+impl Piece<'_> {
+    /// A piece without bytes.
+    pub(super) const EMPTY: Self = Self::Memory(&[]);
 }
 
-impl<'a> Piece<'a> {
+impl<'a, M: AsRef<[u8]>> Piece<'a, M> {
     pub(super) fn len(&self) -> usize {
         match self {
-            Self::Memory(bytes) => bytes.len(),
-            Self::Tensor(region) => region.len(),
-        }
-    }
-
-    pub(super) fn tensor(&self) -> Option<Region<'a>> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Tensor(region) => Some(*region),
-        }
-    }
-}
-
-impl<'a> PieceMut<'a> {
-    pub(super) fn len(&self) -> usize {
-        match self {
-            Self::Memory(bytes) => bytes.len(),
+            Self::Memory(bytes) => bytes.as_ref().len(),
             Self::Tensor(region) => region.len(),
         }
     }
@@ -52,25 +38,19 @@ impl<'a> From<&'a [u8]> for Piece<'a> {
     }
 }
 
-impl<'a> From<Region<'a>> for Piece<'a> {
-    fn from(region: Region<'a>) -> Self {
-        Self::Tensor(region)
-    }
-}
-
 impl<'a> From<&'a mut [u8]> for PieceMut<'a> {
     fn from(bytes: &'a mut [u8]) -> Self {
         Self::Memory(bytes)
     }
 }
 
-impl<'a> From<Region<'a>> for PieceMut<'a> {
+impl<'a, M> From<Region<'a>> for Piece<'a, M> {
     fn from(region: Region<'a>) -> Self {
         Self::Tensor(region)
     }
 }
 
-/// The pieces that reach beyond the first `done` bytes, and for each the number of its bytes that do not.
+/// The pieces that extend beyond the first `done` bytes, each with the number of its bytes that do not.
 pub(super) fn beyond<P>(
     mut done: usize,
     pieces: impl Iterator<Item = P>,

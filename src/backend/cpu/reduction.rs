@@ -1,11 +1,11 @@
 use crate::backend::ReduceOp;
 use crate::backend::call::Element;
 
-/// What is done to the values of all ranks.
+/// The operation on the values of all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reduction {
     pub(super) element: Element,
     pub(super) op: ReduceOp,
-    /// Of how many ranks `Avg` is the mean: not always as many as there are parts.
+    /// The number of ranks for the mean of `Avg`, which may differ from the number of parts.
     pub(super) ranks: usize,
 }

@@ -1,4 +1,4 @@
-//! What is behind an error of the transport: the failure of the group.
+//! Finds the failure of the group that caused an error of the transport.
 use super::session::Session;
 use super::transport_error::TransportError;
 use crate::backend::call::{Channel, Header};
@@ -6,7 +6,7 @@ use crate::backend::failure::{ExpiredCall, RankState, desync, diagnose};
 use crate::error::Failure;
 
 impl Session<'_> {
-    /// Finds out what is behind `error`, and ends the group with it.
+    /// Finds the cause of `error`, and ends the group with it.
     pub(super) fn failure(&self, error: TransportError) -> Failure {
         let failure = match error {
             TransportError::Closed { peer, reason } => {
@@ -20,7 +20,7 @@ impl Session<'_> {
         self.group.fail(failure)
     }
 
-    /// The same for an error in shared memory, where ranks have the numbers that they have on this host.
+    /// Like `failure`, for an error in shared memory, where ranks have the numbers that they have on this host.
     pub(super) fn failure_inside(&self, error: TransportError) -> Failure {
         let members = self.hosts().members();
         self.failure(match error {
@@ -39,7 +39,7 @@ impl Session<'_> {
         ExpiredCall { rank, timeout, channel, sequence, call, awaited: Some(awaited) }
     }
 
-    /// A peer is in another call.
+    /// The failure if a peer is in another call.
     fn mismatch(&self, peer: usize, received: &[u8; Header::BYTES]) -> Failure {
         let Header { sequence, call: ours } = self.header;
         let Some(theirs) = Header::decode(received) else {
@@ -50,7 +50,7 @@ impl Session<'_> {
         if theirs.sequence < sequence
             && let Some(ours) = self.group.call_at(self.channel, theirs.sequence)
         {
-            // This rank's call of that number did not read what the peer sent.
+            // This rank's call with that number did not read what the peer sent.
             return desync(theirs.sequence, (self.rank(), ours), (peer, theirs.call));
         }
         if theirs.sequence > sequence
@@ -58,7 +58,7 @@ impl Session<'_> {
             && let RankState::Running(report) = &self.group.query()[peer]
             && let Some(theirs) = report.call_at(sequence)
         {
-            // The peer's call of this number sent this rank nothing, and the peer has gone on.
+            // The peer's call with this number sent nothing to this rank, and the peer has continued.
             return desync(sequence, (self.rank(), ours), (peer, theirs));
         }
         desync(sequence, (self.rank(), ours), (peer, theirs.call))

@@ -1,4 +1,4 @@
-//! One call being carried out: what its algorithm needs to know, whatever the data travels through.
+//! One running call: what its algorithm needs to know, however the data travels.
 use super::group::Group;
 use super::hosts::Hosts;
 use super::storage::Locking;
@@ -33,12 +33,12 @@ impl<'a> Session<'a> {
         &self.group.hosts
     }
 
-    /// The header in front of what this rank sends.
+    /// The header before the data that this rank sends.
     pub(super) fn outgoing_head(&self) -> [u8; Header::BYTES] {
         self.header.encode()
     }
 
-    /// The header expected in front of what comes.
+    /// The header expected before incoming data.
     pub(super) fn incoming_head(&self) -> [u8; Header::BYTES] {
         let mut incoming = self.header;
         if incoming.call.operation == Operation::Recv {
@@ -52,7 +52,7 @@ impl<'a> Session<'a> {
         Locking { waits: &self.group.locks, deadline: self.deadline }
     }
 
-    /// The result of moving bytes of a tensor on this rank: an error ends the group.
+    /// Passes on the result of moving bytes of a tensor on this rank; an error ends the group.
     pub(super) fn move_bytes(&self, result: Result<(), TransportError>) -> Result<(), Failure> {
         result.map_err(|error| self.failure(error))
     }

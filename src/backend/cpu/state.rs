@@ -1,21 +1,22 @@
-//! What one rank remembers of its group: how far its calls have come, and which peers have left or ended.
+//! The state of a group on one rank: the progress of its calls, and which peers have left or ended.
 use super::gone::{self, Gone};
 use crate::backend::call::Channel;
 use crate::backend::failure::{CallCounts, CallHistory, ProgressReport, RankState, left_before};
 use crate::error::Failure;
+use crate::flight_recorder::CallRecord;
 use std::collections::HashMap;
 use std::ops::Range;
 
 pub(super) struct State {
     pub(super) failure: Option<Failure>,
-    /// No call has returned the failure yet.
+    /// Whether no call has returned the failure yet.
     pub(super) untold: bool,
     pub(super) collectives: CallHistory,
     pub(super) peers: Vec<Peer>,
     /// The answers to each open query, by rank.
     pub(super) queries: HashMap<u64, Vec<Option<ProgressReport>>>,
     pub(super) next_query: u64,
-    /// The monitor should end.
+    /// Whether the monitor should end.
     pub(super) over: bool,
 }
 
@@ -23,23 +24,25 @@ pub(super) struct State {
 pub(super) struct Peer {
     pub(super) sends: CallHistory,
     pub(super) recvs: CallHistory,
-    /// It has left in good order, after this many calls.
+    /// The peer has left in good order, after this many calls.
     pub(super) left: Option<CallCounts>,
-    /// Its process has ended without a goodbye.
+    /// The peer's process has ended without a goodbye.
     pub(super) gone: Option<Gone>,
-    /// It has read this rank's goodbye or abort.
+    /// The peer has read this rank's goodbye or abort.
     pub(super) acknowledged: bool,
-    /// Its control connection is closed.
+    /// The peer's control connection is closed.
     pub(super) closed: bool,
 }
 
 impl State {
-    pub(super) fn new(world_size: usize) -> Self {
+    /// `recorded` is the number of calls of each channel that the flight recorder wants.
+    pub(super) fn new(world_size: usize, recorded: usize) -> Self {
+        let history = || CallHistory::new(recorded);
         Self {
             failure: None,
             untold: false,
-            collectives: CallHistory::default(),
-            peers: (0..world_size).map(|_| Peer::default()).collect(),
+            collectives: history(),
+            peers: (0..world_size).map(|_| Peer { sends: history(), recvs: history(), ..Peer::default() }).collect(),
             queries: HashMap::new(),
             next_query: 0,
             over: false,
@@ -62,21 +65,31 @@ impl State {
         }
     }
 
-    /// The group's failure, if there is one, to be returned by a call.
+    /// Returns all calls that are remembered.
+    pub(super) fn records(&self) -> Vec<CallRecord> {
+        let mut calls: Vec<CallRecord> = self.collectives.records(Channel::Collectives).collect();
+        for (peer, known) in self.peers.iter().enumerate() {
+            calls.extend(known.sends.records(Channel::SendTo(peer)));
+            calls.extend(known.recvs.records(Channel::RecvFrom(peer)));
+        }
+        calls
+    }
+
+    /// Returns the group's failure, if any, as the result of a call.
     pub(super) fn tell(&mut self) -> Result<(), Failure> {
         self.untold = false;
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// The channel and the sequence number of a call that is being carried out.
+    /// The channel and the sequence number of a running call.
     pub(super) fn running(&self) -> Option<(Channel, u64)> {
         let messages = (0..self.peers.len()).flat_map(|peer| [Channel::SendTo(peer), Channel::RecvFrom(peer)]);
         let mut all = std::iter::once(Channel::Collectives).chain(messages);
         all.find_map(|channel| Some((channel, self.history(channel).running()?)))
     }
 
-    /// The failure of rank `rank`'s call number `sequence` on `channel` if a peer left, or its process ended, before it took
-    /// part in that call.
+    /// The failure of rank `rank`'s call number `sequence` on `channel` if a peer left, or its process ended, before it
+    /// took part in that call.
     pub(super) fn missing(&self, rank: usize, channel: Channel, sequence: u64) -> Option<Failure> {
         self.concerned(channel).find_map(|peer| {
             self.left_before(peer, channel, sequence).or_else(|| {
@@ -97,7 +110,7 @@ impl State {
 
     fn left_before(&self, peer: usize, channel: Channel, sequence: u64) -> Option<Failure> {
         let counts = self.peers[peer].left?;
-        // The peer missed all collectives from its last one on: the first of them is named.
+        // The peer missed all collectives after its last one; the failure names the first of them.
         let sequence = match channel {
             Channel::Collectives => sequence.min(counts.collectives + 1),
             Channel::SendTo(_) | Channel::RecvFrom(_) => sequence,
@@ -105,8 +118,8 @@ impl State {
         left_before(peer, counts, channel, sequence, || self.name(channel, sequence))
     }
 
-    /// The failure of call number `sequence` on `channel`, which rank `rank` is beginning, if the process of a peer has
-    /// ended that could not have finished its part of the call without this rank's.
+    /// The failure of call number `sequence` on `channel`, which rank `rank` is beginning, if a peer's process has
+    /// ended that could not have finished its part of the call before this rank's.
     pub(super) fn begun_in_vain(&self, rank: usize, channel: Channel, sequence: u64) -> Option<Failure> {
         let call = self.history(channel).call_at(sequence)?;
         self.concerned(channel).find_map(|peer| {
@@ -115,7 +128,7 @@ impl State {
         })
     }
 
-    /// Call number `sequence` on `channel` in words.
+    /// The text of call number `sequence` on `channel`.
     fn name(&self, channel: Channel, sequence: u64) -> String {
         self.history(channel).call_at(sequence).map_or_else(|| "a collective".into(), |call| call.to_string())
     }
@@ -134,7 +147,7 @@ impl State {
         }
     }
 
-    /// What this rank is doing, in words.
+    /// Describes what this rank is doing.
     pub(super) fn activity(&self) -> String {
         match (self.running(), self.collectives.begun()) {
             (Some((channel, sequence)), _) => self.describe(channel, sequence),

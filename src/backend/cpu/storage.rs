@@ -1,8 +1,8 @@
 //! The bytes of candle tensors, locked only while they move.
 //!
-//! candle keeps a tensor's storage behind a lock, and views of one storage share it. A call of the engine that held it
-//! while it waits for a peer would hold up other calls on other slices of the storage, which the peer may be waiting for.
-//! So the algorithms work on [`Region`]s, which are locked only while bytes move.
+//! candle keeps a tensor's storage behind a lock that all its views share. A call of the engine that held the lock
+//! while it waits for a peer would hold up other calls on other slices of the storage, for which the peer may be
+//! waiting. So the algorithms work on [`Region`]s, which are locked only while bytes move.
 use super::transport_error::TransportError;
 use crate::backend::check::byte_range;
 use candle_core::{CpuStorage, Storage, StorageMutRef, StorageRef, Tensor};
@@ -11,12 +11,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// What the threads of one rank share when they wait for locks.
+/// State shared by the threads of one rank that wait for locks.
 #[derive(Default)]
 pub(super) struct LockWaits {
     /// The group has ended, and no thread waits any more.
     ended: AtomicBool,
-    /// How many threads have been waiting for longer than candle's own operations should take.
+    /// The number of threads that have been waiting longer than candle's own operations should take.
     waiting: AtomicUsize,
 }
 
@@ -40,9 +40,9 @@ pub(super) struct Locking<'a> {
 }
 
 impl Locking<'_> {
-    /// Calls `attempt` with the time that it may take, until it gets a guard.
+    /// Calls `attempt` with the time that it may take, until it returns a guard.
     fn acquire<G>(self, attempt: impl Fn(Duration) -> Option<G>) -> Result<G, TransportError> {
-        /// Within this time the end of the group is noticed. A waiting writer keeps new readers out, so it also gives way
+        /// The end of the group is noticed within this time. A waiting writer blocks new readers, so it also steps back
         /// this often.
         const SLICE: Duration = Duration::from_millis(100);
         const STEP_BACK: Duration = Duration::from_millis(1);
@@ -52,7 +52,12 @@ impl Locking<'_> {
             if let Some(guard) = attempt(left.min(SLICE)) {
                 return Ok(guard);
             }
-            if left.is_zero() || self.waits.ended.load(Ordering::Acquire) {
+            if left.is_zero() {
+                // The group ends with this call. Peers that ask before it has ended still learn what the call waited for.
+                std::mem::forget(counted);
+                return Err(TransportError::Locked);
+            }
+            if self.waits.ended.load(Ordering::Acquire) {
                 return Err(TransportError::Locked);
             }
             counted.get_or_insert_with(|| Counted::new(&self.waits.waiting));
@@ -61,7 +66,7 @@ impl Locking<'_> {
     }
 }
 
-/// Counts a thread among those that wait, until it is dropped.
+/// Counts a waiting thread until it is dropped.
 struct Counted<'a>(&'a AtomicUsize);
 
 impl<'a> Counted<'a> {
@@ -81,7 +86,7 @@ impl Drop for Counted<'_> {
 #[derive(Clone, Copy)]
 pub(super) struct Region<'a> {
     lock: &'a RwLock<Storage>,
-    /// The first byte, within the storage.
+    /// The offset of the first byte in the storage.
     start: usize,
     length: usize,
     locking: Locking<'a>,
@@ -105,7 +110,7 @@ impl<'a> Region<'a> {
         Self { start: self.start + range.start, length: range.len(), ..self }
     }
 
-    /// Calls `work`, which must not wait for anything, with the bytes to read.
+    /// Calls `work`, which must not wait for anything, with the bytes for reading.
     pub(super) fn read<R>(self, work: impl FnOnce(&[u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&[]));
@@ -113,7 +118,7 @@ impl<'a> Region<'a> {
         Ok(work(self.bytes(&*self.lock()?)?))
     }
 
-    /// Calls `work`, which must not wait for anything, with the bytes to change.
+    /// Calls `work`, which must not wait for anything, with the bytes for writing.
     pub(super) fn write<R>(self, work: impl FnOnce(&mut [u8]) -> R) -> Result<R, TransportError> {
         if self.length == 0 {
             return Ok(work(&mut []));
@@ -123,7 +128,7 @@ impl<'a> Region<'a> {
         Ok(work(bytes))
     }
 
-    /// Calls `work`, which must not wait for anything, with the bytes to change and those of `input` to read.
+    /// Calls `work`, which must not wait for anything, with the bytes for writing and those of `input` for reading.
     pub(super) fn write_from<R>(
         self,
         input: Self,
@@ -138,7 +143,7 @@ impl<'a> Region<'a> {
             let (output, input) = two(bytes_mut(&mut output_guard)?, self.range(), input.range()).ok_or_else(beyond)?;
             return Ok(work(output, input));
         }
-        // In candle's order, so that two threads never wait for each other.
+        // Locks in candle's order, so that two threads never wait for each other.
         if std::ptr::from_ref(self.lock).addr() < std::ptr::from_ref(input.lock).addr() {
             output_guard = self.lock_mut()?;
             input_guard = input.lock()?;
@@ -150,7 +155,7 @@ impl<'a> Region<'a> {
         Ok(work(output, input.bytes(&input_guard)?))
     }
 
-    /// Copies the bytes of `input`, which is as long.
+    /// Copies the bytes of `input`, which has the same length.
     pub(super) fn copy_from(self, input: Self) -> Result<(), TransportError> {
         if self.shares_lock(input) && self.range() == input.range() {
             return Ok(());
@@ -169,7 +174,7 @@ impl<'a> Region<'a> {
 
     /// Locks the storage for reading.
     pub(super) fn lock(self) -> Result<StorageRef<'a>, TransportError> {
-        // The thread may already hold the lock for reading. A waiting writer must not come in between then.
+        // The thread may already hold the lock for reading; a waiting writer must not come in between.
         match self.lock.try_read_recursive() {
             Some(guard) => Ok(guard),
             None => self.locking.acquire(|time| self.lock.try_read_recursive_for(time)),
@@ -194,10 +199,10 @@ fn beyond() -> TransportError {
     TransportError::System("a tensor's layout reaches beyond its storage".into())
 }
 
-/// Cuts parts out of the bytes of a storage, one after the other.
+/// Cuts consecutive parts out of the bytes of a storage.
 pub(super) struct Cut<'a> {
     rest: &'a mut [u8],
-    /// Where the rest begins in the storage.
+    /// The offset of `rest` in the storage.
     position: usize,
 }
 
@@ -206,7 +211,7 @@ impl<'a> Cut<'a> {
         Self { rest: bytes, position: 0 }
     }
 
-    /// The bytes in `range`, which must follow those that were taken before.
+    /// The bytes in `range`, which must follow the parts taken before.
     pub(super) fn take(&mut self, range: Range<usize>) -> Option<&'a mut [u8]> {
         let skipped = range.start.checked_sub(self.position)?;
         if skipped.checked_add(range.len())? > self.rest.len() {
@@ -218,7 +223,7 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// The bytes of two ranges that do not overlap: the first to change, the second to read.
+/// The bytes of two ranges that do not overlap: the first for writing, the second for reading.
 fn two(bytes: &mut [u8], output: Range<usize>, input: Range<usize>) -> Option<(&mut [u8], &[u8])> {
     if output.end <= input.start {
         let (low, high) = bytes.split_at_mut_checked(input.start)?;
@@ -250,7 +255,7 @@ fn bytes(storage: &Storage) -> Result<&[u8], TransportError> {
     bytes!(storage, bytemuck::cast_slice)
 }
 
-/// All of a storage's bytes, to change.
+/// All of a storage's bytes, for writing.
 pub(super) fn bytes_mut(storage: &mut Storage) -> Result<&mut [u8], TransportError> {
     bytes!(storage, bytemuck::cast_slice_mut)
 }
@@ -302,7 +307,7 @@ mod tests {
         assert_eq!((a.to_vec1().unwrap(), b.to_vec1().unwrap()), (vec![2_u8, 10, 11, 1], vec![10_u8, 11, 2, 10]));
     }
 
-    /// Reading is possible while the same thread holds the lock for reading, and writing is not.
+    /// Another read lock succeeds while the same thread holds one; a write lock does not.
     #[test]
     fn a_lock_that_is_held_is_waited_for_until_the_deadline() {
         let waits = LockWaits::default();
@@ -311,12 +316,13 @@ mod tests {
         let region = Region::of(&tensor, locking);
         let guard = tensor.storage_and_layout();
         region.read(|_| ()).unwrap();
+        assert!(!waits.any());
         assert!(matches!(region.write(|_| ()), Err(TransportError::Locked)));
+        assert!(waits.any(), "until the group ends, peers can ask what the call waited for");
         let region = Region::of(&tensor, soon(&waits));
         waits.end();
         assert!(matches!(region.write(|_| ()), Err(TransportError::Locked)));
         drop(guard);
         region.write(|_| ()).unwrap();
-        assert!(!waits.any());
     }
 }

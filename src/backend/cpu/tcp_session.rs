@@ -1,4 +1,4 @@
-//! One call over TCP: its exchanges, with headers in front.
+//! One call over TCP: its exchanges, preceded by headers.
 use super::piece::{Piece, PieceMut};
 use super::session::Session;
 use super::transport::{Inflow, Outflow, Transport};
@@ -11,19 +11,19 @@ pub(super) struct TcpSession<'a> {
     session: Session<'a>,
     outgoing: [u8; Header::BYTES],
     incoming: [u8; Header::BYTES],
-    /// By rank: whether an earlier exchange sent, or received, the header.
+    /// By rank: whether an earlier exchange sent or received the header.
     sent_head: Vec<bool>,
     received_head: Vec<bool>,
-    /// By rank: how many bytes of the next exchange the one before sent, or received.
+    /// By rank: how many bytes of the next exchange the previous one has sent or received.
     sent_ahead: Vec<usize>,
     received_ahead: Vec<usize>,
 }
 
-/// Pieces of bytes with the peer that each is sent to. Several pieces for one peer are sent in the order of the list, which is
-/// the same on both sides.
+/// Pieces of bytes with the peer to which each is sent. Several pieces for one peer are sent in the order of the list,
+/// which is the same on both sides.
 pub(super) type Sends<'a> = [(usize, Piece<'a>)];
 
-/// Pieces of bytes with the peer that each is received from.
+/// Pieces of bytes with the peer from which each is received.
 pub(super) type Recvs<'a> = Vec<(usize, PieceMut<'a>)>;
 
 impl<'a> TcpSession<'a> {
@@ -45,8 +45,8 @@ impl<'a> TcpSession<'a> {
         self.exchange_ahead((sends, recvs), (&[], vec![]))
     }
 
-    /// Sends and receives everything in the lists `now`. Meanwhile it moves as much as it can without waiting of the lists
-    /// `ahead`, which must be the lists `now` of the next exchange with the same peers.
+    /// Sends and receives everything in the lists `now`. Meanwhile it moves as much of the lists `ahead` as it can
+    /// without waiting; these must be the lists `now` of the next exchange with the same peers.
     pub(super) fn exchange_ahead(&mut self, now: (&Sends, Recvs), ahead: (&Sends, Recvs)) -> Result<(), Failure> {
         let (outgoing, incoming) = (self.outgoing, self.incoming);
         let mut outflows: Vec<Outflow> = Vec::with_capacity(now.0.len());

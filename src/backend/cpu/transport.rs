@@ -1,7 +1,7 @@
 //! Moves bytes between ranks over TCP.
 //!
-//! The one primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and makes
-//! progress wherever it can, so that no order of large messages can block another.
+//! The only primitive is [`Transport::exchange`], which sends to and receives from any number of peers at once and
+//! makes progress wherever it can, so that no order of large messages can block another.
 use super::piece::{Piece, PieceMut, beyond};
 use super::storage::{self, Cut, Region};
 use super::transport_error::TransportError;
@@ -15,33 +15,29 @@ use std::time::{Duration, Instant};
 
 /// Connections to all peers, each a byte stream in both directions.
 pub(super) struct Transport {
-    /// By rank; `None` for this rank itself, and for those of its host.
+    /// By rank; `None` for this rank itself and for ranks of the same host.
     sockets: Vec<Option<TcpStream>>,
 }
 
-/// Bytes to send to a peer: the header, if this is the first exchange of a call, then the pieces in order, then those that
-/// need not be complete when the exchange ends.
-pub(super) struct Outflow<'a> {
+/// Bytes to send to a peer, or to receive from it: the header, if this is the first exchange of a call, then the pieces in
+/// order, then pieces that need not be complete when the exchange ends.
+pub(super) struct Flow<'a, M> {
     pub(super) peer: usize,
     head: Option<&'a [u8; Header::BYTES]>,
-    pieces: Vec<Piece<'a>>,
-    /// Bytes that were sent already, including the header's.
+    /// What a receiving flow has got of the header.
+    received_head: [u8; Header::BYTES],
+    pieces: Vec<Piece<'a, M>>,
+    /// Bytes already moved, including the header's.
     done: usize,
-    /// Bytes that must be sent before the exchange ends.
+    /// Bytes that must be moved before the exchange ends.
     needed: usize,
     total: usize,
 }
 
-/// Bytes expected from a peer, in the same order.
-pub(super) struct Inflow<'a> {
-    pub(super) peer: usize,
-    head: Option<&'a [u8; Header::BYTES]>,
-    received_head: [u8; Header::BYTES],
-    pieces: Vec<PieceMut<'a>>,
-    done: usize,
-    needed: usize,
-    total: usize,
-}
+/// Bytes to send to a peer.
+pub(super) type Outflow<'a> = Flow<'a, &'a [u8]>;
+/// Bytes expected from a peer.
+pub(super) type Inflow<'a> = Flow<'a, &'a mut [u8]>;
 
 /// The result of one attempt to move bytes.
 enum Progress {
@@ -50,7 +46,7 @@ enum Progress {
 }
 
 impl Transport {
-    /// Over non-blocking `sockets`, by rank.
+    /// Takes non-blocking `sockets`, by rank.
     pub(super) fn new(sockets: Vec<Option<TcpStream>>) -> Self {
         Self { sockets }
     }
@@ -59,23 +55,23 @@ impl Transport {
         self.sockets
     }
 
-    /// Ends every exchange, now and later, on this rank and (once it has read what came before) on its peers.
+    /// Ends every exchange, now and later, on this rank and (once they have read what was sent before) on its peers.
     pub(super) fn close(&self) {
         for socket in self.sockets.iter().flatten() {
-            // It fails if the peer has closed already, which is just as good.
+            // It fails if the peer has already closed, which has the same effect.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
-    /// Sends what `sends` need and receives what `recvs` need, until `deadline`, and as much of the rest of them as it can
-    /// without waiting. Both have at most one flow for each peer.
+    /// Sends what `sends` need and receives what `recvs` need, until `deadline`, and moves as much of the rest as it
+    /// can without waiting. Both have at most one flow for each peer.
     pub(super) fn exchange(
         &self,
         sends: &mut [Outflow],
         recvs: &mut [Inflow],
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        // Usually the sockets take everything at once, and small messages have arrived already: then no poll is needed.
+        // Usually the sockets take everything at once, and small messages have already arrived: then no poll is needed.
         let mut sending = Vec::with_capacity(sends.len());
         let mut receiving = Vec::with_capacity(recvs.len());
         for (index, flow) in sends.iter_mut().enumerate() {
@@ -127,7 +123,7 @@ impl Transport {
         }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            // A time beyond what the system can express stands for no time limit.
+            // If the time is longer than the system can express, there is no time limit.
             let timeout = Timespec::try_from(left).ok();
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(0) if left.is_zero() => {
@@ -152,7 +148,7 @@ impl Transport {
     }
 }
 
-/// Advances the flows that are ready and keeps those in `indices` that are not complete.
+/// Advances the flows that are ready, and keeps those in `indices` that are not complete.
 fn retain_blocked(
     indices: &mut Vec<usize>,
     ready: &mut impl Iterator<Item = bool>,
@@ -175,8 +171,8 @@ fn retain_blocked(
     result
 }
 
-/// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that compute. So an
-/// exchange that turns out to be slow rests until most of what is missing should be there.
+/// A slow link delivers in small pieces, and waking up for each of them takes time from the threads that compute. So a
+/// slow exchange rests until most of what is missing should have arrived.
 #[derive(Default)]
 struct Pace {
     waits: usize,
@@ -185,12 +181,12 @@ struct Pace {
 }
 
 impl Pace {
-    /// Shorter rests are not worth it.
+    /// Shorter rests are not worthwhile.
     const LEAST: Duration = Duration::from_micros(100);
-    /// Within this time the end of the group is noticed.
+    /// The end of the group is noticed within this time.
     const LONGEST: Duration = Duration::from_millis(2);
 
-    /// To be called before each wait, with the number of bytes that are missing.
+    /// Call before each wait, with the number of missing bytes.
     fn rest(&mut self, missing: usize) {
         self.waits += 1;
         match self.start {
@@ -202,37 +198,37 @@ impl Pace {
                     std::thread::sleep(rest);
                 }
             }
-            // The first wait may be for a peer that is late, and says nothing about the link.
+            // The first wait may be for a late peer, and says nothing about the link.
             None if self.waits > 1 => self.start = Some((Instant::now(), missing)),
             None => {}
         }
     }
 }
 
-impl<'a> Outflow<'a> {
+impl<'a, M: AsRef<[u8]>> Flow<'a, M> {
     pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
         let total = head.map_or(0, |head| head.len());
-        Self { peer, head, pieces: Vec::new(), done: 0, needed: total, total }
+        Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, needed: total, total }
     }
 
-    pub(super) fn push(&mut self, piece: impl Into<Piece<'a>>) {
+    pub(super) fn push(&mut self, piece: impl Into<Piece<'a, M>>) {
         self.push_ahead(piece);
         self.needed = self.total;
     }
 
-    /// A piece that follows those that are needed, and may be left to later exchanges.
-    pub(super) fn push_ahead(&mut self, piece: impl Into<Piece<'a>>) {
+    /// Adds a piece that follows those that are needed, and may be left to later exchanges.
+    pub(super) fn push_ahead(&mut self, piece: impl Into<Piece<'a, M>>) {
         let piece = piece.into();
         self.total += piece.len();
         self.pieces.push(piece);
     }
 
-    /// Skips the first `done` bytes, which the exchange before has sent ahead.
+    /// Skips the first `done` bytes, which the previous exchange moved ahead.
     pub(super) fn resume(&mut self, done: usize) {
         self.done = done;
     }
 
-    /// Bytes that were sent beyond those that were needed.
+    /// Bytes moved beyond those that were needed.
     pub(super) fn ahead(&self) -> usize {
         self.done.saturating_sub(self.needed)
     }
@@ -240,7 +236,9 @@ impl<'a> Outflow<'a> {
     fn missing(&self) -> usize {
         self.needed.saturating_sub(self.done)
     }
+}
 
+impl Outflow<'_> {
     fn advance(&mut self, socket: &TcpStream) -> Result<Progress, TransportError> {
         // `write_vectored` would raise SIGPIPE for a closed connection in programs that do not ignore that signal.
         #[cfg(not(target_vendor = "apple"))]
@@ -249,9 +247,9 @@ impl<'a> Outflow<'a> {
         const FLAGS: SendFlags = SendFlags::empty();
 
         while self.done < self.total {
-            let head = self.head.map(|head| Piece::Memory(head));
+            let head = self.head.map(|head| Piece::from(&head[..]));
             let left = || beyond(self.done, head.into_iter().chain(self.pieces.iter().copied()), |piece| piece.len());
-            // Only the parts of one tensor at a time, since its storage is locked while they move.
+            // Only parts of one tensor at a time, since its storage is locked while they move.
             let locked = match left().find_map(|(piece, _)| piece.tensor()) {
                 Some(tensor) => Some((tensor, tensor.lock()?)),
                 None => None,
@@ -278,43 +276,12 @@ impl<'a> Outflow<'a> {
     }
 }
 
-impl<'a> Inflow<'a> {
-    pub(super) fn new(peer: usize, head: Option<&'a [u8; Header::BYTES]>) -> Self {
-        let total = head.map_or(0, |head| head.len());
-        Self { peer, head, received_head: [0; Header::BYTES], pieces: Vec::new(), done: 0, needed: total, total }
-    }
-
-    pub(super) fn push(&mut self, piece: impl Into<PieceMut<'a>>) {
-        self.push_ahead(piece);
-        self.needed = self.total;
-    }
-
-    /// A piece that follows those that are needed, and may be left to later exchanges.
-    pub(super) fn push_ahead(&mut self, piece: impl Into<PieceMut<'a>>) {
-        let piece = piece.into();
-        self.total += piece.len();
-        self.pieces.push(piece);
-    }
-
-    /// Skips the first `done` bytes, which the exchange before has received ahead.
-    pub(super) fn resume(&mut self, done: usize) {
-        self.done = done;
-    }
-
-    /// Bytes that were received beyond those that were needed.
-    pub(super) fn ahead(&self) -> usize {
-        self.done.saturating_sub(self.needed)
-    }
-
-    fn missing(&self) -> usize {
-        self.needed.saturating_sub(self.done)
-    }
-
+impl Inflow<'_> {
     fn advance(&mut self, mut socket: &TcpStream) -> Result<Progress, TransportError> {
         while self.done < self.total {
             let head = self.head.map_or(0, |head| head.len());
             let after_head = self.done.saturating_sub(head);
-            // Only the parts of one tensor at a time, as in sending.
+            // Only parts of one tensor at a time, as in sending.
             let tensor =
                 beyond(after_head, self.pieces.iter(), |piece| piece.len()).find_map(|(piece, _)| piece.tensor());
             let mut locked = tensor.map(Region::lock_mut).transpose()?;
@@ -337,8 +304,8 @@ impl<'a> Inflow<'a> {
                 };
                 rest.push(IoSliceMut::new(&mut bytes[skipped..]));
             }
-            // Data is read together with its header, before the header is checked. If that is another call's, the group has
-            // failed, and the contents of its tensors are undefined.
+            // Data is read together with its header, before the header is checked. If the header is that of another
+            // call, the group has failed, and the contents of its tensors are undefined.
             match socket.read_vectored(&mut rest) {
                 Ok(0) => return Err(TransportError::Closed { peer: self.peer, reason: "end of stream".into() }),
                 Ok(received) => {
@@ -391,7 +358,7 @@ mod tests {
         let mut flow = Outflow::new(1, None);
         flow.push(&first[..]);
         flow.push_ahead(&second[..]);
-        // Nobody reads meanwhile.
+        // The peer does not read meanwhile.
         let mut sends = [flow];
         near.exchange(&mut sends, &mut [], deadline).unwrap();
         let went = sends[0].ahead();

@@ -1,15 +1,15 @@
-//! A work queue carries out the calls of one channel, one after the other, in the order in which they were started.
+//! A work queue runs the calls of one channel, one after the other, in the order in which they were started.
 use super::algorithm::{Flat, Hierarchical, Scratch, Shm, Tuning, dispatch};
 use super::group::Group;
 use super::in_flight::{Caller, InFlight};
-use super::lock;
 use super::session::Session;
 use super::shm_session::ShmSession;
 use super::tcp_session::TcpSession;
 use crate::backend::call::{Call, Channel, Header};
 use crate::backend::{Collective, Completion, Work};
-use crate::deadline::deadline_after;
+use crate::deadline::deadline_from;
 use crate::error::Failure;
+use crate::panic::lock;
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A queue of calls and, from the first call on that is not waited for at once, a thread that works through them.
+/// A queue of calls. It gets a thread with the first call that is not waited for at once.
 pub(super) struct WorkQueue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -38,7 +38,7 @@ struct Queue {
     jobs: VecDeque<Job>,
     /// The sequence number of the last call that was started.
     sequence: u64,
-    /// A thread, the queue's own or a caller's, is carrying out a call.
+    /// A thread, the queue's own or a caller's, is running a call.
     busy: bool,
     /// No more calls will come.
     closing: bool,
@@ -69,7 +69,7 @@ impl WorkQueue {
         self.ensure_thread()?;
         let in_flight = self.caller(call).enter(&collective)?;
         let mut queue = lock(&self.shared.queue);
-        let header = self.shared.number(&mut queue, call)?;
+        let header = self.shared.number(&mut queue, call, None)?;
         let outcome = Arc::new(Outcome::default());
         queue.jobs.push_back(Job { header, collective, in_flight, outcome: outcome.clone() });
         drop(queue);
@@ -77,7 +77,7 @@ impl WorkQueue {
         Ok(Work::new(Pending(outcome)))
     }
 
-    /// Carries out the call and waits for it: on the calling thread if no other call comes before it.
+    /// Runs the call and waits for it: on the calling thread if no other call comes before it.
     pub(super) fn run(&self, call: Call, collective: Collective) -> Result<()> {
         self.caller(call).compare(&collective)?;
         let mut queue = lock(&self.shared.queue);
@@ -85,18 +85,18 @@ impl WorkQueue {
             drop(queue);
             return self.start(call, collective)?.wait();
         }
-        let header = self.shared.number(&mut queue, call)?;
+        let begun = Instant::now();
+        let header = self.shared.number(&mut queue, call, Some(begun))?;
         let turn = self.shared.take_turn(queue);
-        let deadline = deadline_after(self.shared.group.timeout);
-        Ok(turn.execute(header, &collective, deadline)?)
+        Ok(turn.execute(header, &collective, begun, deadline_from(begun, self.shared.group.timeout), None)?)
     }
 
-    /// Carries out the call with sequence number 0, which ends the construction, on the calling thread.
+    /// Runs the call with sequence number 0, which ends the construction, on the calling thread.
     pub(super) fn run_first(&self, call: Call, collective: &Collective, deadline: Instant) -> Result<()> {
-        let header = Header { sequence: 0, call };
-        self.shared.group.start(self.shared.channel, header)?;
+        let (header, begun) = (Header { sequence: 0, call }, Instant::now());
+        self.shared.group.start(self.shared.channel, header, Some(begun))?;
         let turn = self.shared.take_turn(lock(&self.shared.queue));
-        Ok(turn.execute(header, collective, deadline)?)
+        Ok(turn.execute(header, collective, begun, deadline, None)?)
     }
 
     fn caller(&self, call: Call) -> Caller {
@@ -120,7 +120,7 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Waits until all calls are over, at most until `deadline`. Returns whether they are.
+    /// Waits until all calls are complete, at most until `deadline`. Returns whether they are.
     pub(super) fn drain(&self, deadline: Instant) -> bool {
         let mut queue = lock(&self.shared.queue);
         while queue.busy || !queue.jobs.is_empty() {
@@ -146,9 +146,9 @@ impl WorkQueue {
 
 impl Shared {
     /// Gives the call the next number, unless the group has failed.
-    fn number(&self, queue: &mut Queue, call: Call) -> Result<Header, Failure> {
+    fn number(&self, queue: &mut Queue, call: Call, at: Option<Instant>) -> Result<Header, Failure> {
         let header = Header { sequence: queue.sequence + 1, call };
-        self.group.start(self.channel, header)?;
+        self.group.start(self.channel, header, at)?;
         queue.sequence += 1;
         Ok(header)
     }
@@ -174,13 +174,15 @@ impl Shared {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
             };
             let turn = self.take_turn(queue);
-            let begin = Instant::now();
+            let begun = Instant::now();
             let Job { header, collective, in_flight, outcome } = job;
-            let result = turn.execute(header, &collective, deadline_after(self.group.timeout));
-            let span = (begin, Instant::now());
+            let deadline = deadline_from(begun, self.group.timeout);
+            let mut ended = begun;
+            let result = turn.execute(header, &collective, begun, deadline, Some(&mut ended));
+            let span = (begun, ended);
             drop(turn);
             drop(in_flight);
-            // The caller is told only when the engine holds its tensors no more.
+            // The caller is told only after the engine has released its tensors.
             drop(collective);
             *lock(&outcome.result) = Some((result, span));
             outcome.over.notify_all();
@@ -188,14 +190,22 @@ impl Shared {
     }
 }
 
-/// The right to carry out a call, until it is dropped.
+/// The right to run a call, until it is dropped.
 struct Turn<'a>(&'a Shared);
 
 impl Turn<'_> {
-    fn execute(&self, header: Header, collective: &Collective, deadline: Instant) -> Result<(), Failure> {
+    /// Runs the call, which has begun at `begun`. When it has ended goes into `ended`, if the caller wants to know.
+    fn execute(
+        &self,
+        header: Header,
+        collective: &Collective,
+        begun: Instant,
+        deadline: Instant,
+        ended: Option<&mut Instant>,
+    ) -> Result<(), Failure> {
         let Shared { group, channel, tuning, scratch, .. } = self.0;
-        group.begin(*channel, header.sequence)?;
-        // A panic would be a bug in this engine. The calls queued behind it must not wait for ever.
+        group.begin(*channel, header.sequence, begun)?;
+        // A panic would be a bug in this engine. The calls queued behind it must not wait forever.
         let result = catch_unwind(AssertUnwindSafe(|| {
             let session = Session { group, channel: *channel, header, deadline };
             let shm = group.shm.as_ref().map(|shm| ShmSession { session, shm });
@@ -211,7 +221,11 @@ impl Turn<'_> {
                 shm => dispatch(session, collective, &mut Hierarchical::new(session, shm, &mut lock(scratch), tuning)),
             }
         }));
-        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))));
+        let at = ended.map(|ended| {
+            *ended = Instant::now();
+            *ended
+        });
+        group.finish(*channel, header.sequence, matches!(result, Ok(Ok(()))), at);
         result.unwrap_or_else(|_| {
             let reason = format!("{}: its engine panicked", header.call);
             Err(group.fail(Failure::PeerFailed { peer: group.rank, reason }))
@@ -226,7 +240,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// How a queued call ended, and when it was carried out; empty until then.
+/// How a queued call ended, and when it ran; empty until then.
 #[derive(Default)]
 struct Outcome {
     result: Mutex<Option<(Result<(), Failure>, Span)>>,

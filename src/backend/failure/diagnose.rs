@@ -1,40 +1,40 @@
-//! Who caused a collective to fail, from what all ranks reported.
+//! Finds the cause of a failed collective from what all ranks reported.
 use super::{CallCounts, Failure, ProgressReport};
 use crate::backend::call::{Call, Channel};
 use std::time::Duration;
 
-/// A call that was not over at its deadline.
+/// A call that was not complete at its deadline.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpiredCall<'a> {
-    /// Whose call it is.
+    /// The rank that made the call.
     pub(crate) rank: usize,
-    /// How long it was given.
+    /// The time-out of the call.
     pub(crate) timeout: Duration,
     pub(crate) channel: Channel,
     pub(crate) sequence: u64,
     pub(crate) call: Call,
-    /// The ranks whose part is missing; `None` where the engine cannot tell.
+    /// The ranks whose data is missing; `None` if the engine cannot tell.
     pub(crate) awaited: Option<&'a [usize]>,
 }
 
 /// What is known of a rank when a call has expired.
 #[derive(Clone, Debug)]
 pub(crate) enum RankState {
-    /// It answered.
+    /// The rank answered.
     Running(ProgressReport),
-    /// It left in good order, after as many calls as this rank made.
+    /// The rank left in good order, after as many calls as this rank made.
     Left,
-    /// Its process has ended; how many collectives it finished, where its memory tells.
+    /// The rank's process has ended. Contains the number of collectives it finished, if its memory tells.
     Ended(Option<u64>),
-    /// It did not answer in time.
+    /// The rank did not answer in time.
     Silent,
 }
 
-/// The failure behind `expired`. `ranks` has what is known of every rank, its own included; it is empty when the ranks
+/// The failure that caused `expired`. `ranks` has the state of every rank, including this one; it is empty if the ranks
 /// could not be asked.
 ///
-/// Ranks that called different things once may have gone on since: with little data one call may be taken for another. So
-/// the first difference that both remember counts, and not what they are in now.
+/// Ranks that once made different calls may have continued since, because with little data one call may be taken for
+/// another. So the first difference that both ranks remember counts, not their current calls.
 pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
     if let Some(failure) = first_difference(expired, ranks) {
         return failure;
@@ -62,7 +62,7 @@ pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
     expired.timed_out(reasons.join("; "))
 }
 
-/// The earliest collective at which a rank is known to have called something else than this one.
+/// The earliest collective at which a rank is known to have made a different call than this rank.
 fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failure> {
     let RankState::Running(ours) = ranks.get(expired.rank)? else { return None };
     let differences = ranks.iter().enumerate().filter_map(|(peer, state)| {
@@ -74,13 +74,13 @@ fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failur
             (our_call != their_call).then_some((sequence, (expired.rank, our_call), (peer, their_call)))
         })
     });
-    // The collectives alone are compared: messages of two ranks have an order of their own.
+    // Only collectives are compared, since messages between two ranks have their own order.
     let (sequence, ours, theirs) =
         differences.filter(|_| expired.channel == Channel::Collectives).min_by_key(|(sequence, _, _)| *sequence)?;
     Some(desync(sequence, ours, theirs))
 }
 
-/// Why `expired` cannot go on, as far as `peer` is concerned.
+/// Why `peer` prevents `expired` from completing, if it does.
 fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<String> {
     let report = match state {
         RankState::Silent => {
@@ -126,13 +126,13 @@ impl ExpiredCall<'_> {
         Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason }
     }
 
-    /// The failure of this call when its own program keeps its tensor locked.
+    /// The failure of this call if its own program keeps its tensor locked.
     pub(crate) fn locked(&self) -> Failure {
         self.timed_out(locked("this rank"))
     }
 }
 
-/// Why `rank` makes no progress.
+/// The reason why `rank` makes no progress: a locked tensor.
 fn locked(rank: &str) -> String {
     format!(
         "{rank} waits for the storage of its tensor, which its own program keeps locked: drop the guard that \
@@ -140,20 +140,22 @@ fn locked(rank: &str) -> String {
     )
 }
 
-/// Two ranks called different things. The higher rank is named first, so that all ranks say the same.
+/// The failure of two ranks that made different calls. The higher rank is named first, so that all ranks give the same
+/// text.
 pub(crate) fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
     let (a, b) = if ours.0 > theirs.0 { (ours, theirs) } else { (theirs, ours) };
     let (call_a, call_b) = a.1.describe_both(&b.1);
     Failure::Desync { sequence, rank_a: a.0, call_a, rank_b: b.0, call_b }
 }
 
-/// `peer` left after as many calls as this rank made, without giving what `call` needs of it: it called something else.
+/// The failure if `peer` left after as many calls as this rank made, without the data that `call` needs: it made a
+/// different call.
 pub(crate) fn left_since(peer: usize, rank: usize, sequence: u64, call: Call) -> Failure {
     let call_a = "something else (it has left since)".to_string();
     Failure::Desync { sequence, rank_a: peer, call_a, rank_b: rank, call_b: call.to_string() }
 }
 
-/// The failure of call number `sequence` on `channel` if `peer`, which left after `counts` calls, did not take part in it.
+/// The failure of call number `sequence` on `channel` if `peer` left after `counts` calls, without taking part in it.
 pub(crate) fn left_before(
     peer: usize,
     counts: CallCounts,
@@ -212,7 +214,7 @@ mod tests {
         Error::from(diagnose(expired, &ranks)).to_string()
     }
 
-    /// What it is about, the ranks whose part is missing, the other ranks, and what the failure says.
+    /// The name of the case, the ranks whose data is missing, the other ranks, and the expected failure.
     type Case = (&'static str, Option<&'static [usize]>, Vec<RankState>, &'static str);
 
     #[test]
@@ -311,7 +313,7 @@ mod tests {
     #[test]
     fn a_message_that_expired_is_explained() {
         let cases: [(RankState, &str); 5] = [
-            // What the collectives say does not matter.
+            // The progress of the collectives does not matter.
             (
                 running(&[BARRIER; 17]),
                 "rank 1 did not make the matching call; of the collectives, its last was sequence 17",

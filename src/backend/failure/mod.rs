@@ -1,8 +1,8 @@
-//! Why a group ended, and how that is found out.
+//! Why a group ended, and how the cause is found.
 //!
-//! Both engines collect the same facts, the CPU engine over its control connections and the NCCL engine through the store:
-//! what every rank has called ([`ProgressReport`]), and who does not answer. What follows from them is one pure function,
-//! [`diagnose`].
+//! Both engines collect the same facts: what every rank has called ([`ProgressReport`]), and which ranks do not answer.
+//! The CPU engine does so over its control connections, the NCCL engine through the store. One pure function,
+//! [`diagnose`], finds the cause from these facts.
 mod diagnose;
 mod history;
 mod report;

@@ -1,22 +1,22 @@
-//! What ranks tell each other about their calls.
+//! What ranks report to each other about their calls.
 use crate::backend::call::{Call, Channel};
 use crate::backend::wire::{Reader, Writer};
 
-/// How far the collectives of one rank have come.
+/// The progress of one rank's collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ProgressReport {
     /// The last collective that was started; it may still be queued. 0 before the first.
     pub(crate) started: u64,
-    /// The last one that the rank began to carry out. 0 before the first.
+    /// The last collective that began to run. 0 before the first.
     pub(crate) begun: u64,
     /// The last collectives up to `started`, as far back as they are remembered.
     pub(crate) calls: Vec<Call>,
-    /// A call is held up because the program keeps the storage of its tensor locked.
+    /// Whether a call is held up because the program keeps the storage of its tensor locked.
     pub(crate) waits_for_lock: bool,
 }
 
 impl ProgressReport {
-    /// What was called at `sequence`, if it is remembered.
+    /// The call at `sequence`, if it is remembered.
     pub(crate) fn call_at(&self, sequence: u64) -> Option<Call> {
         let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
         self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
@@ -35,8 +35,8 @@ impl ProgressReport {
     }
 }
 
-/// How many calls a rank has made, as far as they concern one peer. Calls are numbered from 1 on, so these are also the
-/// numbers of its last ones.
+/// The number of calls of a rank that concern one peer. Calls are numbered from 1 on, so these are also the sequence
+/// numbers of the last ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CallCounts {
     pub(crate) collectives: u64,
@@ -47,7 +47,7 @@ pub(crate) struct CallCounts {
 }
 
 impl CallCounts {
-    /// Those that pair up with the peer's own calls on `channel`.
+    /// The number of calls that pair up with the peer's own calls on `channel`.
     pub(crate) fn matching(self, channel: Channel) -> u64 {
         match channel {
             Channel::Collectives => self.collectives,

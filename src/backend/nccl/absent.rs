@@ -1,5 +1,6 @@
-//! The GPU engine in a build without it: everything returns an error that says how to get it.
+//! The NCCL engine in a build without it: everything returns an error that says how to get it.
 use super::{Collective, Communicator, Work};
+use crate::flight_recorder::Recording;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -16,28 +17,28 @@ fn absent() -> Error {
     }
 }
 
-/// The version of the NCCL library in use.
+/// Returns the version of the NCCL library in use.
 pub fn version() -> Result<i32> {
     Err(absent())
 }
 
-/// How many GPUs this process sees.
+/// Returns the number of GPUs that this process sees.
 pub fn device_count() -> Result<usize> {
     Err(absent())
 }
 
-/// The device of a rank.
+/// Returns the device of a rank.
 #[allow(unused_variables)]
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     Err(absent())
 }
 
-/// How an [`NcclCommunicator`] works. The options must be the same on all ranks.
+/// Options of an [`NcclCommunicator`]. They must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
     /// How long the construction, and later each call, may take before the group fails.
     pub timeout: Duration,
-    /// A rank that sends no heartbeat for this long is taken for dead, which ends the group.
+    /// A rank that sends no heartbeat for this long is considered dead, which ends the group.
     pub lost_after: Duration,
 }
 
@@ -47,13 +48,26 @@ impl Default for NcclOptions {
     }
 }
 
-/// One rank of a group whose tensors are on GPUs. There is none in this build.
+/// One rank of a group whose tensors are on GPUs. This build never creates one.
 pub struct NcclCommunicator(Infallible);
 
 impl NcclCommunicator {
-    /// Always an error, which names the feature.
+    /// Always returns an error that names the feature.
     #[allow(unused_variables)]
     pub fn new(
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        device: &Device,
+        options: NcclOptions,
+    ) -> Result<Self> {
+        Err(absent())
+    }
+
+    /// The same.
+    #[allow(unused_variables)]
+    pub(crate) fn within(
+        recording: Option<Recording>,
         store: Arc<dyn Store>,
         rank: usize,
         world_size: usize,

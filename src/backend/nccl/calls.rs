@@ -4,36 +4,36 @@ use super::status::{CallResult, NcclFailure, int, status};
 use cudarc::nccl::{result, sys};
 use std::ffi::c_void;
 
-/// A part of a tensor in the GPU's memory, as NCCL's calls take it.
+/// A part of a tensor in the GPU's memory, in the form that NCCL's calls take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Memory {
-    /// The address on the device of its first element.
+pub(super) struct Buffer {
+    /// The address of its first element on the device.
     pub(super) address: u64,
-    /// Elements.
+    /// The number of elements.
     pub(super) count: usize,
     pub(super) dtype: sys::ncclDataType_t,
     pub(super) bytes_per_element: usize,
 }
 
-impl Memory {
-    /// Part `index` of `parts` equal ones.
+impl Buffer {
+    /// Part `index` of `parts` equal parts.
     pub(super) fn part(&self, index: usize, parts: usize) -> Self {
         let count = self.count / parts;
         Self { address: self.address + (index * count * self.bytes_per_element) as u64, count, ..*self }
     }
 
     fn pointer(&self) -> *mut c_void {
-        // The address is one on the device, and never dereferenced on the host.
+        // This is an address on the device, never dereferenced on the host.
         self.address as *mut c_void
     }
 }
 
-/// The stream that a call is put on.
+/// The stream on which a call runs.
 #[derive(Clone, Copy)]
 pub(super) struct Target(pub(super) sys::cudaStream_t);
 
-/// The collectives. Their memory must lie on the communicator's device, have the sizes that NCCL expects, and stay allocated
-/// until the stream has passed them.
+/// The collectives. Their memory must be on the communicator's device, have the sizes that NCCL expects, and stay
+/// allocated until the stream has passed them.
 impl Comm {
     /// Starts several messages at once, so that none waits for another.
     pub(super) fn together(
@@ -42,31 +42,31 @@ impl Comm {
     ) -> CallResult {
         status("ncclGroupStart", result::group_start())?;
         let called = calls(self);
-        // Also after an error, since the group of calls belongs to the thread and must not stay open.
+        // Runs even after an error, since the group of calls belongs to the thread and must not stay open.
         let ended = status("ncclGroupEnd", result::group_end());
         called.and(ended)
     }
 
-    /// `memory` is input and output.
+    /// `memory` is both input and output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
-    pub(super) unsafe fn all_reduce(&mut self, memory: Memory, op: sys::ncclRedOp_t, target: Target) -> CallResult {
-        let Memory { count, dtype, .. } = memory;
+    pub(super) unsafe fn all_reduce(&mut self, memory: Buffer, op: sys::ncclRedOp_t, target: Target) -> CallResult {
+        let Buffer { count, dtype, .. } = memory;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclAllReduce", unsafe {
             result::all_reduce(memory.pointer(), memory.pointer(), count, dtype, op, self.0, target.0)
         })
     }
 
-    /// `memory` is input and output.
+    /// `memory` is both input and output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
-    pub(super) unsafe fn broadcast(&mut self, memory: Memory, root: usize, target: Target) -> CallResult {
-        let Memory { count, dtype, .. } = memory;
+    pub(super) unsafe fn broadcast(&mut self, memory: Buffer, root: usize, target: Target) -> CallResult {
+        let Buffer { count, dtype, .. } = memory;
         let root = int("ncclBroadcast", root)?;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclBroadcast", unsafe {
@@ -74,20 +74,20 @@ impl Comm {
         })
     }
 
-    /// `memory` is input and, on the root, also output.
+    /// `memory` is the input and, on the root, also the output.
     ///
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
     pub(super) unsafe fn reduce(
         &mut self,
-        memory: Memory,
+        memory: Buffer,
         op: sys::ncclRedOp_t,
         root: usize,
         is_root: bool,
         target: Target,
     ) -> CallResult {
-        let Memory { count, dtype, .. } = memory;
+        let Buffer { count, dtype, .. } = memory;
         let output = if is_root { memory.pointer() } else { std::ptr::null_mut() };
         let root = int("ncclReduce", root)?;
         // SAFETY: the caller's promise; the communicator is valid; the output is used on the root alone.
@@ -99,8 +99,8 @@ impl Comm {
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
-    pub(super) unsafe fn all_gather(&mut self, output: Memory, input: Memory, target: Target) -> CallResult {
-        let Memory { count, dtype, .. } = input;
+    pub(super) unsafe fn all_gather(&mut self, output: Buffer, input: Buffer, target: Target) -> CallResult {
+        let Buffer { count, dtype, .. } = input;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclAllGather", unsafe {
             result::all_gather(input.pointer(), output.pointer(), count, dtype, self.0, target.0)
@@ -112,12 +112,12 @@ impl Comm {
     /// has passed the call.
     pub(super) unsafe fn reduce_scatter(
         &mut self,
-        output: Memory,
-        input: Memory,
+        output: Buffer,
+        input: Buffer,
         op: sys::ncclRedOp_t,
         target: Target,
     ) -> CallResult {
-        let Memory { count, dtype, .. } = output;
+        let Buffer { count, dtype, .. } = output;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclReduceScatter", unsafe {
             result::reduce_scatter(input.pointer(), output.pointer(), count, dtype, op, self.0, target.0)
@@ -127,8 +127,8 @@ impl Comm {
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
-    pub(super) unsafe fn send(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
-        let Memory { count, dtype, .. } = memory;
+    pub(super) unsafe fn send(&mut self, memory: Buffer, peer: usize, target: Target) -> CallResult {
+        let Buffer { count, dtype, .. } = memory;
         let peer = int("ncclSend", peer)?;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclSend", unsafe { result::send(memory.pointer(), count, dtype, peer, self.0, target.0) })
@@ -137,8 +137,8 @@ impl Comm {
     /// # Safety
     /// The memory lies on the communicator's device, has the sizes that NCCL expects, and stays allocated until the stream
     /// has passed the call.
-    pub(super) unsafe fn recv(&mut self, memory: Memory, peer: usize, target: Target) -> CallResult {
-        let Memory { count, dtype, .. } = memory;
+    pub(super) unsafe fn recv(&mut self, memory: Buffer, peer: usize, target: Target) -> CallResult {
+        let Buffer { count, dtype, .. } = memory;
         let peer = int("ncclRecv", peer)?;
         // SAFETY: the caller's promise; the communicator is valid.
         status("ncclRecv", unsafe { result::recv(memory.pointer(), count, dtype, peer, self.0, target.0) })
@@ -151,8 +151,8 @@ mod tests {
 
     #[test]
     fn parts_of_memory_lie_side_by_side() {
-        let whole = Memory { address: 1000, count: 12, dtype: sys::ncclDataType_t::ncclBfloat16, bytes_per_element: 2 };
-        assert_eq!(whole.part(0, 3), Memory { count: 4, ..whole });
-        assert_eq!(whole.part(2, 3), Memory { address: 1016, count: 4, ..whole });
+        let whole = Buffer { address: 1000, count: 12, dtype: sys::ncclDataType_t::ncclBfloat16, bytes_per_element: 2 };
+        assert_eq!(whole.part(0, 3), Buffer { count: 4, ..whole });
+        assert_eq!(whole.part(2, 3), Buffer { address: 1016, count: 4, ..whole });
     }
 }

@@ -1,4 +1,4 @@
-//! An owned NCCL communicator: how it is made, waited for, split, and ended.
+//! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
 use super::group::{Group, SuspectedFailure};
 use super::status::{CallResult, NcclFailure, Status, int, status};
 use crate::Error;
@@ -7,16 +7,16 @@ use cudarc::nccl::{result, sys};
 use std::ffi::c_int;
 use std::time::Duration;
 
-/// The oldest version of NCCL that has what this engine needs (`ncclCommSplit`), as NCCL numbers its versions.
+/// The oldest version of NCCL that provides what this engine needs (`ncclCommSplit`), in NCCL's numbering.
 pub(super) const OLDEST_VERSION: i32 = 21_800;
-/// A rank that takes part in a split without being in any of the new communicators.
+/// The color of a rank that takes part in a split without belonging to any of the new communicators.
 const NO_COLOR: c_int = -1;
 
-/// NCCL's unique id: what ranks need to find each other, made by one of them.
+/// NCCL's unique id, by which ranks find each other; one of them creates it.
 pub(super) struct UniqueId(sys::ncclUniqueId);
 
 impl UniqueId {
-    /// A new id. The process that makes it listens on a port for the others from then on.
+    /// Creates an id. From then on, this process listens on a port for the other ranks.
     pub(super) fn new() -> Result<Self, NcclFailure> {
         result::get_uniqueid().map(Self).map_err(|error| NcclFailure::new("ncclGetUniqueId", error))
     }
@@ -36,7 +36,7 @@ impl UniqueId {
 pub(super) enum WaitError {
     /// NCCL failed.
     Nccl(NcclFailure),
-    /// The group failed, or its time-out was over.
+    /// The group failed, or its time-out expired.
     Group(Failure),
 }
 
@@ -60,7 +60,7 @@ impl WaitError {
         }
     }
 
-    /// As an error, where there is no group yet.
+    /// The error if there is no group yet.
     pub(super) fn into_error(self, rank: usize) -> Error {
         match self {
             Self::Nccl(failure) => failure.into_error(rank),
@@ -69,11 +69,11 @@ impl WaitError {
     }
 }
 
-/// Called again and again while waiting for NCCL; an error ends the wait.
+/// Called repeatedly while waiting for NCCL; an error ends the wait.
 pub(super) type CancellationCheck<'a> = &'a mut dyn FnMut() -> std::result::Result<(), Failure>;
 
-/// The beginning of `ncclConfig_t`, as of NCCL 2.18. NCCL reads no more than `size` bytes of it, and uses its defaults
-/// for the fields that newer versions have behind. So one program works with all of them.
+/// The beginning of `ncclConfig_t` as of NCCL 2.18. NCCL reads only `size` bytes of it, and uses its defaults for the
+/// fields that newer versions append. So one program works with all of them.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -88,7 +88,7 @@ struct Config {
 }
 
 impl Config {
-    /// With this, calls return at once, also when peers do not come.
+    /// With this, calls return at once, even if peers do not come.
     fn nonblocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
@@ -105,8 +105,8 @@ impl Config {
     }
 }
 
-/// A nonblocking communicator. `&mut self` makes sure that one thread at a time uses it; the device's context must be bound to
-/// that thread. Dropping it aborts it.
+/// A nonblocking communicator. `&mut self` ensures that one thread at a time uses it; the device's context must be
+/// bound to that thread. Dropping it aborts it.
 pub(super) struct Comm(pub(super) sys::ncclComm_t);
 
 // SAFETY: NCCL's communicators belong to no thread; only simultaneous use is forbidden.
@@ -146,8 +146,8 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Makes a communicator of those ranks that are members, numbered in the order of `key`. All ranks call it, and none may
-    /// have calls under way.
+    /// Creates a communicator of the ranks that are members, numbered in the order of `key`. All ranks must call it,
+    /// and none may have calls in flight.
     pub(super) fn split(
         &mut self,
         member: bool,
@@ -156,8 +156,8 @@ impl Comm {
     ) -> std::result::Result<Option<Self>, WaitError> {
         const CALL: &str = "ncclCommSplit";
         let (color, key) = (if member { 0 } else { NO_COLOR }, int(CALL, key)?);
-        // A thread of NCCL's may write it until this communicator has settled. So it is not on the stack, and is never freed
-        // when the wait ends early.
+        // One of NCCL's threads may write it until this communicator has settled. So it is not on the stack, and is not
+        // freed if the wait ends early.
         let slot: *mut sys::ncclComm_t = Box::into_raw(Box::new(std::ptr::null_mut()));
         // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
         // communicator's own.
@@ -181,7 +181,7 @@ impl Comm {
         }
     }
 
-    /// Whether the last call is over, or the error that has occurred since.
+    /// Whether the last call is complete, or the error that has occurred since.
     pub(super) fn status(&mut self, operation: &'static str) -> CallResult {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is valid, `state` is written before the call returns.
@@ -190,7 +190,7 @@ impl Comm {
         status(operation, state.result())
     }
 
-    /// Waits until the communicator can take the next call: spinning at first, since launches take microseconds.
+    /// Waits until the communicator accepts the next call: spinning at first, since launches take microseconds.
     pub(super) fn settle(
         &mut self,
         operation: &'static str,
@@ -214,8 +214,8 @@ impl Comm {
         Ok(())
     }
 
-    /// Ends the communicator in good order: waits for what is under way, and frees everything. Ranks of one host wait for each
-    /// other.
+    /// Ends the communicator in good order: waits for calls in flight and frees everything. Ranks of one host wait for
+    /// each other.
     pub(super) fn finalize(mut self, check: CancellationCheck) -> std::result::Result<(), WaitError> {
         // SAFETY: the communicator is valid.
         status("ncclCommFinalize", unsafe { result::comm_finalize(self.0) })?;
@@ -251,7 +251,7 @@ mod tests {
         assert!(UniqueId::from_bytes(&a[1..]).is_none());
     }
 
-    /// The fields of the configuration lie where the bindings have them.
+    /// The fields of the configuration have the same offsets as in the bindings.
     #[test]
     fn the_configuration_is_a_prefix_of_nccls() {
         use std::mem::offset_of;

@@ -2,13 +2,13 @@
 use super::calls::Target;
 use super::comm::{CancellationCheck, Comm, WaitError};
 use super::group::{Fence, Group};
-use super::lock;
 use super::status::{CallResult, Status};
 use super::stream::{Done, Streams};
 use super::watchdog::Watched;
 use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
+use crate::panic::lock;
 use cudarc::driver::CudaEvent;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -26,7 +26,7 @@ struct Open {
     stranded: Vec<Arc<NcclWork>>,
 }
 
-/// Exclusive use of a [`CommStream`]: calls run in the order in which they got it.
+/// Exclusive use of a [`CommStream`]; calls run in the order in which they obtained it.
 pub(super) struct Turn<'a> {
     open: MutexGuard<'a, Option<Open>>,
     streams: &'a Streams,
@@ -41,7 +41,8 @@ impl CommStream {
         Turn { open: lock(&self.open), streams: &self.streams }
     }
 
-    /// The error that has occurred since the last call. `None` while another thread is in a call, which notices it itself.
+    /// The error that has occurred since the last call. `None` while another thread is in a call, which notices the
+    /// error itself.
     pub(super) fn error(&self) -> Option<String> {
         let mut open = match self.open.try_lock() {
             Ok(open) => open,
@@ -51,8 +52,8 @@ impl CommStream {
         open.as_mut()?.comm.status("a collective").err().map(|failure| failure.to_string())
     }
 
-    /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in a call of NCCL's sees
-    /// that the group has failed, and unlocks.
+    /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in one of NCCL's
+    /// calls sees that the group has failed, and unlocks.
     fn abort(&self) -> Vec<Arc<NcclWork>> {
         let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
@@ -62,7 +63,8 @@ impl CommStream {
         stranded
     }
 
-    /// Drops the tensors of `stranded` calls once the GPU has passed them. No more parts of them may be launched.
+    /// Drops the tensors of `stranded` calls once the GPU has passed them. No more parts of these calls may be
+    /// launched.
     fn release(&self, stranded: Vec<Arc<NcclWork>>) {
         const PATIENCE: Duration = Duration::from_secs(10);
         const PAUSE: Duration = Duration::from_millis(1);
@@ -70,7 +72,7 @@ impl CommStream {
             return;
         }
         let (last, deadline) = (Done::new(None), Instant::now() + PATIENCE);
-        // After an error of the device, nothing runs on it any more.
+        // After an error of the device, nothing runs on it.
         let marked = self.streams.end(&last).is_ok();
         while marked && matches!(last.is_over(), Ok(false)) {
             if Instant::now() >= deadline {
@@ -85,7 +87,7 @@ impl CommStream {
         }
     }
 
-    /// Leaves in good order, or aborts after an error, or when the group's other ranks on this host do not leave.
+    /// Leaves in good order, or aborts after an error or if the group's other ranks on this host do not leave.
     pub(super) fn finalize(&self, check: CancellationCheck) {
         let Some(Open { comm, stranded }) = lock(&self.open).take() else { return };
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
@@ -102,7 +104,7 @@ impl CommStream {
 }
 
 impl Turn<'_> {
-    /// Puts `calls` on the stream, behind `ready`, and the work's fence behind them. The host waits only until NCCL has
+    /// Puts `calls` on the stream after `ready`, followed by the work's fence. The host waits only until NCCL has
     /// launched them.
     pub(super) fn launch(
         &mut self,
@@ -142,17 +144,17 @@ impl Turn<'_> {
     }
 }
 
-/// The error when the communicator was aborted because the group has failed.
+/// The error if the communicator was aborted because the group has failed.
 fn gone(group: &Group) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
     WaitError::Group(group.root_cause().unwrap_or_else(closed))
 }
 
-/// All communicators of a group: the one of its collectives, and those of messages from one rank to another. They are in the
-/// same order on all ranks, which finalize them one after the other.
+/// All communicators of a group: the one for collectives, and those for messages from one rank to another. They are in
+/// the same order on all ranks, which finalize them one after the other.
 pub(super) struct CommStreams(Mutex<BTreeMap<Direction, Arc<CommStream>>>);
 
-/// From which rank to which; `None` is the communicator of the collectives.
+/// The sender and the receiver; `None` is the communicator of the collectives.
 type Direction = Option<(usize, usize)>;
 
 impl CommStreams {

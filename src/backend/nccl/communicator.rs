@@ -1,4 +1,4 @@
-use super::calls::Memory;
+use super::calls::Buffer;
 use super::comm::{Comm, OLDEST_VERSION, UniqueId, WaitError};
 use super::comm_stream::{CommStream, CommStreams};
 use super::group::{Group, SuspectedFailure};
@@ -6,17 +6,19 @@ use super::health_store::HealthStore;
 use super::heartbeat::HeartbeatMonitor;
 use super::identity::{self, Identity, Version};
 use super::p2p::{Job, P2p, Worker};
-use super::plan::{self, Place, Plan};
+use super::prepared::{self, Member, Prepared};
 use super::status::{NcclFailure, version};
 use super::stream::{Clock, Done, Streams};
 use super::watchdog::{self, Watched};
 use super::work::{NcclWork, Shared};
-use super::{cuda_failure, device, lock};
+use super::{cuda_failure, device};
 use crate::backend::call::{Call, Channel};
 use crate::backend::check::check;
 use crate::backend::{Collective, Communicator, Split, Work};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
+use crate::flight_recorder::Recording;
+use crate::panic::lock;
 use crate::rendezvous::{Store, host};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -25,25 +27,26 @@ use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The key of NCCL's id; its value is empty if rank 0 could not make one.
+/// The key of NCCL's id; its value is empty if rank 0 could not create one.
 const ID: &str = "id";
-/// How long the end of a group waits for the other ranks of this host, which NCCL lets leave together.
+/// How long the end of a group waits for the other ranks of this host, since NCCL lets them leave together.
 const LEAVING: Duration = Duration::from_secs(10);
-/// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should end at
-/// once, but may hang in NCCL or in the store.
+/// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should
+/// end at once, but may hang in NCCL or in the store.
 const ENDING: Duration = Duration::from_secs(30);
 
-/// How an [`NcclCommunicator`] works. The options must be the same on all ranks.
+/// Options of an [`NcclCommunicator`]. They must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclOptions {
-    /// How long the construction, and later each call, may take before the group fails. 10 minutes by default, as with
+    /// How long the construction, and later each call, may take before the group fails. Default: 10 minutes, as in
     /// PyTorch's NCCL.
     pub timeout: Duration,
-    /// A rank that sends no heartbeat for this long is taken for dead, which ends the group. 10 seconds by default.
+    /// A rank that sends no heartbeat for this long is considered dead, which ends the group. Default: 10 seconds.
     pub lost_after: Duration,
 }
 
@@ -55,17 +58,16 @@ impl Default for NcclOptions {
 
 /// One rank of a group whose tensors are on GPUs.
 ///
-/// Collectives are put on a stream of their own in the order in which they are started; messages (`Send`, `Recv`) have
-/// an order of their own for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes
-/// candle's stream wait, but not the host; call it on the thread that goes on with the tensors. A barrier and
-/// [`Work::synchronize`] block the host.
+/// Collectives run on their own stream, in the order in which they are started. Messages (`Send`, `Recv`) have their
+/// own order for each pair of ranks and direction, and do not wait for collectives. [`Work::wait`] makes candle's
+/// stream wait, but not the host; call it on the thread that then uses the tensors. A barrier and [`Work::synchronize`]
+/// block the host.
 ///
-/// The group ends for all its ranks with the first failure: an error of NCCL or of a GPU, a rank that dies or leaves
-/// early, a call that takes longer than the time-out. Every rank gets the same cause, as an [`Error`] that names the
-/// culprit.
+/// The first failure ends the group for all its ranks: an error of NCCL or of a GPU, a rank that dies or leaves early,
+/// or a call that exceeds the time-out. Every rank gets the same cause, as an [`Error`] that names the culprit.
 ///
-/// Dropping it waits for the calls that were started and leaves in good order, or, while panicking, tells the others that this
-/// rank failed. Threads that hang in NCCL are left behind after a minute, with a warning.
+/// Dropping it waits for the calls that were started and leaves in good order, or, while panicking, tells the others
+/// that this rank failed. Threads that hang in NCCL are left behind after a minute, with a warning.
 pub struct NcclCommunicator {
     group: Arc<Group>,
     /// For collectives.
@@ -76,22 +78,37 @@ pub struct NcclCommunicator {
     store: Arc<dyn Store>,
     options: NcclOptions,
     token: CudaSlice<f32>,
-    /// There once times are measured.
+    /// Set once times are measured.
     clock: Mutex<Option<Arc<Clock>>>,
+    /// The number of groups that were split off.
+    splits: AtomicU64,
     watchdog: Option<JoinHandle<()>>,
     heartbeat_monitor: Option<JoinHandle<()>>,
 }
 
 impl NcclCommunicator {
-    /// Connects rank `rank` to the other ranks of a group of `world_size`, each on a GPU of its own, and returns once all
-    /// are there.
+    /// Connects rank `rank` to the other ranks of a group of `world_size`, each on its own GPU, and returns once all
+    /// are connected.
     ///
-    /// `store` is shared by all ranks and private to this group; the ranks keep in touch through it until the group ends.
+    /// `store` must be shared by all ranks and used by this group only; the ranks stay in touch through it until the
+    /// group ends.
     ///
     /// # Errors
-    /// All ranks get the same error when one of them cannot take part, when their versions of NCCL differ, or when two of them
-    /// are on one GPU. Ranks that do not come in time are named.
+    /// All ranks get the same error if one of them cannot take part, if their versions of NCCL differ, or if two of
+    /// them are on one GPU. The error names ranks that do not come in time.
     pub fn new(
+        store: Arc<dyn Store>,
+        rank: usize,
+        world_size: usize,
+        device: &Device,
+        options: NcclOptions,
+    ) -> Result<Self> {
+        Self::within(None, store, rank, world_size, device, options)
+    }
+
+    /// Like [`new`](Self::new), with calls that are recorded.
+    pub(crate) fn within(
+        recording: Option<Recording>,
         store: Arc<dyn Store>,
         rank: usize,
         world_size: usize,
@@ -105,14 +122,14 @@ impl NcclCommunicator {
         let opened = open(device, rank);
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;
-        let group = Arc::new(Group::new(rank, world_size, options.timeout));
+        let group = Group::new(rank, world_size, options.timeout, recording);
         let base = Base { group, streams, store, device: device.clone(), options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
         base.assemble(comm, heartbeat_monitor)
     }
 
-    fn place(&self, tensor: &Tensor) -> std::result::Result<(), String> {
+    fn check_device(&self, tensor: &Tensor) -> std::result::Result<(), String> {
         if tensor.device().same_device(&self.device) {
             return Ok(());
         }
@@ -129,7 +146,7 @@ impl NcclCommunicator {
 
     fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
         let streams = &self.comm_stream.streams;
-        let plan = self.plan(&collective)?;
+        let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, collective, streams.clone(), blocks_host);
         let started = {
@@ -139,7 +156,7 @@ impl NcclCommunicator {
             marked.and_then(|ready| {
                 turn.launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { plan.start(comm, target) }
+                    unsafe { prepared.start(comm, target) }
                 })
             })
         };
@@ -152,25 +169,25 @@ impl NcclCommunicator {
         let mut pairs = lock(&self.pairs);
         let pair = match pairs.entry(channel) {
             Entry::Occupied(pair) => pair.into_mut(),
-            Entry::Vacant(place) => place.insert(self.open_p2p(channel)?),
+            Entry::Vacant(entry) => entry.insert(self.open_p2p(channel)?),
         };
-        let plan = self.plan(&collective)?;
+        let prepared = self.prepare(&collective)?;
         let work = self.work(call, collective, pair.streams.clone(), false);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
-        pair.push(Job { plan, ready, work: work.clone() });
+        pair.push(Job { prepared, ready, work: work.clone() });
         Ok(work)
     }
 
-    fn plan(&self, collective: &Collective) -> Result<Plan> {
+    fn prepare(&self, collective: &Collective) -> Result<Prepared> {
         let Group { rank, world_size, .. } = *self.group;
         let address = self.comm_stream.streams.address(&self.token);
-        let token = Memory { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
-        Ok(Plan::new(collective, &Place { rank, world_size, token })?)
+        let token = Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 };
+        Ok(Prepared::new(collective, &Member { rank, world_size, token })?)
     }
 
     fn work(&self, call: Call, collective: Collective, streams: Streams, blocks_host: bool) -> Arc<NcclWork> {
-        let tensors = plan::tensors(collective);
+        let tensors = prepared::tensors(collective);
         let (group, done) = (self.group.clone(), Arc::new(Done::new(lock(&self.clock).clone())));
         Arc::new(NcclWork { group, streams, done, call, blocks_host, _tensors: tensors })
     }
@@ -187,33 +204,40 @@ impl NcclCommunicator {
         P2p::start(Worker { group, comm_streams, store, from, to, streams })
     }
 
+    fn recording_of(&self, name: &str, ranks: &[usize]) -> Option<Recording> {
+        self.group.recording.as_ref().map(|recording| recording.of_subgroup(name, ranks))
+    }
+
     fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        // NCCL only splits a communicator without calls under way, and no new call may begin before the split.
+        // NCCL can only split a communicator without calls in flight, and no new call may begin before the split.
         let mut turn = self.comm_stream.turn();
         if let Some(failure) = self.group.drain() {
             return Err(failure.into());
         }
-        let place = ranks.iter().position(|rank| *rank == self.group.rank);
-        let prepared = place.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
+        // Every rank counts the same splits.
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let recording = self.recording_of(&format!("group{number}"), ranks);
+        let member = ranks.iter().position(|rank| *rank == self.group.rank);
+        let prepared = member.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
         let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
         let what = format!("new_group({ranks:?})");
         let mut check = cancellation_check(&self.group, what, "not all ranks of the group called it");
-        let split = turn.split(&self.group, place.is_some(), place.unwrap_or(0), &mut check);
+        let split = turn.split(&self.group, member.is_some(), member.unwrap_or(0), &mut check);
         drop(turn);
         let comm = split.map_err(|error| error.end_group(&self.group))?;
-        let (Some(comm), Some(rank), Some(health_store)) = (comm, place, health_store) else {
+        let (Some(comm), Some(rank), Some(health_store)) = (comm, member, health_store) else {
             return Ok(Split::NotMember);
         };
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.comm_stream.streams.another().map_err(driver)?;
-        let group = Arc::new(Group::new(rank, ranks.len(), self.options.timeout));
+        let group = Group::new(rank, ranks.len(), self.options.timeout, recording);
         let base = Base { group, streams, store, device: self.device.clone(), options: self.options };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         Ok(Split::Member(Box::new(base.assemble(Ok(comm), heartbeat_monitor)?)))
     }
 }
 
-/// Opens the device, and finds out who this rank is.
+/// Opens the device and determines this rank's identity.
 fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     let nccl_version = version()?;
     if nccl_version < OLDEST_VERSION {
@@ -227,7 +251,7 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     Ok((streams, Identity { nccl_version, host: host(), pci_bus_id }))
 }
 
-/// A check that ends a wait when the group has failed, or its time-out is over.
+/// A check that ends a wait if the group has failed or its time-out has expired.
 fn cancellation_check(
     group: &Group,
     what: String,
@@ -257,14 +281,14 @@ struct Base {
 }
 
 impl Base {
-    /// Connects to the other ranks in NCCL, by the id that rank 0 makes.
+    /// Connects to the other ranks in NCCL, with the id that rank 0 creates.
     fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
         let cannot = |error: Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
         if group.rank == 0 {
             let id = UniqueId::new();
-            // Empty if there is no id: then the others fail, too.
+            // Empty if there is no id, so that the others fail too.
             let bytes = id.as_ref().map_or(Vec::new(), UniqueId::to_bytes);
             self.store.set(ID, &bytes).map_err(cannot)?;
             id?;
@@ -292,7 +316,7 @@ impl Base {
         })
     }
 
-    /// Makes the communicator, or ends the group.
+    /// Creates the communicator, or ends the group.
     fn assemble(
         self,
         comm: std::result::Result<Comm, WaitError>,
@@ -314,7 +338,7 @@ impl Base {
                 let ours = self.group.fail(failure.clone()) == failure;
                 self.group.leave();
                 join(heartbeat_monitor);
-                // This rank's own error is returned as what it is.
+                // This rank's own error is returned unchanged.
                 let other = self.group.failure().filter(|_| !ours);
                 return Err(other.map_or_else(|| error.into_error(rank), Error::from));
             }
@@ -333,13 +357,14 @@ impl Base {
             options,
             token,
             clock: Mutex::default(),
+            splits: AtomicU64::new(0),
             watchdog: Some(watchdog),
             heartbeat_monitor: Some(heartbeat_monitor),
         })
     }
 }
 
-/// Starts one of the group's own threads. A panic in it ends the group.
+/// Starts one of the group's threads. A panic in it ends the group.
 fn spawn(group: &Arc<Group>, name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let (rank, group) = (group.rank, group.clone());
     std::thread::Builder::new()
@@ -358,7 +383,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Like [`join`], but leaves a thread behind that has not ended at `deadline`.
+/// Like [`join`], but leaves a thread behind if it has not ended at `deadline`.
 fn join_until(thread: JoinHandle<()>, deadline: Instant) {
     const PAUSE: Duration = Duration::from_millis(1);
     while !thread.is_finished() {
@@ -383,7 +408,7 @@ impl Communicator for NcclCommunicator {
 
     fn start(&self, collective: Collective) -> Result<Work> {
         let Group { rank, world_size, .. } = *self.group;
-        let (call, channel) = check(rank, world_size, &|tensor| self.place(tensor), &collective)?;
+        let (call, channel) = check(rank, world_size, &|tensor| self.check_device(tensor), &collective)?;
         let work = match channel {
             Channel::Collectives => self.start_collective(call, collective)?,
             message => self.start_message(message, call, collective)?,
@@ -413,10 +438,11 @@ impl Communicator for NcclCommunicator {
         self.try_split(ranks, store)
     }
 
-    /// Connects anew: a split would wait for the calls that are under way.
+    /// Connects anew, since a split would wait for the calls in flight.
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
         let Group { rank, world_size, .. } = *self.group;
-        Ok(Split::Member(Box::new(Self::new(store, rank, world_size, &self.device, self.options)?)))
+        let recording = self.recording_of("companion", &(0..world_size).collect::<Vec<_>>());
+        Ok(Split::Member(Box::new(Self::within(recording, store, rank, world_size, &self.device, self.options)?)))
     }
 }
 
@@ -433,7 +459,7 @@ impl Drop for NcclCommunicator {
         for thread in self.watchdog.take().into_iter().chain(self.heartbeat_monitor.take()) {
             join_until(thread, deadline);
         }
-        // On a thread of its own, since an abort may hang in NCCL.
+        // On a separate thread, since an abort may hang in NCCL.
         let (rank, patience, comm_streams) =
             (self.group.rank, LEAVING.min(self.group.timeout), Arc::clone(&self.comm_streams));
         let end = move || {
@@ -449,7 +475,7 @@ impl Drop for NcclCommunicator {
         };
         match spawn(&self.group, "end", end) {
             Ok(thread) => join_until(thread, Instant::now() + ENDING),
-            // The communicators are aborted where they are dropped.
+            // The communicators are aborted when they are dropped.
             Err(error) => log::debug!("rank {rank}: {error}"),
         }
     }

@@ -1,4 +1,4 @@
-//! Which GPU a rank works on.
+//! Chooses a rank's GPU.
 use crate::{Error, Result};
 use candle_core::{Device, DeviceLocation};
 use cudarc::driver::CudaContext;
@@ -6,14 +6,14 @@ use std::ffi::OsStr;
 
 /// Allows several ranks on one GPU, for tests on a machine that has only one.
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
-/// NCCL's own variable for the same, from 2.30 on.
+/// NCCL's own variable for the same purpose, from 2.30 on.
 const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// How many GPUs this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
+/// Returns the number of GPUs that this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
 ///
 /// # Errors
-/// [`Error::Unavailable`], with the driver's reason, when there is none or the driver does not work.
+/// Returns [`Error::Unavailable`] with the driver's reason, if there is none or the driver does not work.
 pub fn device_count() -> Result<usize> {
     let reason = match CudaContext::device_count() {
         Ok(count) if count > 0 => return Ok(count as usize),
@@ -34,8 +34,8 @@ pub fn device_count() -> Result<usize> {
     })
 }
 
-/// The device of a rank: `explicit`, or else the GPU whose number, among those that `CUDA_VISIBLE_DEVICES` shows, is the
-/// rank's place on its host. A process to which that variable shows exactly one GPU, as Slurm does, takes that one.
+/// The device of a rank: `explicit`, or else, among the GPUs that `CUDA_VISIBLE_DEVICES` shows, the one with the rank's
+/// local rank as number. If that variable shows exactly one GPU to the process, as under Slurm, it is that one.
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {
         Some(device) => match device.location() {

@@ -1,18 +1,19 @@
-//! What all threads of one rank know about their group: which calls are under way, and why it failed.
+//! The state of a group, shared by all threads of one rank: which calls are in flight, and why it failed.
 use super::health_store::ShutdownNotice;
-use super::lock;
 use crate::Error;
 use crate::backend::call::{Call, Channel};
 use crate::backend::failure::{CallHistory, ExpiredCall, ProgressReport};
-use crate::deadline::deadline_after;
+use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
+use crate::flight_recorder::{CallRecord, Recorded, Recording};
+use crate::panic::lock;
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How a call under way tells that it is over.
+/// Tells whether a call in flight is complete.
 pub(super) trait Fence: Send + Sync {
-    /// An error is one of the device, after which nothing runs on it any more.
+    /// An error is one of the device, after which nothing runs on it.
     fn is_over(&self) -> Result<bool, String>;
 }
 
@@ -22,24 +23,28 @@ pub(super) struct Group {
     pub(super) world_size: usize,
     /// How long a call may take.
     pub(super) timeout: Duration,
+    /// For the flight recorder, if there is one.
+    pub(super) recording: Option<Recording>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    /// Something is wrong, and its root cause is being looked for.
+    /// A suspected failure, whose root cause is being searched.
     suspected: Option<SuspectedFailure>,
     failure: Option<Failure>,
-    /// The other ranks know of the failure, or this rank heard of it from them.
+    /// Whether the other ranks know of the failure, or this rank learned of it from them.
     published: bool,
     collectives: CallHistory,
-    /// The sequence number of the last call on each channel.
-    started: HashMap<Channel, u64>,
+    /// The messages of each channel.
+    messages: HashMap<Channel, CallHistory>,
+    /// How many calls of each channel the flight recorder wants.
+    recorded: usize,
     outstanding: Vec<Outstanding>,
-    /// This rank is about to leave in good order.
+    /// Whether this rank is about to leave in good order.
     leaving: bool,
-    /// The watchdog should end.
+    /// Whether the watchdog should end.
     over: bool,
 }
 
@@ -51,65 +56,80 @@ struct Outstanding {
     fence: Arc<dyn Fence>,
 }
 
-/// What the watchdog has noticed, before its root cause is known.
+/// What the watchdog has noticed, before the root cause is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SuspectedFailure {
     /// NCCL or the device reported an error.
     Broken(String),
-    /// A call has not ended in time.
+    /// A call has not completed in time.
     Expired { channel: Channel, sequence: u64, call: Call },
 }
 
 impl Group {
-    pub(super) fn new(rank: usize, world_size: usize, timeout: Duration) -> Self {
-        Self { rank, world_size, timeout, state: Mutex::default(), changed: Condvar::new() }
+    pub(super) fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
+        let recorded = recording.as_ref().map_or(0, |recording| recording.recorder.entries());
+        let state = Mutex::new(State { collectives: CallHistory::new(recorded), recorded, ..State::default() });
+        let group = Arc::new(Self { rank, world_size, timeout, recording, state, changed: Condvar::new() });
+        if let Some(recording) = &group.recording {
+            let group: Weak<Self> = Arc::downgrade(&group);
+            recording.register(group);
+        }
+        group
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
 
-    /// Notes that `call` is about to be started, with the fence that tells when it is over. Returns its sequence number.
+    /// Records that `call` is about to be started, with the fence that tells when it is complete. Returns its sequence
+    /// number.
     pub(super) fn begin(&self, channel: Channel, call: Call, fence: Arc<dyn Fence>) -> Result<u64, Failure> {
         if let Some(failure) = self.root_cause() {
             return Err(failure);
         }
         let mut state = self.state();
-        let sequence = state.started.get(&channel).map_or(1, |last| last + 1);
-        state.started.insert(channel, sequence);
-        if channel == Channel::Collectives {
-            // On a stream, calls begin in the order in which they are started.
-            state.collectives.start(sequence, call);
-            state.collectives.begin(sequence);
-        }
-        let deadline = deadline_after(self.timeout);
+        let history = state.history_mut(channel);
+        let sequence = history.started() + 1;
+        // On a stream, calls begin in the order in which they are started.
+        let now = Instant::now();
+        history.start(sequence, call, Some(now));
+        history.begin(sequence, Some(now));
+        let deadline = deadline_from(now, self.timeout);
         state.outstanding.push(Outstanding { channel, sequence, call, deadline, fence });
         Ok(sequence)
     }
 
-    /// Forgets calls that are over. Returns an error of the device, or else the first call that has expired.
+    /// Forgets completed calls. Returns an error of the device, or else the first call that has expired.
     pub(super) fn sweep(&self, now: Instant) -> Option<SuspectedFailure> {
         let mut state = self.state();
-        let State { outstanding, .. } = &mut *state;
         let mut broken = None;
-        outstanding.retain(|call| match call.fence.is_over() {
-            Ok(is_over) => !is_over,
+        let mut over = Vec::new();
+        state.outstanding.retain(|call| match call.fence.is_over() {
+            Ok(is_over) => {
+                if is_over {
+                    over.push((call.channel, call.sequence));
+                }
+                !is_over
+            }
             Err(reason) => {
                 broken = Some(SuspectedFailure::Broken(reason));
                 true
             }
         });
-        if outstanding.is_empty() {
+        for (channel, sequence) in over {
+            state.history_mut(channel).complete(sequence, true, Some(now));
+        }
+        if state.outstanding.is_empty() {
             self.changed.notify_all();
         }
         let expired = |call: &&Outstanding| call.deadline <= now;
         broken.or_else(|| {
-            let Outstanding { channel, sequence, call, .. } = *outstanding.iter().find(expired)?;
+            let Outstanding { channel, sequence, call, .. } = *state.outstanding.iter().find(expired)?;
             Some(SuspectedFailure::Expired { channel, sequence, call })
         })
     }
 
-    /// Waits until no call is under way. Returns the failure if that comes first. Every call has its deadline.
+    /// Waits until no call is in flight. Returns the failure if that comes first. Every call has a deadline.
     pub(super) fn drain(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.failure.is_none() && !state.outstanding.is_empty() {
@@ -118,19 +138,19 @@ impl Group {
         state.failure.clone()
     }
 
-    /// Whether any call is under way, as far as is known without asking the device.
+    /// Whether any call is in flight, as far as known without asking the device.
     pub(super) fn is_busy(&self) -> bool {
         !self.state().outstanding.is_empty()
     }
 
-    /// The first collective under way in which a rank that left after number `last` is missing.
+    /// The first collective in flight that lacks a rank that left after number `last`.
     pub(super) fn missed_by(&self, last: u64) -> Option<(u64, Call)> {
         let state = self.state();
         let collectives = state.outstanding.iter().filter(|call| call.channel == Channel::Collectives);
         collectives.filter(|call| call.sequence > last).map(|call| (call.sequence, call.call)).min_by_key(|call| call.0)
     }
 
-    /// The messages that are under way: their channels, numbers and calls.
+    /// The messages in flight: their channels, numbers and calls.
     pub(super) fn messages(&self) -> Vec<(Channel, u64, Call)> {
         let state = self.state();
         let messages = state.outstanding.iter().filter(|call| call.channel != Channel::Collectives);
@@ -141,13 +161,13 @@ impl Group {
         self.state().collectives.report(false)
     }
 
-    /// A call of this rank's that has expired, to be diagnosed.
+    /// An expired call of this rank, for the diagnosis.
     pub(super) fn expired(&self, channel: Channel, sequence: u64, call: Call) -> ExpiredCall<'static> {
         let Self { rank, timeout, .. } = *self;
         ExpiredCall { rank, timeout, channel, sequence, call, awaited: None }
     }
 
-    /// Notes that something is wrong: from now on no call counts as successful until the failure is known.
+    /// Records a suspected failure: from now on no call counts as successful until the failure is known.
     pub(super) fn suspect(&self, suspected: SuspectedFailure) {
         let mut state = self.state();
         if state.failure.is_none() && state.suspected.is_none() {
@@ -157,12 +177,12 @@ impl Group {
         }
     }
 
-    /// Ends the group with `failure`, unless it has one already; returns the first one.
+    /// Ends the group with `failure`, unless it already has one; returns the first one.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         self.set_failure(failure, false)
     }
 
-    /// The same with a failure that the other ranks know already.
+    /// Like `fail`, with a failure that the other ranks already know.
     pub(super) fn fail_as_published(&self, failure: Failure) -> Failure {
         self.set_failure(failure, true)
     }
@@ -176,10 +196,14 @@ impl Group {
         state.failure = Some(failure.clone());
         state.published = published;
         self.changed.notify_all();
+        drop(state);
+        if let Some(Recording { recorder, .. }) = &self.recording {
+            recorder.write_because(&Error::from(failure.clone()).to_string());
+        }
         failure
     }
 
-    /// The suspected failure whose root cause is being looked for.
+    /// The suspected failure whose root cause is being searched.
     pub(super) fn suspected(&self) -> Option<SuspectedFailure> {
         self.state().suspected.clone()
     }
@@ -188,11 +212,11 @@ impl Group {
         self.state().failure.clone()
     }
 
-    /// The failure. While one is suspected, this waits until its root cause is known.
+    /// Returns the failure. If one is suspected, waits until its root cause is known.
     pub(super) fn root_cause(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.suspected.is_some() && state.failure.is_none() {
-            // The watchdog sees to it that this ends.
+            // The watchdog ensures that this ends.
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.failure.clone()
@@ -203,12 +227,12 @@ impl Group {
         self.wait_until(deadline_after(patience), |state| state.failure.clone())
     }
 
-    /// An error when the group has failed.
+    /// Returns an error if the group has failed.
     pub(super) fn check(&self) -> Result<(), Error> {
         self.root_cause().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// For the heartbeat monitor: waits until there is something to do, or until `tick` is over.
+    /// For the heartbeat monitor: waits until there is something to do, at most for `tick`.
     pub(super) fn news(&self, tick: Duration) -> News {
         self.wait_until(deadline_after(tick), |state| {
             let news = state.news();
@@ -217,12 +241,12 @@ impl Group {
         .unwrap_or_default()
     }
 
-    /// The other ranks have heard of the failure.
+    /// Records that the other ranks know of the failure.
     pub(super) fn set_published(&self) {
         self.state().published = true;
     }
 
-    /// For the watchdog: whether it should end, after `tick` at the latest or when something happens.
+    /// For the watchdog: whether it should end. Waits until something happens, at most for `tick`.
     pub(super) fn is_over(&self, tick: Duration) -> bool {
         self.wait_until(deadline_after(tick), |state| {
             (state.over || state.failure.is_some() || state.suspected.is_some()).then_some(())
@@ -236,7 +260,7 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// Tells the heartbeat monitor to say goodbye to the other ranks, and to end.
+    /// Makes the heartbeat monitor tell the other ranks that this one leaves, and end.
     pub(super) fn leave(&self) {
         self.state().leaving = true;
         self.changed.notify_all();
@@ -244,12 +268,12 @@ impl Group {
 
     /// Wakes all waiting threads because something they wait for has happened outside the state.
     pub(super) fn notify(&self) {
-        // With the lock, so that nobody is between looking and waiting.
+        // Takes the lock, so that no thread is between checking and waiting.
         let _state = self.state();
         self.changed.notify_all();
     }
 
-    /// Waits until `found` finds something. An error if the group has failed, or fails before.
+    /// Waits until `found` returns something. Returns an error if the group has failed or fails first.
     pub(super) fn wait_for<T>(&self, mut found: impl FnMut() -> Option<T>) -> Result<T, Failure> {
         let mut state = self.state();
         loop {
@@ -264,7 +288,7 @@ impl Group {
         }
     }
 
-    /// Never used, since `root_cause` always has an answer while a failure is suspected.
+    /// Not reached, since `root_cause` always has an answer while a failure is suspected.
     fn unknown(&self) -> Failure {
         Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
     }
@@ -284,25 +308,34 @@ impl Group {
     }
 }
 
-/// What the heartbeat monitor has to do.
+/// The tasks of the heartbeat monitor.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct News {
-    /// Whose root cause it has to find.
+    /// The suspected failure whose root cause it must find.
     pub(super) suspected: Option<SuspectedFailure>,
-    /// What it has to tell the other ranks.
+    /// The failure that it must tell the other ranks.
     pub(super) unpublished: Option<Failure>,
-    /// The notice with which it has to leave.
+    /// The notice with which it must leave.
     pub(super) leaving: Option<ShutdownNotice>,
 }
 
 impl State {
+    fn history_mut(&mut self, channel: Channel) -> &mut CallHistory {
+        match channel {
+            Channel::Collectives => &mut self.collectives,
+            message => self.messages.entry(message).or_insert_with(|| CallHistory::new(self.recorded)),
+        }
+    }
+
     fn shutdown_notice(&self) -> ShutdownNotice {
-        let mut shutdown_notice = ShutdownNotice::default();
-        for (channel, last) in &self.started {
+        let mut shutdown_notice = ShutdownNotice { last: self.collectives.started(), ..ShutdownNotice::default() };
+        for (channel, history) in &self.messages {
             match channel {
-                Channel::Collectives => shutdown_notice.last = *last,
-                Channel::SendTo(peer) => shutdown_notice.messages.entry(*peer).or_default().sent = *last,
-                Channel::RecvFrom(peer) => shutdown_notice.messages.entry(*peer).or_default().received = *last,
+                Channel::Collectives => {}
+                Channel::SendTo(peer) => shutdown_notice.messages.entry(*peer).or_default().sent = history.started(),
+                Channel::RecvFrom(peer) => {
+                    shutdown_notice.messages.entry(*peer).or_default().received = history.started();
+                }
             }
         }
         shutdown_notice
@@ -314,5 +347,16 @@ impl State {
             unpublished: self.failure.clone().filter(|_| !self.published),
             leaving: self.leaving.then(|| self.shutdown_notice()),
         }
+    }
+}
+
+impl Recorded for Group {
+    fn record(&self) -> (Vec<CallRecord>, Option<String>) {
+        let state = self.state();
+        let mut calls: Vec<CallRecord> = state.collectives.records(Channel::Collectives).collect();
+        for (channel, history) in &state.messages {
+            calls.extend(history.records(*channel));
+        }
+        (calls, state.failure.clone().map(|failure| Error::from(failure).to_string()))
     }
 }

@@ -1,5 +1,5 @@
-//! What the ranks of a group tell each other through the store, beside NCCL: heartbeats, the group's failure and, when a
-//! call does not end, how far each rank has come.
+//! What the ranks of a group tell each other through the store, independently of NCCL: heartbeats, the group's failure
+//! and, if a call does not complete, each rank's progress.
 use crate::Result;
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
@@ -8,12 +8,12 @@ use crate::rendezvous::Store;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The first failure of any rank; empty while all is well.
+/// The first failure of any rank; empty while there is none.
 const FAILURE: &str = "failure";
-/// Which rank asks for all ranks' progress, and which of its collectives has expired; empty while nobody asks.
+/// The rank that asks for all ranks' progress, and which of its collectives has expired; empty while no rank asks.
 const QUERY: &str = "query";
 
-/// The rank that was the first to leave, and after which collective; empty while all are there.
+/// The rank that left first, and after which collective; empty while no rank has left.
 const DEPARTURE: &str = "departure";
 
 fn heartbeat_key(rank: usize) -> String {
@@ -47,20 +47,20 @@ pub(super) struct ProgressQuery {
     pub(super) sequence: u64,
 }
 
-/// A rank that has left in good order, after this collective. A rank leaves when all its collectives are over, so ranks
-/// that leave later have not left after an earlier one.
+/// A rank that has left in good order after this collective. A rank leaves once all its collectives are complete, so
+/// ranks that leave later have not left after an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ShutdownRecord {
     pub(super) rank: usize,
     pub(super) last: u64,
 }
 
-/// What a rank that leaves has done.
+/// What a leaving rank has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ShutdownNotice {
     /// Its last collective.
     pub(super) last: u64,
-    /// The numbers of its last messages to and from each peer that it exchanged any with.
+    /// The numbers of its last messages to and from each peer with which it exchanged any.
     pub(super) messages: BTreeMap<usize, Messages>,
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Messages {
     pub(super) received: u64,
 }
 
-/// What one request to the store shows.
+/// The result of one request to the store.
 #[derive(Debug)]
 pub(super) struct Look {
     pub(super) failure: Option<Failure>,
@@ -82,11 +82,11 @@ pub(super) struct Look {
 }
 
 impl HealthStore {
-    /// Makes this rank's keys. The keys of other ranks may be read once all ranks have done so.
+    /// Creates this rank's keys. The keys of other ranks may be read once all ranks have done so.
     pub(super) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
         let health_store = Self { store, rank, world_size };
         health_store.beat(0)?;
-        // Empty values where there are none yet, so that they can be read without waiting.
+        // Sets missing values to empty, so that they can be read without waiting.
         health_store.store.compare_set(FAILURE, b"", b"")?;
         health_store.store.compare_set(QUERY, b"", b"")?;
         health_store.store.compare_set(DEPARTURE, b"", b"")?;
@@ -98,7 +98,7 @@ impl HealthStore {
         self.store.set(&heartbeat_key(self.rank), &encode_heartbeat(Heartbeat::Beats(number)))
     }
 
-    /// Says that this rank leaves in good order.
+    /// Announces that this rank leaves in good order.
     pub(super) fn leave(&self, notice: &ShutdownNotice) -> Result<()> {
         self.store.compare_set(DEPARTURE, b"", &encode_call(self.rank, notice.last))?;
         let mut writer = Writer(encode_heartbeat(Heartbeat::Left));
@@ -115,7 +115,7 @@ impl HealthStore {
         Ok(if decode_heartbeat(&value) == Heartbeat::Left { decode_counts(&value, self.rank) } else { None })
     }
 
-    /// Tells all ranks of `failure`, unless another was published before; returns the first one.
+    /// Tells all ranks of `failure`, unless another one was published before; returns the first one.
     pub(super) fn publish(&self, failure: &Failure) -> Result<Failure> {
         let mut writer = Writer::default();
         failure.encode(&mut writer);
@@ -142,7 +142,7 @@ impl HealthStore {
         Ok(values.iter().map(|value| decode_heartbeat(value)).collect())
     }
 
-    /// Asks all ranks for their progress, unless another rank asked before; returns the first query.
+    /// Asks all ranks for their progress, unless another rank has asked before; returns the first query.
     pub(super) fn ask(&self, sequence: u64) -> Result<ProgressQuery> {
         let query = ProgressQuery { rank: self.rank, sequence };
         let first = self.store.compare_set(QUERY, b"", &encode_call(self.rank, sequence))?;
@@ -156,7 +156,7 @@ impl HealthStore {
         self.store.set(&report_key(self.rank), &writer.0)
     }
 
-    /// The answers of all ranks; `None` where there is none yet.
+    /// The answers of all ranks; `None` for ranks that have not answered yet.
     pub(super) fn reports(&self) -> Result<Vec<Option<ProgressReport>>> {
         (0..self.world_size)
             .map(|rank| {
@@ -186,7 +186,7 @@ fn encode_heartbeat(heartbeat: Heartbeat) -> Vec<u8> {
     writer.0
 }
 
-/// A value that cannot be read counts as a beat: a stray value must not end a group.
+/// A value that cannot be read counts as a heartbeat, since a stray value must not end a group.
 fn decode_heartbeat(bytes: &[u8]) -> Heartbeat {
     let mut reader = Reader(bytes);
     match (reader.u8(), reader.u64()) {
@@ -195,7 +195,7 @@ fn decode_heartbeat(bytes: &[u8]) -> Heartbeat {
     }
 }
 
-/// The calls that concern rank `rank`, which follow the heartbeat of a rank that has left.
+/// The number of calls that concern rank `rank`, which follow the heartbeat of a rank that has left.
 fn decode_counts(bytes: &[u8], rank: usize) -> Option<CallCounts> {
     let mut reader = Reader(bytes.get(1..)?);
     let collectives = reader.u64()?;
@@ -205,7 +205,7 @@ fn decode_counts(bytes: &[u8], rank: usize) -> Option<CallCounts> {
     Some(CallCounts { collectives, sent, received })
 }
 
-/// A rank, and the number of one of its collectives.
+/// Encodes a rank and the number of one of its collectives.
 fn encode_call(rank: usize, sequence: u64) -> Vec<u8> {
     let mut writer = Writer::default();
     writer.u32(rank as u32).u64(sequence);

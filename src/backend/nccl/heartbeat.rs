@@ -1,5 +1,5 @@
-//! The thread that keeps in touch with the other ranks through the store. It may have to wait for the network, and
-//! therefore is not the thread that watches the calls.
+//! The thread that stays in touch with the other ranks through the store. It may have to wait for the network, so it is
+//! separate from the thread that watches the calls.
 use super::group::{Group, News, SuspectedFailure};
 use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord};
 use crate::Result;
@@ -9,35 +9,35 @@ use crate::backend::failure::{CallCounts, RankState, diagnose, left_before};
 use crate::error::Failure;
 use std::time::{Duration, Instant};
 
-/// How long other ranks are given to report their progress.
+/// How long other ranks have to report their progress.
 pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 
-/// The time between two requests to the store while a root cause is being looked for.
+/// The time between two requests to the store during the search for a root cause.
 const PAUSE: Duration = Duration::from_millis(200);
 
 pub(super) struct HeartbeatMonitor<'a> {
     pub(super) group: &'a Group,
     pub(super) health_store: &'a HealthStore,
-    /// A peer without a heartbeat for this long is taken for dead.
+    /// A peer without a heartbeat for this long is considered dead.
     pub(super) lost_after: Duration,
 }
 
-/// What is remembered between two rounds.
-struct Memory {
+/// The state between two rounds.
+struct MonitorState {
     beats: u64,
-    /// All times here are by this clock: a rank that was stopped together with its peers and goes on before they do must
-    /// not take them for dead.
+    /// All times here are by this clock: a rank that was stopped together with its peers and continues before they do
+    /// must not consider them dead.
     clock: AwakeClock,
-    /// The next rank in the ring that has not left: each rank watches one other, so that the store's work is small.
+    /// The next rank in the ring that has not left. Each rank watches one other, so that the store has little work.
     watched: Option<usize>,
     /// Its last heartbeat, and when that was new.
     seen: (Heartbeat, Instant),
-    /// Since when the store has not answered, and what it said.
+    /// Since when the store has not answered, and its error.
     without_store: Option<(Instant, String)>,
     answered: Option<ProgressQuery>,
 }
 
-impl Memory {
+impl MonitorState {
     fn now(&self) -> Instant {
         self.clock.at(Instant::now())
     }
@@ -48,7 +48,7 @@ impl HeartbeatMonitor<'_> {
     pub(super) fn run(&self) {
         let tick = Duration::from_secs(1).min(self.lost_after / 5);
         let begin = Instant::now();
-        let mut memory = Memory {
+        let mut state = MonitorState {
             beats: 0,
             clock: AwakeClock::new(begin, 2 * tick),
             watched: self.after(self.group.rank),
@@ -57,11 +57,11 @@ impl HeartbeatMonitor<'_> {
             answered: None,
         };
         loop {
-            memory.clock.sleep(Instant::now());
+            state.clock.sleep(Instant::now());
             let News { suspected, unpublished, leaving } = self.group.news(tick);
-            memory.clock.wake(Instant::now());
+            state.clock.wake(Instant::now());
             if let Some(suspected) = suspected {
-                let failure = self.resolve(&suspected, &mut memory);
+                let failure = self.resolve(&suspected, &mut state);
                 let first = self.health_store.publish(&failure).unwrap_or(failure);
                 self.group.fail_as_published(first);
             }
@@ -78,28 +78,28 @@ impl HeartbeatMonitor<'_> {
                 }
                 return;
             }
-            let start = memory.now();
-            let result = self.round(&mut memory, start);
-            // While the store does not answer, the peer may be unable to write its heartbeat, too.
-            memory.seen.1 += memory.now().saturating_duration_since(start);
+            let start = state.now();
+            let result = self.round(&mut state, start);
+            // While the store does not answer, the peer may be unable to write its heartbeat too.
+            state.seen.1 += state.now().saturating_duration_since(start);
             match result {
-                Ok(()) => memory.without_store = None,
-                Err(error) => self.store_failed(&mut memory, error.to_string()),
+                Ok(()) => state.without_store = None,
+                Err(error) => self.store_failed(&mut state, error.to_string()),
             }
         }
     }
 
-    /// The next rank in the ring, `None` in a world of one.
+    /// The next rank in the ring; `None` in a world of one.
     fn after(&self, rank: usize) -> Option<usize> {
         let next = (rank + 1) % self.group.world_size;
         (next != self.group.rank).then_some(next)
     }
 
-    /// Writes a heartbeat and looks at what the others say. The round began at `start`, by the memory's clock.
-    fn round(&self, memory: &mut Memory, start: Instant) -> Result<()> {
-        self.beat(memory)?;
-        // When everybody else has left, their departure still matters.
-        let look = self.health_store.look(memory.watched.unwrap_or(self.group.rank))?;
+    /// Writes a heartbeat and reads what the others have written. The round began at `start`, by the state's clock.
+    fn round(&self, state: &mut MonitorState, start: Instant) -> Result<()> {
+        self.beat(state)?;
+        // Even if all other ranks have left, their departure still matters.
+        let look = self.health_store.look(state.watched.unwrap_or(self.group.rank))?;
         if let Some(failure) = look.failure {
             self.group.fail_as_published(failure);
             return Ok(());
@@ -108,20 +108,20 @@ impl HeartbeatMonitor<'_> {
             self.group.fail(failure);
             return Ok(());
         }
-        if look.query != memory.answered
+        if look.query != state.answered
             && let Some(query) = look.query
         {
             self.health_store.answer(&self.group.progress_report())?;
-            memory.answered = Some(query);
+            state.answered = Some(query);
         }
-        let Some(peer) = memory.watched else { return Ok(()) };
+        let Some(peer) = state.watched else { return Ok(()) };
         match look.heartbeat {
             Heartbeat::Left => {
-                memory.watched = self.after(peer);
-                memory.seen = (Heartbeat::Beats(0), memory.now());
+                state.watched = self.after(peer);
+                state.seen = (Heartbeat::Beats(0), state.now());
             }
-            heartbeat if heartbeat != memory.seen.0 => memory.seen = (heartbeat, memory.now()),
-            _ if start.saturating_duration_since(memory.seen.1) >= self.lost_after => {
+            heartbeat if heartbeat != state.seen.0 => state.seen = (heartbeat, state.now()),
+            _ if start.saturating_duration_since(state.seen.1) >= self.lost_after => {
                 self.group.fail(self.lost(peer));
             }
             _ => {}
@@ -129,7 +129,7 @@ impl HeartbeatMonitor<'_> {
         Ok(())
     }
 
-    /// The failure if a call is under way that needs a rank which has left.
+    /// The failure if a call in flight needs a rank that has left.
     fn in_vain(&self, departure: Option<ShutdownRecord>) -> Result<Option<Failure>> {
         if let Some(ShutdownRecord { rank: peer, last }) = departure.filter(|record| record.rank != self.group.rank)
             && let Some((sequence, call)) = self.group.missed_by(last)
@@ -148,9 +148,9 @@ impl HeartbeatMonitor<'_> {
         Ok(None)
     }
 
-    fn beat(&self, memory: &mut Memory) -> Result<()> {
-        memory.beats += 1;
-        self.health_store.beat(memory.beats)
+    fn beat(&self, state: &mut MonitorState) -> Result<()> {
+        state.beats += 1;
+        self.health_store.beat(state.beats)
     }
 
     fn lost(&self, peer: usize) -> Failure {
@@ -162,11 +162,11 @@ impl HeartbeatMonitor<'_> {
         Failure::PeerFailed { peer, reason }
     }
 
-    /// The loss of the store alone is no failure, since its host may be the first to leave at the end of a run. It becomes
-    /// one when a call is under way that long.
-    fn store_failed(&self, memory: &mut Memory, error: String) {
-        let now = memory.now();
-        let (since, first) = memory.without_store.get_or_insert_with(|| {
+    /// The loss of the store alone is not a failure, since its host may be the first to leave at the end of a run. It
+    /// becomes one if a call is in flight for that long.
+    fn store_failed(&self, state: &mut MonitorState, error: String) {
+        let now = state.now();
+        let (since, first) = state.without_store.get_or_insert_with(|| {
             log::debug!("rank {}: the store does not answer: {error}", self.group.rank);
             (now, error)
         });
@@ -177,11 +177,11 @@ impl HeartbeatMonitor<'_> {
     }
 
     /// Finds the root cause of `suspected`.
-    fn resolve(&self, suspected: &SuspectedFailure, memory: &mut Memory) -> Failure {
+    fn resolve(&self, suspected: &SuspectedFailure, state: &mut MonitorState) -> Failure {
         let result = match suspected {
-            SuspectedFailure::Broken(reason) => self.why_broken(reason, memory),
+            SuspectedFailure::Broken(reason) => self.why_broken(reason, state),
             SuspectedFailure::Expired { channel: Channel::Collectives, sequence, call } => {
-                self.why_expired(*sequence, *call, memory)
+                self.why_expired(*sequence, *call, state)
             }
             // Only the two ranks of a message know of it.
             SuspectedFailure::Expired { .. } => Ok(without_asking(self.group, suspected)),
@@ -192,9 +192,9 @@ impl HeartbeatMonitor<'_> {
         })
     }
 
-    /// NCCL often reports that a peer has died, aborted or left, without saying which one. A peer that ended the group or left
-    /// has said so in the store, and a dead one sends no more heartbeats.
-    fn why_broken(&self, reason: &str, memory: &mut Memory) -> Result<Failure> {
+    /// NCCL often reports that a peer has died, aborted or left, without naming it. A peer that ended the group or left
+    /// has written so into the store, and a dead one sends no more heartbeats.
+    fn why_broken(&self, reason: &str, state: &mut MonitorState) -> Result<Failure> {
         let before = self.health_store.heartbeats()?;
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
@@ -205,8 +205,8 @@ impl HeartbeatMonitor<'_> {
             if let Some(failure) = self.in_vain(look.departure)? {
                 return Ok(failure);
             }
-            // Others watch this rank's heartbeat, perhaps for the same reason.
-            self.beat(memory)?;
+            // Other ranks watch this rank's heartbeat, perhaps for the same reason.
+            self.beat(state)?;
             std::thread::sleep(PAUSE);
         }
         let after = self.health_store.heartbeats()?;
@@ -223,9 +223,9 @@ impl HeartbeatMonitor<'_> {
         }))
     }
 
-    /// Asks all ranks for their progress. When several ranks ask, the first one does so for all, and the others wait for the
-    /// root cause that it finds.
-    fn why_expired(&self, sequence: u64, call: Call, memory: &mut Memory) -> Result<Failure> {
+    /// Asks all ranks for their progress. If several ranks ask, the first one does so for all, and the others wait for
+    /// the root cause that it finds.
+    fn why_expired(&self, sequence: u64, call: Call, state: &mut MonitorState) -> Result<Failure> {
         let query = self.health_store.ask(sequence)?;
         self.health_store.answer(&self.group.progress_report())?;
         let asked_first = query.rank == self.group.rank;
@@ -241,8 +241,8 @@ impl HeartbeatMonitor<'_> {
                     break;
                 }
             }
-            // Others watch this rank's heartbeat, perhaps for the same reason.
-            self.beat(memory)?;
+            // Other ranks watch this rank's heartbeat, perhaps for the same reason.
+            self.beat(state)?;
             std::thread::sleep(PAUSE);
         }
         if !asked_first {
@@ -254,7 +254,7 @@ impl HeartbeatMonitor<'_> {
     }
 }
 
-/// What can be said of `suspected` without the other ranks.
+/// The failure behind `suspected`, as far as it is known without the other ranks.
 pub(super) fn without_asking(group: &Group, suspected: &SuspectedFailure) -> Failure {
     match suspected {
         SuspectedFailure::Broken(reason) => Failure::PeerFailed { peer: group.rank, reason: reason.clone() },

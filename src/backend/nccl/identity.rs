@@ -1,4 +1,5 @@
-//! Who the ranks are, exchanged before they connect: where NCCL would only refuse or hang, an error here names the ranks.
+//! The ranks' identities, exchanged before they connect: where NCCL would only refuse or hang, an error here names the
+//! ranks.
 use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
@@ -13,15 +14,15 @@ use std::time::Duration;
 /// Facts about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
-    /// The version of NCCL, as NCCL numbers it.
+    /// The version of NCCL in NCCL's numbering.
     pub(super) nccl_version: i32,
     pub(super) host: String,
-    /// Where the GPU sits, as `nvidia-smi` shows it: `0000:3b:00`.
+    /// The GPU's PCI bus id, as `nvidia-smi` shows it: `0000:3b:00`.
     pub(super) pci_bus_id: String,
 }
 
-/// Tells the other ranks who this one is, or why it cannot take part, and returns who all ranks are. If any of them cannot
-/// take part, all get an error that names it. `opened` holds what this rank has opened, and who it is.
+/// Tells the other ranks this one's identity, or why it cannot take part, and returns all ranks' identities. If any of
+/// them cannot take part, all get an error that names it. `opened` holds what this rank has opened, and its identity.
 pub(super) fn exchange<T>(
     store: &dyn Store,
     rank: usize,
@@ -35,7 +36,7 @@ pub(super) fn exchange<T>(
     let (rest, _) = opened?;
     told?;
     let missing = |peers, _| {
-        let reason = "it has not come to make the group: look for the first error in its output".to_string();
+        let reason = "it has not joined the group: look for the first error in its output".to_string();
         Error::Connect { rank, peers, timeout, reason }
     };
     let failed = |(peer, reason)| Error::Group(Failure::PeerFailed { peer, reason });
@@ -47,7 +48,7 @@ pub(super) fn exchange<T>(
     Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
 }
 
-/// Checks that ranks fit together: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.
+/// Checks that ranks are compatible: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.
 pub(super) fn check(identities: &[Identity], shared_gpus: bool) -> Result<()> {
     if let Some(first) = identities.first()
         && let Some(rank) = identities.iter().position(|other| other.nccl_version != first.nccl_version)
@@ -97,7 +98,7 @@ impl Identity {
         Some(Self { nccl_version: reader.u32()?.cast_signed(), host: reader.text()?, pci_bus_id: reader.text()? })
     }
 
-    /// The host's name, without what makes it unique.
+    /// The host's name, without the part that makes it unique.
     fn host_name(&self) -> &str {
         self.host.split(' ').next().unwrap_or(&self.host)
     }
@@ -119,7 +120,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// NCCL's id, which another rank leaves under `key`, unless the group fails before it comes.
+/// Waits for NCCL's id, which another rank writes under `key`, unless the group fails first.
 pub(super) fn await_id(
     store: &dyn Store,
     key: &str,
@@ -146,7 +147,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// What each of two ranks gets when rank 1 tells `second`.
+    /// The results of two ranks when rank 1 reports `second`.
     fn exchanged(second: std::result::Result<Identity, &'static str>) -> [Result<Vec<Identity>>; 2] {
         let store = HashStore::new(TIMEOUT);
         let (store, second) = (&store, &second);
@@ -191,7 +192,7 @@ mod tests {
 
     #[test]
     fn waiting_for_an_id_ends_with_the_group() {
-        let group = Group::new(1, 2, Duration::from_secs(600));
+        let group = Group::new(1, 2, Duration::from_secs(600), None);
         let failure = Failure::PeerFailed { peer: 0, reason: "no GPU".to_string() };
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| await_id(&HashStore::new(TIMEOUT), "id", &group, "meeting"));

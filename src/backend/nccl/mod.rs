@@ -1,9 +1,9 @@
-//! The GPU engine: collectives through NVIDIA's NCCL, on a stream of their own beside candle's.
+//! The NCCL engine: collectives through NVIDIA's NCCL, on a separate stream beside candle's.
 //!
-//! How it works (streams and events, threads, failures, messages) is told in the `README.md` beside this file. Tensors
-//! must be on the group's [`Device`](candle_core::Device) itself; a device made by another `Device::new_cuda` with the
-//! same ordinal is another one to candle. A tensor that holds NaN makes `ReduceOp::Min` and `Max` do what NCCL does.
-// C libraries are called here. Every block says why it is sound.
+//! The `README.md` beside this file describes streams and events, threads, failures and messages. Tensors must be on
+//! the group's own [`Device`](candle_core::Device); to candle, a device made by another `Device::new_cuda` with the
+//! same ordinal is a different one. For tensors that contain NaN, `ReduceOp::Min` and `Max` behave as in NCCL.
+// This module calls C libraries. Every block says why it is sound.
 #![allow(unsafe_code)]
 
 mod buffer;
@@ -17,7 +17,7 @@ mod health_store;
 mod heartbeat;
 mod identity;
 mod p2p;
-mod plan;
+mod prepared;
 mod status;
 mod stream;
 mod watchdog;
@@ -28,14 +28,7 @@ pub(crate) use device::choose_device;
 pub use device::device_count;
 pub use status::version;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks `mutex`, also after a panic: nothing in this engine leaves a value half-changed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// `DriverError` in words.
+/// Describes a `DriverError`.
 fn cuda_error(error: cudarc::driver::DriverError) -> String {
     match error.error_string() {
         Ok(text) => format!("{:?}, {}", error.0, text.to_string_lossy()),

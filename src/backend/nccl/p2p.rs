@@ -1,14 +1,14 @@
 //! Messages between two ranks in one direction.
 //!
-//! NCCL carries out the calls on a communicator one after the other. On one communicator, two ranks that both send first and
-//! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may happen. So
-//! each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends messages. They are
-//! made with the first message, by a thread, since both ranks have to be there for that.
+//! NCCL runs the calls on a communicator one after the other. On one communicator, two ranks that both send first and
+//! then receive would wait for each other, and a message behind a collective would wait for all ranks; neither may
+//! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
+//! messages. A thread creates them with the first message, since both ranks must take part.
 use super::comm::{Comm, UniqueId, WaitError};
 use super::comm_stream::{CommStream, CommStreams};
 use super::group::Group;
 use super::identity::await_id;
-use super::plan::Plan;
+use super::prepared::Prepared;
 use super::status::NcclFailure;
 use super::stream::Streams;
 use super::work::NcclWork;
@@ -28,9 +28,9 @@ pub(super) struct P2p {
     pub(super) streams: Streams,
 }
 
-/// A message to be started.
+/// A message that is to be started.
 pub(super) struct Job {
-    pub(super) plan: Plan,
+    pub(super) prepared: Prepared,
     pub(super) ready: CudaEvent,
     pub(super) work: Arc<NcclWork>,
 }
@@ -66,12 +66,12 @@ impl P2p {
         Ok(Self { jobs, thread, streams })
     }
 
-    /// Queues a message. If the thread has ended, the group knows the reason.
+    /// Queues a message. If the thread has ended, the group knows why.
     pub(super) fn push(&self, job: Job) {
         let _ = self.jobs.send(job);
     }
 
-    /// Ends the thread once all messages are started, or the group has failed.
+    /// Ends the thread once all messages are started or the group has failed.
     pub(super) fn end(self) {
         drop(self.jobs);
         if self.thread.join().is_err() {
@@ -83,9 +83,9 @@ impl P2p {
 impl Worker {
     fn run(self, queue: &Receiver<Job>) {
         let mut comm_stream: Option<Arc<CommStream>> = None;
-        // Works that nobody waits for are kept here until the GPU has passed them.
+        // Works that no thread waits for are kept here until the GPU has passed them.
         let mut abandoned: Vec<NcclWork> = Vec::new();
-        for Job { plan, ready, work } in queue {
+        for Job { prepared, ready, work } in queue {
             let opened = match &comm_stream {
                 Some(comm_stream) => Ok(Arc::clone(comm_stream)),
                 None => self.connect(),
@@ -94,11 +94,11 @@ impl Worker {
                 comm_stream = Some(Arc::clone(&opened));
                 opened.turn().launch(&self.group, &ready, &work, |comm, target| {
                     // SAFETY: the work has the tensors, and lets go of them behind its fence.
-                    unsafe { plan.start(comm, target) }
+                    unsafe { prepared.start(comm, target) }
                 })
             });
             if let Err(error) = started {
-                // The whole group fails, so that waits for the rest of the queue end, too.
+                // The whole group fails, so that waits for the rest of the queue end too.
                 error.end_group(&self.group);
                 break;
             }

@@ -1,10 +1,10 @@
-//! NCCL's results: its version, its errors in words, and whether a call is over.
+//! NCCL's results: its version, the text of its errors, and whether a call is complete.
 use crate::{Error, Result};
 use cudarc::nccl::{result, sys};
 use std::ffi::{CStr, c_int};
 use std::fmt;
 
-/// The version of the NCCL library in use, as NCCL numbers it: 22809 is 2.28.9.
+/// Returns the version of the NCCL library in use in NCCL's numbering: 22809 is 2.28.9.
 pub fn version() -> Result<i32> {
     result::get_nccl_version().map_err(|error| Error::Unavailable {
         what: "NCCL".to_string(),
@@ -37,7 +37,7 @@ impl NcclFailure {
         Self { operation, reason: format!("{:?}, {name}{last}", error.0) }
     }
 
-    /// An error that NCCL does not report as one.
+    /// An error that NCCL does not report itself.
     pub(super) fn other(operation: &'static str, reason: &str) -> Self {
         Self { operation, reason: reason.to_string() }
     }
@@ -53,7 +53,7 @@ impl fmt::Display for NcclFailure {
     }
 }
 
-/// Whether a call is over. Only then does a communicator take the next one.
+/// Whether a call is complete. Only then does a communicator accept the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     Done,
@@ -75,7 +75,7 @@ pub(super) fn status(
     }
 }
 
-/// A rank or a number of ranks in NCCL's type.
+/// Converts a rank or a number of ranks to NCCL's type.
 pub(super) fn int(operation: &'static str, value: usize) -> std::result::Result<c_int, NcclFailure> {
     c_int::try_from(value).map_err(|_| NcclFailure::other(operation, "more ranks than NCCL can count"))
 }

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 /// A stream for NCCL beside candle's, on the same device.
 ///
-/// candle's stream usually is each thread's own default stream, so what is said of it here concerns the calling thread.
+/// candle's stream usually is each thread's own default stream, so statements about it concern the calling thread.
 #[derive(Clone)]
 pub(super) struct Streams {
-    /// The device's primary context, like candle's, but as another object. If candle's object saw a second stream, it would
-    /// track every tensor with events, which does not order tensors across streams anyway.
+    /// The device's primary context, like candle's, but through a separate object. If candle's object saw a second
+    /// stream, it would track every tensor with events, which does not order tensors across streams anyway.
     context: Arc<CudaContext>,
     candle: Arc<CudaStream>,
     nccl: Arc<CudaStream>,
@@ -33,12 +33,12 @@ impl Streams {
         Ok(Self { nccl: self.context.new_stream()?, ..self.clone() })
     }
 
-    /// Binds the device to the calling thread, which NCCL relies on.
+    /// Binds the device to the calling thread, as NCCL requires.
     pub(super) fn bind(&self) -> Result<(), DriverError> {
         self.context.bind_to_thread()
     }
 
-    /// Where the device sits, as `nvidia-smi` shows it.
+    /// The device's PCI bus id, as `nvidia-smi` shows it.
     pub(super) fn pci_bus_id(&self) -> Result<String, DriverError> {
         use cudarc::driver::sys::CUdevice_attribute as Attribute;
         let domain = self.context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
@@ -47,7 +47,7 @@ impl Streams {
         Ok(format!("{domain:04x}:{bus:02x}:{device:02x}"))
     }
 
-    /// One element of zero, used on NCCL's stream alone.
+    /// One element of zero, used on NCCL's stream only.
     pub(super) fn token(&self) -> Result<CudaSlice<f32>, DriverError> {
         self.nccl.alloc_zeros(1)
     }
@@ -60,19 +60,19 @@ impl Streams {
         Target(self.nccl.cu_stream().cast())
     }
 
-    /// The first fence: a mark behind everything that candle was told to do up to now, by this thread.
+    /// The first fence: an event after everything that this thread has given to candle so far.
     pub(super) fn mark(&self) -> Result<CudaEvent, DriverError> {
         let ready = self.context.new_event(None)?;
         ready.record(&self.candle)?;
         Ok(ready)
     }
 
-    /// Makes what comes next on NCCL's stream wait for `ready`.
+    /// Makes later work on NCCL's stream wait for `ready`.
     pub(super) fn after(&self, ready: &CudaEvent) -> Result<(), DriverError> {
         self.nccl.wait(ready)
     }
 
-    /// Notes where the call of `done` begins, if its time is measured.
+    /// Records the start of the call of `done`, if its time is measured.
     pub(super) fn begin(&self, done: &Done) -> Result<(), DriverError> {
         if done.clock.is_some() {
             let _ = done.begun.set(self.mark_nccl(true)?);
@@ -80,7 +80,7 @@ impl Streams {
         Ok(())
     }
 
-    /// The second fence: a mark behind everything on NCCL's stream.
+    /// The second fence: an event after everything on NCCL's stream.
     pub(super) fn end(&self, done: &Done) -> Result<(), DriverError> {
         let _ = done.mark.set(self.mark_nccl(done.clock.is_some())?);
         Ok(())
@@ -92,7 +92,7 @@ impl Streams {
         Ok(mark)
     }
 
-    /// Relates the time of the GPU to that of the host. Waits for NCCL's stream first.
+    /// Relates the time of the GPU to that of the host. First waits for NCCL's stream.
     pub(super) fn clock(&self) -> Result<Clock, DriverError> {
         const TRIES: usize = 10;
         self.nccl.synchronize()?;
@@ -101,7 +101,7 @@ impl Streams {
             let before = Instant::now();
             let origin = self.mark_nccl(true)?;
             origin.synchronize()?;
-            // The host may have been held up, so the quickest try is the most exact.
+            // The host may have been delayed, so the quickest try is the most accurate.
             let took = before.elapsed();
             if best.as_ref().is_none_or(|(least, _)| took < *least) {
                 best = Some((took, Clock { origin, at: before + took / 2 }));
@@ -110,26 +110,26 @@ impl Streams {
         best.map(|(_, clock)| clock).ok_or(DriverError(CUresult::CUDA_ERROR_UNKNOWN))
     }
 
-    /// Makes what this thread tells candle to do next wait for `done`. The host does not wait.
+    /// Makes this thread's later work in candle wait for `done`. The host does not wait.
     pub(super) fn hand_over(&self, done: &CudaEvent) -> Result<(), DriverError> {
         self.candle.wait(done)
     }
 }
 
-/// A mark on the GPU, and when the host saw the GPU pass it.
+/// An event on the GPU, and when the host saw the GPU pass it.
 pub(super) struct Clock {
     origin: CudaEvent,
     at: Instant,
 }
 
 impl Clock {
-    /// Whether it has become inexact: the GPU's times are milliseconds in f32, whose error reaches a microsecond after ten
-    /// seconds.
+    /// Whether it has become inaccurate: the GPU's times are milliseconds in f32, whose error reaches a microsecond
+    /// after ten seconds.
     pub(super) fn is_old(&self) -> bool {
         self.at.elapsed() >= Duration::from_secs(10)
     }
 
-    /// When the GPU passed `mark`, which must be the case already.
+    /// When the GPU passed `mark`, which must have happened already.
     fn time(&self, mark: &CudaEvent) -> Option<Instant> {
         let milliseconds = self.origin.elapsed_ms(mark).ok()?;
         Some(self.at + Duration::try_from_secs_f32(milliseconds / 1e3).ok()?)
@@ -140,10 +140,10 @@ impl Clock {
 pub(super) struct Done {
     /// Empty until the call is on the stream.
     mark: OnceLock<CudaEvent>,
-    /// Where the call begins; set if there is a clock.
+    /// The event at the start of the call; set if there is a clock.
     begun: OnceLock<CudaEvent>,
     clock: Option<Arc<Clock>>,
-    /// Nothing but its `Work` holds the call any more.
+    /// Whether only its `Work` still holds the call.
     started: AtomicBool,
 }
 
@@ -156,18 +156,18 @@ impl Done {
         self.mark.get()
     }
 
-    /// To be called when the thread that started the call no longer holds its tensors, or when its `Work` was dropped and
-    /// nobody will wait.
+    /// Call when the thread that started the call no longer holds its tensors, or when its `Work` was dropped and
+    /// nothing will wait for it.
     pub(super) fn set_started(&self) {
         self.started.store(true, Ordering::Release);
     }
 
-    /// The mark, once the call was started.
+    /// The event, once the call was started.
     pub(super) fn started(&self) -> Option<&CudaEvent> {
         if self.started.load(Ordering::Acquire) { self.mark() } else { None }
     }
 
-    /// When the call began and ended on the GPU, if it is over and its time was measured.
+    /// When the call began and ended on the GPU, if it is complete and its time was measured.
     pub(super) fn span(&self) -> Option<(Instant, Instant)> {
         let (clock, begun, mark) = (self.clock.as_ref()?, self.begun.get()?, self.mark()?);
         self.is_over().ok()?.then_some(())?;

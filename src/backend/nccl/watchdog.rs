@@ -4,9 +4,9 @@ use super::heartbeat::PATIENCE;
 use crate::error::Failure;
 use std::time::{Duration, Instant};
 
-/// What is watched: the group's communicators.
+/// The communicators of the group.
 pub(super) trait Watched {
-    /// The first error, if there is one.
+    /// The first error, if any.
     fn error(&self) -> Option<String>;
 
     /// Ends all calls, on the GPU too.
@@ -15,15 +15,15 @@ pub(super) trait Watched {
 
 /// Watches until the group ends, in good order or with a failure.
 ///
-/// `unasked` gives the failure behind a suspected one when the heartbeat monitor, which asks the other ranks, finds none in
-/// time.
+/// `unasked` gives the failure behind a suspected one if the heartbeat monitor, which asks the other ranks, does not
+/// find it in time.
 pub(super) fn run(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
     const TICK: Duration = Duration::from_millis(20);
     loop {
         let over = group.is_over(TICK);
         if group.failure().is_none() && !over {
             let seen = || watched.error().map(SuspectedFailure::Broken).or_else(|| group.sweep(Instant::now()));
-            // Others may have seen it first.
+            // Other threads may have noticed it first.
             let suspected = group.suspected().or_else(seen);
             let Some(suspected) = suspected else { continue };
             group.suspect(suspected.clone());

@@ -1,4 +1,4 @@
-//! A call under way, as its `Work` holds it.
+//! A call in flight, as its `Work` holds it.
 use super::group::{Fence, Group};
 use super::status::NcclFailure;
 use super::stream::{Done, Streams};
@@ -10,7 +10,7 @@ use cudarc::driver::CudaEvent;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Keeps the tensors of a call in the GPU's memory until candle's stream comes after it.
+/// Keeps the tensors of a call in the GPU's memory until candle's stream has passed it.
 pub(super) struct NcclWork {
     pub(super) group: Arc<Group>,
     pub(super) streams: Streams,
@@ -22,9 +22,9 @@ pub(super) struct NcclWork {
 }
 
 impl NcclWork {
-    /// The second fence, once the call is on the stream. Only messages are not there at once, since a thread puts them there.
-    /// That thread must not be the last to hold the tensors: it would free them on a stream that is not ordered with what
-    /// follows the wait.
+    /// Returns the second fence once the call is on the stream. Only messages may not be on it yet, since a thread puts
+    /// them there. That thread must not be the last to hold the tensors: it would free them on a stream that is not
+    /// ordered with what follows the wait.
     fn done(&self) -> Result<&CudaEvent> {
         self.group.wait_for(|| self.done.started().map(drop))?;
         self.done.mark().ok_or_else(|| self.failed("its fence is missing"))
@@ -80,7 +80,7 @@ impl Completion for NcclWork {
 }
 
 impl Drop for NcclWork {
-    /// A tensor is freed in the order of candle's stream, which has to be behind the call, also when nobody waited.
+    /// A tensor is freed in the order of candle's stream, which must be behind the call even if no thread waited.
     fn drop(&mut self) {
         if let Some(done) = self.done.mark()
             && !matches!(self.done.is_over(), Ok(true))
@@ -91,7 +91,7 @@ impl Drop for NcclWork {
     }
 }
 
-/// A work that is shared with the thread which starts it.
+/// A work shared with the thread that starts it.
 pub(super) struct Shared(pub(super) Arc<NcclWork>);
 
 impl Completion for Shared {

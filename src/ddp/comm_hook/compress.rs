@@ -1,4 +1,4 @@
-//! Hooks of one stage: all-reduce as it is, in half the precision, or not at all.
+//! Hooks with one stage: all-reduce in full precision, in half precision, or not at all.
 use super::{CommHook, GradBucket, HookWork};
 use crate::kernels::Assignment;
 use crate::process_group::ProcessGroup;
@@ -6,43 +6,43 @@ use crate::tensor::copy;
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Tensor};
 
-/// The mean over the ranks, as DDP makes it without a hook (which is a little faster): PyTorch's `allreduce_hook`.
+/// The mean over the ranks, as DDP computes it without a hook (which is slightly faster): PyTorch's `allreduce_hook`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllReduce {
     bytes: u64,
 }
 
-/// Sends gradients as f16, and converts their mean back: PyTorch's `fp16_compress_hook`.
+/// Sends gradients as f16 and converts the mean back: PyTorch's `fp16_compress_hook`.
 ///
-/// What is larger than 65504 when divided by the number of ranks becomes infinite, and what is smaller than 6e-8 zero. A
-/// [`GradScaler`](crate::GradScaler) helps with the one as with the other.
+/// Values above 65504 after division by the number of ranks become infinite, and values below 6e-8 become zero. A
+/// [`GradScaler`](crate::GradScaler) helps with both.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fp16Compress {
     bytes: u64,
 }
 
-/// Sends gradients as bf16, and converts their mean back: PyTorch's `bf16_compress_hook`. bf16 has the range of f32, and
-/// 8 bits of precision.
+/// Sends gradients as bf16 and converts the mean back: PyTorch's `bf16_compress_hook`. bf16 has the range of f32 and 8
+/// bits of precision.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bf16Compress {
     bytes: u64,
 }
 
-/// Sends nothing: gradients stay each rank's own, undivided. For measuring what communication costs, and for programs
-/// that average parameters instead (PyTorch's `noop_hook`).
+/// Sends nothing: each rank keeps its own gradients, undivided. Use it to measure the cost of communication, or if the
+/// program averages parameters instead (PyTorch's `noop_hook`).
 ///
-/// Buffers are still broadcast, unless `DdpOptions::broadcast_buffers` is off: with it off, ranks may make as many steps
-/// as they like.
+/// Buffers are still broadcast unless `DdpOptions::broadcast_buffers` is off. With it off, ranks may run different
+/// numbers of steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Noop;
 
-/// Starts the mean of a bucket over the ranks, in place: divided first, so that sums do not overflow.
+/// Starts averaging a bucket over the ranks, in place. It divides first, so that sums do not overflow.
 pub(super) fn all_reduce<H>(bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<H>> {
     copy::scale(bucket.buffer(), 1.0 / group.world_size() as f64)?;
     Ok(HookWork::wait([group.all_reduce_async(bucket.buffer(), ReduceOp::Sum)?]))
 }
 
-/// Starts the mean of a bucket in `dtype`. It is divided and converted in one step, which rounds once.
+/// Starts averaging a bucket in `dtype`. Dividing and converting in one step rounds only once.
 fn compressed<H>(bucket: &GradBucket, group: &ProcessGroup, dtype: DType) -> Result<HookWork<H>> {
     if bucket.buffer().dtype() == dtype {
         return all_reduce(bucket, group);
@@ -73,7 +73,7 @@ impl CommHook for AllReduce {
     }
 }
 
-/// Both halves are alike.
+/// Implements both 16-bit hooks.
 macro_rules! half {
     ($($hook:ident: $dtype:expr, $name:literal;)*) => {$(
         impl CommHook for $hook {

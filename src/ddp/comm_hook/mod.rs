@@ -1,15 +1,14 @@
-//! Communication hooks: what DistributedDataParallel does with a full bucket, instead of all-reducing it as it is.
+//! Communication hooks replace DistributedDataParallel's all-reduce of a full bucket.
 //!
-//! | hook | sends, of each gradient element | result |
+//! | hook | sends for each gradient element | result |
 //! |---|---|---|
 //! | none, [`AllReduce`] | itself | the mean over the ranks |
 //! | [`Fp16Compress`], [`Bf16Compress`] | 2 bytes | the mean, rounded to 11 (8) bits |
-//! | [`PowerSgd`] | two thin factors of each matrix | the part of low rank of the mean; the rest counts next time |
-//! | [`TopK`] | the largest, with their places | the mean of what was sent; the rest counts next time |
+//! | [`PowerSgd`] | two thin factors of each matrix | a low-rank approximation of the mean; the rest comes next time |
+//! | [`TopK`] | the largest elements and their positions | the mean of what was sent; the rest comes next time |
 //! | [`Noop`] | nothing | this rank's own gradient |
 //!
-//! A hook is registered with
-//! [`register_comm_hook`](crate::DistributedDataParallel::register_comm_hook) (PyTorch's name):
+//! Register a hook with [`register_comm_hook`](crate::DistributedDataParallel::register_comm_hook), PyTorch's name:
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
@@ -34,10 +33,10 @@
 //! # }
 //! ```
 //!
-//! # A hook of one's own
-//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and returns a [`HookWork`] that
-//! says what comes after them. `backward` returns the bucket's final contents. This
-//! one adds noise to what leaves the rank:
+//! # Writing a hook
+//! [`CommHook::run`] gets a bucket of this rank's gradients, undivided, starts collectives, and returns a [`HookWork`]
+//! that says what follows them. `backward` returns the bucket's final contents. This hook adds noise to what leaves the
+//! rank:
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
@@ -59,7 +58,7 @@
 //!         let noise = (gradients.randn_like(0.0, 1.0)? * self.scale)?;
 //!         let noisy = ((gradients + noise)? / group.world_size() as f64)?; // DDP does not divide for a hook
 //!         let work = group.all_reduce_async(&noisy, ReduceOp::Sum)?;
-//!         // Later, when the sum is there, on the thread that called `backward`:
+//!         // Runs later, when the sum is complete, on the thread that called `backward`.
 //!         Ok(HookWork::then([work], move |_hook: &mut Self, bucket, _group| {
 //!             bucket.set_buffer(&noisy)?;
 //!             Ok(HookWork::done())
@@ -83,21 +82,21 @@
 //! # }
 //! ```
 //!
-//! # What a hook can rely on, and has to keep to
-//! - **Order.** `run` is called for the buckets in their order, 0, 1, …, in every synchronised backward pass, on the same
-//!   thread. When the backward pass is over, the buckets are gone through in rounds: of each in turn, the collectives
-//!   that it waits for are waited for, and what comes after them is run. So collectives start in the same order on all
-//!   ranks, as long as the hooks start the same ones for the same bucket, and a bucket's next stage is calculated while
-//!   others' are on their way. Only the first stage runs beside the backward pass.
-//! - **Parameters that a rank did not use** are zeros in its bucket. Which rank used which parameter is sent beside the hook: one
-//!   small all-reduce per backward pass, one byte for each parameter, so that a parameter that no rank used has no
-//!   gradient, with every hook (what the hook makes of it is dropped).
-//! - **Buckets change once**, after the first synchronised backward pass, when the order in which gradients come is
-//!   known. State that lasts from pass to pass is best kept by parameter name ([`GradBucket::names`]), as the hooks here
-//!   do; PyTorch's start anew.
+//! # Guarantees and requirements
+//! - **Order.** In every synchronised backward pass, `run` is called for buckets 0, 1, … in order, on one thread. After
+//!   the backward pass, the buckets are processed in rounds: for each bucket in turn, DDP waits for its collectives and
+//!   runs its next stage. So collectives start in the same order on all ranks, provided that the hooks start the same
+//!   ones for the same bucket, and one bucket's next stage is computed while others are in flight. Only first stages
+//!   overlap the backward pass.
+//! - **Parameters that a rank did not use** are zeros in its bucket. DDP sends which rank used which parameter
+//!   separately: one small all-reduce per backward pass, with one byte per parameter. So a parameter that no rank used
+//!   has no gradient with any hook, and the hook's result for it is dropped.
+//! - **Buckets change once**, after the first synchronised backward pass, when the order of the gradients is known.
+//!   Keep state between passes by parameter name ([`GradBucket::names`]), as the hooks here do; PyTorch's hooks start
+//!   anew.
 //! - **Under `no_sync`** no hook runs; the next synchronised pass gives it the sum.
-//! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype`.
-//! - **An error** ends the group, with the reason, on all ranks.
+//! - **Dtypes.** A bucket has the dtype of the gradients, or `mixed_precision.reduce_dtype` if set.
+//! - **Errors** end the group on all ranks, with the reason.
 //! - **Deadlock**: a hook must not call its own DDP model.
 mod compress;
 mod orthonormal;
@@ -118,61 +117,61 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-/// What happens to a full bucket, instead of DDP's own all-reduce: PyTorch's DDP communication hook. See the
-/// [module](self) for an example and for what it can rely on.
+/// Replaces DDP's all-reduce of a full bucket, like PyTorch's DDP communication hook. The [module](self) has an example
+/// and lists the guarantees.
 pub trait CommHook: Sized + Send + 'static {
-    /// The hook's name and everything on which ranks have to agree; registration compares it between the ranks. The
-    /// default is the type's name.
+    /// The hook's name and everything on which ranks must agree; registration compares it between ranks. Default: the
+    /// type's name.
     fn describe(&self) -> String {
         std::any::type_name::<Self>().to_string()
     }
 
-    /// Takes a bucket of this rank's gradients (not divided by anything) and starts what is to be sent of it.
-    /// In the end the bucket holds what `backward` returns. For a mean, this hook has to divide.
+    /// Takes a bucket of this rank's gradients, undivided, and starts the communication. At the end the bucket must
+    /// hold what `backward` is to return. To compute a mean, the hook must divide.
     fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>>;
 
-    /// Whether this hook sends nothing at all. Then nothing else is sent for it either: gradients are each rank's own,
-    /// and a parameter has one where this rank used it. Default: false.
+    /// Whether this hook sends nothing. Then DDP sends nothing for it either: each rank keeps its own gradients, and a
+    /// parameter has one if this rank used it. Default: false.
     fn is_local(&self) -> bool {
         false
     }
 
-    /// How many bytes this rank has handed to collectives as its part since the beginning, for
+    /// The bytes that this rank has passed to collectives so far, for
     /// [`comm_hook_traffic`](crate::DistributedDataParallel::comm_hook_traffic). Default: None, not counted.
     fn bytes_sent(&self) -> Option<u64> {
         None
     }
 
-    /// What this rank's hook remembers from pass to pass, as named tensors, for
-    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state). Default: nothing.
+    /// The hook's state on this rank as named tensors, for
+    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state). Default: empty.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         Ok(HashMap::new())
     }
 
-    /// Takes over what [`state_dict`](Self::state_dict) gave. What does not fit is refused, and then nothing has changed.
-    /// The default accepts only an empty state.
+    /// Restores what [`state_dict`](Self::state_dict) returned. A state that does not fit is refused and changes
+    /// nothing. The default accepts only an empty state.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         match state.keys().min() {
             Some(key) => Err(Error::parameter(
                 key,
-                format!("{} remembers nothing: this is the state of another hook", self.describe()),
+                format!("{} has no state: this is the state of another hook", self.describe()),
             )),
             None => Ok(()),
         }
     }
 }
 
-/// What was remembered of the parameter `name` is not for a gradient as it is now.
+/// The state of the parameter `name` does not fit its gradient.
 fn of_another_model(name: &str) -> Error {
     Error::parameter(
         name,
-        "what the communication hook remembers of it has another shape or dtype: its state is of another model",
+        "the communication hook's state for it has another shape or dtype: the state is of another model",
     )
 }
 
 type Continuation<H> = Box<dyn FnOnce(&mut H, &GradBucket, &ProcessGroup) -> Result<HookWork<H>> + Send>;
 
-/// What a hook has started for a bucket, and what it does afterwards: PyTorch's future.
+/// The collectives that a hook has started for a bucket, and what follows them: PyTorch's future.
 #[must_use = "the bucket is only finished when its work is"]
 pub struct HookWork<H> {
     pub(super) works: Vec<Work>,
@@ -180,18 +179,18 @@ pub struct HookWork<H> {
 }
 
 impl<H> HookWork<H> {
-    /// The bucket holds its result.
+    /// The bucket already holds its result.
     pub fn done() -> Self {
         Self { works: Vec::new(), then: None }
     }
 
-    /// The bucket holds its result when `works` are over.
+    /// The bucket holds its result once `works` are complete.
     pub fn wait(works: impl IntoIterator<Item = Work>) -> Self {
         Self { works: works.into_iter().collect(), then: None }
     }
 
-    /// When `works` are over, `next` is given the hook, the bucket and the group, and returns what comes after it. Move
-    /// tensors that `works` read or write into `next`: so they stay alive.
+    /// Once `works` are complete, `next` gets the hook, the bucket and the group, and returns what follows. Move
+    /// tensors that `works` read or write into `next`, to keep them alive.
     pub fn then(
         works: impl IntoIterator<Item = Work>,
         next: impl FnOnce(&mut H, &GradBucket, &ProcessGroup) -> Result<HookWork<H>> + Send + 'static,
@@ -210,7 +209,7 @@ impl<H> fmt::Debug for HookWork<H> {
     }
 }
 
-/// The gradients of some parameters, one behind the other: PyTorch's `GradBucket`. Clones show the same gradients.
+/// The gradients of some parameters in one flat tensor: PyTorch's `GradBucket`. Clones share the gradients.
 #[derive(Clone, Debug)]
 pub struct GradBucket {
     pub(super) index: usize,
@@ -221,7 +220,7 @@ pub struct GradBucket {
 }
 
 impl GradBucket {
-    /// The bucket's place among the buckets: the one with 0 is sent first.
+    /// The bucket's position; bucket 0 is sent first.
     pub fn index(&self) -> usize {
         self.index
     }
@@ -236,7 +235,7 @@ impl GradBucket {
         &self.buffer
     }
 
-    /// Each parameter's gradient in its shape: views of the buffer.
+    /// Each parameter's gradient in its shape, as a view of the buffer.
     pub fn gradients(&self) -> &[Tensor] {
         &self.gradients
     }
@@ -246,8 +245,8 @@ impl GradBucket {
         &self.names
     }
 
-    /// Writes the elements of `values` into the buffer, in its dtype. `values` has as many, a floating-point dtype, and
-    /// storage of its own.
+    /// Copies `values` into the buffer and converts them to its dtype. `values` must have as many elements, a
+    /// floating-point dtype, and storage of its own.
     pub fn set_buffer(&self, values: &Tensor) -> Result<()> {
         let (count, expected) = (values.elem_count(), self.buffer.elem_count());
         if count != expected {
@@ -262,13 +261,13 @@ impl GradBucket {
     }
 }
 
-/// What a hook has saved: see [`comm_hook_traffic`](crate::DistributedDataParallel::comm_hook_traffic).
+/// How much a hook saves: see [`comm_hook_traffic`](crate::DistributedDataParallel::comm_hook_traffic).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommHookTraffic {
-    /// The size of all gradients that the hook was given since it was registered.
+    /// The size in bytes of all gradients passed to the hook since it was registered.
     pub gradient_bytes: u64,
-    /// What this rank handed to collectives for them, with the byte per parameter that says whether it was used; None if
-    /// the hook does not count it.
+    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags.
+    /// None if the hook does not count them.
     pub bytes_sent: Option<u64>,
 }

@@ -1,12 +1,13 @@
-//! Gram and Schmidt's orthogonalisation, on whatever device.
+//! Gram-Schmidt orthogonalisation on any device.
 use crate::Result;
 use candle_core::{D, Tensor};
 
-/// The part of a row's length that must be left once the rows before it are taken out: less than that is rounding errors.
+/// The share of a row's length that must remain after the earlier rows are projected out; less than that is rounding
+/// error.
 const INDEPENDENT: f64 = 1e-6;
 
-/// The rows, made orthogonal to each other and of length 1 (with `epsilon` a little less, depending on their length), by
-/// Gram and Schmidt's method. A row that depends on those before it becomes zeros. Nothing here waits for a GPU.
+/// Makes the rows orthogonal to each other and of length 1 by the Gram-Schmidt method; with `epsilon`, lengths are
+/// slightly less. A row that depends on earlier ones becomes zeros. Does not wait for a GPU.
 pub(super) fn orthonormal(rows: &Tensor, epsilon: f64) -> Result<Tensor> {
     let length = |row: &Tensor| row.sqr()?.sum_keepdim(D::Minus1)?.sqrt();
     let one_where_zero = |length: &Tensor| length + length.eq(0.0)?.to_dtype(length.dtype())?;
@@ -14,13 +15,13 @@ pub(super) fn orthonormal(rows: &Tensor, epsilon: f64) -> Result<Tensor> {
     let mut lengths: Vec<Tensor> = Vec::with_capacity(rows.dim(0)?);
     for row in 0..rows.dim(0)? {
         let row = rows.narrow(0, row, 1)?;
-        // Squares of what is far from 1 would leave the range of f32.
+        // Squares of values far from 1 would leave the range of f32.
         let largest = row.abs()?.max_keepdim(D::Minus1)?;
         let mut row = row.broadcast_div(&one_where_zero(&largest)?)?;
         let before = length(&row)?;
         if !basis.is_empty() {
             let basis = Tensor::cat(&basis, 0)?;
-            // Once more, for what rounding has left over.
+            // The second pass removes what rounding left.
             for _ in 0..2 {
                 row = (&row - row.matmul(&basis.t()?)?.matmul(&basis)?)?;
             }

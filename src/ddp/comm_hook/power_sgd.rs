@@ -1,7 +1,8 @@
-//! PowerSGD: gradients as products of thin matrices.
+//! PowerSGD: sends gradients as products of thin matrices.
 use super::compress::all_reduce;
 use super::orthonormal::orthonormal;
 use super::{CommHook, GradBucket, HookWork, of_another_model};
+use crate::hash::fnv1a_64;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader};
 use crate::tensor::copy;
@@ -9,27 +10,27 @@ use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::HashMap;
 
-/// How [`PowerSgd`] compresses; the defaults are those of PyTorch's `PowerSGDState`. All ranks give the same.
+/// Options of [`PowerSgd`], with the defaults of PyTorch's `PowerSGDState`. All ranks must give the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PowerSgdOptions {
-    /// The rank of the matrix that approximates a gradient. A higher one sends more bytes and keeps more of the gradient.
+    /// The rank of the approximation of a gradient. A higher rank sends more bytes and keeps more of the gradient.
     /// Default: 1.
     pub matrix_approximation_rank: usize,
-    /// How many synchronised backward passes use the plain all-reduce before compression begins, since the first
+    /// The number of synchronised backward passes with a plain all-reduce before compression begins, since the first
     /// gradients of a training run have little structure (PyTorch's `start_powerSGD_iter`). Default: 1000.
     pub start_iter: u64,
-    /// A matrix is only compressed if it becomes smaller by more than this factor. Default: 2.
+    /// A matrix is compressed only if that makes it smaller by more than this factor. Default: 2.
     pub min_compression_rate: f64,
-    /// Whether what an approximation leaves out is added to the next gradient. It takes a copy of the gradients, and
-    /// without it much of them is lost for ever. Default: true.
+    /// Whether the approximation error is added to the next gradient. This needs a copy of the gradients; without it,
+    /// much of them is lost for good. Default: true.
     pub use_error_feedback: bool,
-    /// Whether the approximation begins with the factor of the last one, instead of a random one: so that it gets better
-    /// from pass to pass. Default: true.
+    /// Whether each approximation starts from the last one's factor instead of a random one, which improves it from
+    /// pass to pass. Default: true.
     pub warm_start: bool,
-    /// Added to the lengths of vectors when they are normalised. PyTorch needs it where gradients may be zero; here zero
-    /// needs nothing. Default: 0.
+    /// Added to the lengths of vectors when they are normalised. PyTorch needs it if gradients may be zero; this
+    /// implementation handles zeros without it. Default: 0.
     pub orthogonalization_epsilon: f64,
-    /// The seed of the random first factors. Default: 0.
+    /// The seed of the random initial factors. Default: 0.
     pub seed: u64,
 }
 
@@ -47,76 +48,79 @@ impl Default for PowerSgdOptions {
     }
 }
 
-/// Approximates each matrix of gradients, over all ranks, by a product of two thin ones, and sends these: PyTorch's
+/// Approximates each gradient matrix, over all ranks, by a product of two thin matrices, and sends these: PyTorch's
 /// `powerSGD_hook`, after [PowerSGD] (Vogels et al., 2019).
 ///
-/// A gradient of more than one dimension is a matrix M with as many rows as its first dimension. P = M·Q is all-reduced
-/// and its columns are made orthonormal, Q = Mᵀ·P is all-reduced, and P·Qᵀ is what `backward` returns. Vectors, and
-/// matrices that would not become much smaller, travel with P as they are. The calculation is in f32, or in f64 for
-/// gradients in f64.
+/// A gradient with more than one dimension is treated as a matrix M with one row per element of its first dimension.
+/// P = M·Q is all-reduced and its columns are made orthonormal, Q = Mᵀ·P is all-reduced, and `backward` returns P·Qᵀ.
+/// Vectors, and matrices that would not become much smaller, are sent uncompressed together with P. The calculation is
+/// in f32, or in f64 for gradients in f64.
 ///
-/// Differences to PyTorch's: the state is kept by parameter, so that it survives the rebuilding of the buckets and
-/// compression may begin with the first pass; a gradient of zeros, for example of an unused parameter, or of less than
-/// the approximation's rank, gives zeros where PyTorch's gives NaN or noise; an infinite or NaN gradient, which a
-/// [`GradScaler`](crate::GradScaler) tells from the result, leaves no trace in the state. When the scaler changes its
-/// scale, what was left out before keeps the old one.
+/// Differences from PyTorch: the state is kept by parameter, so it survives the rebuilding of the buckets and
+/// compression may begin with the first pass. A gradient that is zero (such as that of an unused parameter) or of lower
+/// rank than the approximation gives zeros, where PyTorch gives NaN or noise. An infinite or NaN gradient, which a
+/// [`GradScaler`](crate::GradScaler) detects in the result, does not enter the state. When the scaler changes its
+/// scale, errors kept from earlier passes keep the old scale.
 ///
-/// Every rank calculates P·Qᵀ for itself, so that ranks on processors of different kinds may differ in the last bits.
+/// Every rank calculates P·Qᵀ itself, so ranks on different kinds of processors may differ in the last bits.
 ///
 /// [PowerSGD]: https://arxiv.org/abs/1905.13727
 #[derive(Debug)]
 pub struct PowerSgd {
     options: PowerSgdOptions,
     iteration: u64,
-    matrices: HashMap<String, Memory>,
+    matrices: HashMap<String, MatrixState>,
     bytes: u64,
 }
 
-/// What is kept of one matrix of N × M elements from pass to pass.
+/// State kept for each N×M matrix between passes.
 #[derive(Debug)]
-struct Memory {
-    /// The first factor, rank × M, for rows that the last approximation could not fill.
+struct MatrixState {
+    /// The random initial factor, rank × M; it replaces rows that the last approximation left zero or non-finite.
     start: Tensor,
-    /// What the next approximation begins with, rank × M.
+    /// The factor from which the next approximation starts, rank × M.
     q: Tensor,
-    /// N × M: what the last approximation left out here.
+    /// The error of the last approximation on this rank, N × M.
     error: Option<Tensor>,
 }
 
-impl Memory {
+impl MatrixState {
     fn fits(&self, (rows, columns, rank): (usize, usize, usize), dtype: DType) -> bool {
         let is = |tensor: &Tensor, shape: [usize; 2]| tensor.dims() == shape && tensor.dtype() == dtype;
         let factors = [&self.start, &self.q].into_iter().all(|factor| is(factor, [rank, columns]));
         factors && self.error.as_ref().is_none_or(|error| is(error, [rows, columns]))
     }
 
-    /// Moves it to the gradient's device: what was loaded is on the CPU.
+    /// Moves the state to the gradient's device, since a loaded state is on the CPU.
     fn to_device(&self, device: &Device) -> candle_core::Result<Self> {
         let error = self.error.as_ref().map(|error| error.to_device(device)).transpose()?;
         Ok(Self { start: self.start.to_device(device)?, q: self.q.to_device(device)?, error })
     }
 }
 
-/// A matrix on its way. Both factors are kept with their long side along the rows.
+/// A matrix in flight. Both factors are stored with their long side along the rows.
 struct Matrix {
-    /// Its place in the bucket.
+    /// Its index in the bucket.
     slot: usize,
     rank: usize,
-    /// This rank's gradient, N × M, with what was left out before.
+    /// This rank's gradient, N × M, plus the error of the last approximation.
     local: Tensor,
     start: Tensor,
 }
 
 impl PowerSgd {
-    /// A hook that has not seen any gradient. Refuses a rank of 0, a compression rate that is not above 0 and a negative
+    /// Creates a hook without state.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] for a matrix rank of 0, a compression rate that is not above 0, or a negative
     /// epsilon.
     pub fn new(options: PowerSgdOptions) -> Result<Self> {
         let PowerSgdOptions { min_compression_rate: rate, orthogonalization_epsilon: epsilon, .. } = options;
         if options.matrix_approximation_rank == 0 {
-            return Err(Error::invalid("matrix_approximation_rank", "0 would leave nothing: use at least 1"));
+            return Err(Error::invalid("matrix_approximation_rank", "0 would keep nothing: use at least 1"));
         }
         if rate.is_nan() || rate <= 0.0 {
-            return Err(Error::invalid("min_compression_rate", format!("{rate} is no factor: it must be above 0")));
+            return Err(Error::invalid("min_compression_rate", format!("{rate} is not a factor: it must be above 0")));
         }
         if !(epsilon >= 0.0 && epsilon.is_finite()) {
             let reason = format!("{epsilon} cannot be added to a length: it must be 0 or more");
@@ -135,7 +139,7 @@ impl PowerSgd {
         worth.then_some((rows, columns, rank))
     }
 
-    /// P of all matrices in the bucket, all-reduced together with what is not compressed.
+    /// Computes P of all matrices in the bucket, and all-reduces it together with what is not compressed.
     fn first_stage(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>> {
         let dtype = if bucket.buffer().dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (mut matrices, mut others, mut parts) = (Vec::new(), Vec::new(), Vec::new());
@@ -145,7 +149,7 @@ impl PowerSgd {
                 continue;
             };
             let mut local = gradient.reshape((rows, columns))?.to_dtype(dtype)?;
-            // It stays until there is a new one: a backward pass that fails leaves no trace.
+            // The old state stays until there is a new one, so that a failed backward pass does not change it.
             let memory = self.matrices.get(name);
             if memory.is_some_and(|memory| !memory.fits((rows, columns, rank), dtype)) {
                 return Err(of_another_model(name));
@@ -155,7 +159,7 @@ impl PowerSgd {
                 local = (local + error)?;
             }
             let (start, q) = match memory {
-                Some(Memory { start, q, .. }) if self.options.warm_start => (start, q),
+                Some(MatrixState { start, q, .. }) if self.options.warm_start => (start, q),
                 _ => {
                     let start = self.random(name, (rank, columns), dtype, gradient.device())?;
                     (start.clone(), start)
@@ -181,7 +185,7 @@ impl PowerSgd {
         }))
     }
 
-    /// Q of all matrices; the uncompressed gradients are there.
+    /// Computes and all-reduces Q of all matrices, and writes back the uncompressed gradients.
     fn second_stage(
         &mut self,
         bucket: &GradBucket,
@@ -212,7 +216,7 @@ impl PowerSgd {
         }))
     }
 
-    /// The approximations, and what they leave out.
+    /// Writes the approximations and keeps their errors.
     fn last_stage(&mut self, bucket: &GradBucket, matrices: Vec<Matrix>, ps: &[Tensor], flat: &Tensor) -> Result<()> {
         let mut offset = 0;
         for (Matrix { slot, rank, local, start }, p) in matrices.into_iter().zip(ps) {
@@ -225,7 +229,7 @@ impl PowerSgd {
             let gradient = &bucket.gradients()[slot];
             copy::copy(gradient, &approximation.reshape(gradient.shape())?)?;
             let q = usable_rows(&q, &start)?;
-            self.matrices.insert(bucket.names()[slot].clone(), Memory { start, q, error });
+            self.matrices.insert(bucket.names()[slot].clone(), MatrixState { start, q, error });
         }
         Ok(())
     }
@@ -234,20 +238,18 @@ impl PowerSgd {
         self.bytes += (sent.elem_count() * sent.dtype().size_in_bytes()) as u64;
     }
 
-    /// Normally distributed numbers, the same on every rank: they follow from the seed, the parameter's name and the
-    /// iteration alone.
+    /// Normally distributed numbers that depend only on the seed, the parameter's name and the iteration, so they are
+    /// the same on every rank.
     fn random(&self, name: &str, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-        // FNV-1a over the name makes the state of a SplitMix64.
-        let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325, hash);
-        state = state.wrapping_add(self.options.seed).wrapping_add(self.iteration << 32);
+        // The name's hash seeds a SplitMix64.
+        let mut state = fnv1a_64(name.as_bytes()).wrapping_add(self.options.seed).wrapping_add(self.iteration << 32);
         let mut uniform = || {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mut word = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
             ((word ^ (word >> 31)) >> 11) as f64 / (1u64 << 53) as f64
         };
-        // Box and Muller; 1 - u is never 0.
+        // The Box-Muller method; 1 - u is never 0.
         let mut normal = || (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos();
         let values: Vec<f64> = (0..shape.0 * shape.1).map(|_| normal()).collect();
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
@@ -274,12 +276,12 @@ impl CommHook for PowerSgd {
         Some(self.bytes)
     }
 
-    /// `iteration`, and for each matrix `{parameter}.start`, `{parameter}.q` and, with error feedback,
+    /// Contains `iteration`, and for each matrix `{parameter}.start`, `{parameter}.q` and, with error feedback,
     /// `{parameter}.error`.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin(KIND)?;
         dict.insert("iteration".to_string(), state::count(self.iteration)?);
-        for (name, Memory { start, q, error }) in &self.matrices {
+        for (name, MatrixState { start, q, error }) in &self.matrices {
             let parts = [(START, Some(start)), (Q, Some(q)), (ERROR, error.as_ref())];
             dict.extend(
                 parts.into_iter().filter_map(|(part, tensor)| Some((format!("{name}{part}"), tensor?.clone()))),
@@ -295,7 +297,7 @@ impl CommHook for PowerSgd {
         for name in dict.keys().filter_map(|key| key.strip_suffix(START)) {
             let mut part = |part: &str| Ok::<_, Error>(loader.tensor(&format!("{name}{part}"))?.copy()?);
             let error = if self.options.use_error_feedback { Some(part(ERROR)?) } else { None };
-            matrices.insert(name.to_string(), Memory { start: part(START)?, q: part(Q)?, error });
+            matrices.insert(name.to_string(), MatrixState { start: part(START)?, q: part(Q)?, error });
         }
         loader.finish()?;
         (self.iteration, self.matrices) = (iteration, matrices);
@@ -308,7 +310,7 @@ const START: &str = ".start";
 const Q: &str = ".q";
 const ERROR: &str = ".error";
 
-/// The next elements of `flat`, as a matrix.
+/// Takes the next elements of `flat` as a matrix.
 fn take(flat: &Tensor, offset: &mut usize, shape: (usize, usize)) -> Result<Tensor> {
     let count = shape.0 * shape.1;
     let part = flat.narrow(0, *offset, count)?.reshape(shape)?;
@@ -316,7 +318,7 @@ fn take(flat: &Tensor, offset: &mut usize, shape: (usize, usize)) -> Result<Tens
     Ok(part)
 }
 
-/// The rows of `rows` that are finite and not zero; in place of the others, those of `spare`.
+/// Keeps the rows of `rows` that are finite and not zero, and takes the others from `spare`.
 fn usable_rows(rows: &Tensor, spare: &Tensor) -> Result<Tensor> {
     let sums = rows.abs()?.sum_keepdim(D::Minus1)?;
     // Comparisons with NaN are false.

@@ -1,4 +1,4 @@
-//! Top-k sparsification: only the largest gradients are sent, the others later.
+//! Top-k sparsification: only the largest gradient elements are sent, the others later.
 use super::{CommHook, GradBucket, HookWork, of_another_model};
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader};
@@ -6,14 +6,14 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 
-/// How [`TopK`] chooses. All ranks give the same.
+/// Options of [`TopK`]. All ranks must give the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TopKOptions {
-    /// Which part of a bucket's elements is sent, above 0 and at most 1; each costs 8 bytes, and comes from every rank.
+    /// The share of a bucket's elements that each rank sends, above 0 and at most 1; each element costs 8 bytes.
     /// Default: 0.01.
     pub ratio: f64,
-    /// Whether what was not sent is added to the next gradient. It takes a copy of the gradients, and without it most of
-    /// them are lost for ever. Default: true.
+    /// Whether elements that were not sent are added to the next gradient. This needs a copy of the gradients; without
+    /// it, most of them are lost for good. Default: true.
     pub use_error_feedback: bool,
 }
 
@@ -23,35 +23,38 @@ impl Default for TopKOptions {
     }
 }
 
-/// Sends, of each bucket, the elements that are largest on this rank, with their places; the mean over the ranks of what
-/// was sent is what `backward` returns, zeros elsewhere. What was not sent is kept and added to the next gradient, so that
-/// nothing is lost (Top-k sparsification with error feedback: Stich et al., 2018).
+/// Sends the elements of each bucket that are largest on this rank, with their positions. `backward` returns the mean
+/// over the ranks of what was sent, and zeros elsewhere. The other elements are kept and added to the next gradient, so
+/// nothing is lost (top-k sparsification with error feedback: Stich et al., 2018).
 ///
-/// What was kept comes later, and in lumps, which optimizers like Adam, that divide by a mean of past squares, take badly
-/// if too little is sent: watch the loss, and raise `ratio` where it jumps. When a [`GradScaler`](crate::GradScaler)
-/// changes its scale, what was kept before keeps the old one.
+/// Kept elements arrive late and in bursts. Optimizers like Adam, which divide by a mean of past squares, handle this
+/// badly if too little is sent: watch the loss, and raise `ratio` if it jumps. When a [`GradScaler`](crate::GradScaler)
+/// changes its scale, elements kept from earlier passes keep the old scale.
 ///
-/// Every rank receives the elements of all, so that it pays when `ratio` × the number of ranks is well below one half. The
-/// choice is made on the host, in f32: gradients on a GPU are copied there and back.
+/// Every rank receives the elements of all ranks, so this pays off if `ratio` × the number of ranks is well below one
+/// half. Elements are selected on the host, in f32: gradients on a GPU are copied there and back.
 #[derive(Debug)]
 pub struct TopK {
     options: TopKOptions,
-    /// What was not sent, by parameter.
+    /// Elements that were not sent, by parameter.
     left: HashMap<String, Vec<f32>>,
     bytes: u64,
 }
 
 impl TopK {
-    /// A hook that has not seen any gradient. Refuses a ratio that is not above 0 and at most 1.
+    /// Creates a hook without state.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] for a ratio that is not above 0 and at most 1.
     pub fn new(options: TopKOptions) -> Result<Self> {
         let ratio = options.ratio;
         if !(ratio > 0.0 && ratio <= 1.0) {
-            return Err(Error::invalid("ratio", format!("{ratio} is no part: it must be above 0 and at most 1")));
+            return Err(Error::invalid("ratio", format!("{ratio} is not a share: it must be above 0 and at most 1")));
         }
         Ok(Self { options, left: HashMap::new(), bytes: 0 })
     }
 
-    /// Adds what was left over from the last pass.
+    /// Adds what was left from the last pass.
     fn add_left(&mut self, bucket: &GradBucket, values: &mut [f32]) -> Result<()> {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
@@ -67,7 +70,7 @@ impl TopK {
         Ok(())
     }
 
-    /// Keeps what was not sent. What is not finite is no gradient, and would not become one by waiting.
+    /// Keeps what was not sent. Non-finite values are dropped, since they would stay non-finite.
     fn keep(&mut self, bucket: &GradBucket, values: &[f32]) {
         let mut rest = values;
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {
@@ -107,12 +110,12 @@ impl CommHook for TopK {
         let all_chosen = Tensor::zeros(world_size * k, DType::F32, device)?;
         let works = [group.all_gather_async(&all_places, &places)?, group.all_gather_async(&all_chosen, &chosen)?];
         Ok(HookWork::then(works, move |hook: &mut Self, bucket, _| {
-            // Only now: a backward pass that fails leaves no trace.
+            // Kept only now, so that a failed backward pass does not change the state.
             if hook.options.use_error_feedback {
                 hook.keep(bucket, &values);
             }
             let mut sums = vec![0f32; count];
-            // In the order of ranks, so that all ranks round alike.
+            // In rank order, so that all ranks round alike.
             for (place, value) in all_places.to_vec1::<u32>()?.into_iter().zip(all_chosen.to_vec1::<f32>()?) {
                 if let Some(sum) = sums.get_mut(place as usize) {
                     *sum += value / world_size as f32;
@@ -127,7 +130,7 @@ impl CommHook for TopK {
         Some(self.bytes)
     }
 
-    /// For each parameter, in one dimension, what was not sent.
+    /// For each parameter, a one-dimensional tensor of what was not sent.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut dict = state::begin(KIND)?;
         for (name, left) in &self.left {
@@ -151,7 +154,7 @@ impl CommHook for TopK {
 const KIND: &str = "top-k";
 const LEFT: &str = "left.";
 
-/// The places of the `k` values that are farthest from zero, ascending; of equal ones, the first. NaN is farthest.
+/// The positions of the `k` values farthest from zero, ascending; among equal ones, the first. NaN counts as farthest.
 fn largest(values: &[f32], k: usize) -> Vec<u32> {
     let mut places: Vec<u32> = (0..values.len() as u32).collect();
     if k < places.len() {

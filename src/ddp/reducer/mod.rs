@@ -9,7 +9,7 @@ use crate::ddp::bucket::{Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
 use crate::ddp::reduction::Reduction;
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Active, ProcessGroup};
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
@@ -18,12 +18,12 @@ use state::{Phase, Rebuild, State};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-/// Collects gradients in buckets and sends off each bucket as soon as it is full and its turn has come.
+/// Collects gradients in buckets and sends each bucket once it is full and all earlier ones have been sent.
 pub(crate) struct Reducer {
     identity: Arc<Identity>,
     groups: Groups,
     state: Mutex<State>,
-    /// Of the model whose buckets are sent after this one's in the same backward pass.
+    /// The reducer whose buckets are sent after this one's in the same backward pass.
     successor: Mutex<Option<Arc<Self>>>,
     trace: OnceLock<Arc<Trace>>,
 }
@@ -54,20 +54,25 @@ impl Reducer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the reducer which parameters there are, in registration order; gradients are expected in the reverse of
-    /// it until the first backward pass has shown better.
-    pub(crate) fn set_parameters(&self, parameters: Vec<ParameterInfo>, caps: BucketCaps) -> Result<()> {
+    /// Sets the parameters, in registration order. Gradients are expected in the reverse order until the first backward
+    /// pass has shown the actual one.
+    pub(crate) fn set_parameters(
+        &self,
+        parameters: Vec<ParameterInfo>,
+        caps: BucketCaps,
+        nan_check: bool,
+    ) -> Result<()> {
         let mut state = self.lock();
-        state.caps = caps;
+        (state.caps, state.nan_check) = (caps, nan_check);
         state.accumulated = vec![false; parameters.len()];
         state.parameters = parameters;
         let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
         state.rebuild_buckets(&order, self.world_size())
     }
 
-    /// From now on, what happens to the buckets is written down.
+    /// Records what happens to the buckets from now on.
     pub(crate) fn set_trace(&self, trace: Arc<Trace>) {
-        // It is set once, at construction.
+        // Called once, at construction.
         let _ = self.trace.set(trace);
     }
 
@@ -75,23 +80,26 @@ impl Reducer {
         self.trace.get().map(|trace| &**trace)
     }
 
-    /// The names of the parameters in each bucket, in the order in which they are sent.
+    /// The names of the parameters in each bucket, in the order in which buckets are sent.
     pub(crate) fn bucket_names(&self) -> Vec<Vec<String>> {
         let state = self.lock();
         let name = |index: &usize| state.parameters[*index].name.clone();
         state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
     }
 
-    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: somebody holds the gradients
-    /// of the last pass. `adds_up`: they are those to which the gradients of this pass will be added.
+    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: the program still holds the
+    /// gradients of the last pass. `adds_up`: the gradients of this pass will be added to those. `active`: the ranks that
+    /// have gradients of their own.
     pub(crate) fn prepare_for_backward(
         &self,
         synchronise: bool,
         successor: Option<Arc<Self>>,
         is_held: bool,
         adds_up: bool,
+        active: &Active,
     ) -> Result<()> {
         let mut state = self.lock();
+        (state.divisor, state.root) = (active.divisor(), active.root());
         if let Rebuild::Due(order) = &state.rebuild {
             let order = order.clone();
             state.rebuild_buckets(&order, self.world_size())?;
@@ -112,7 +120,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// The buckets of all models before this one have been sent: from now on this one's are, each when it is full.
+    /// Call when all models before this one have sent their buckets: this one's may now be sent as they fill up.
     pub(crate) fn open(&self) -> Result<()> {
         self.advance(|state| {
             state.is_open = true;
@@ -142,7 +150,7 @@ impl Reducer {
         self.advance(|state| self.mark_parameter_ready(state, index, gradient))
     }
 
-    /// Does `work`, and lets the next model send its buckets if all of this one have been sent.
+    /// Runs `work`, and lets the next model send its buckets once all of this one's have been sent.
     fn advance(&self, work: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
         let successor = {
             let mut state = self.lock();
@@ -167,7 +175,7 @@ impl Reducer {
             return Err(Error::parameter(&parameter.name, reason));
         }
         let synchronised = state.phase == Phase::Synchronised;
-        let scale = if synchronised { state.reduction.scale(self.world_size()) } else { 1.0 };
+        let scale = if synchronised { state.reduction.scale(state.divisor) } else { 1.0 };
         state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
         match state.phase {
             Phase::Synchronised => {
@@ -183,7 +191,7 @@ impl Reducer {
         }
     }
 
-    /// Sends off every bucket whose turn has come. Strictly in order, so that all ranks agree.
+    /// Sends every full bucket whose turn has come, strictly in order, so that all ranks agree.
     fn launch_full_buckets(&self, state: &mut State) -> Result<()> {
         while state.is_open && state.buckets.get(state.next).is_some_and(|bucket| bucket.missing == 0) {
             self.launch(state, None)?;
@@ -191,11 +199,14 @@ impl Reducer {
         Ok(())
     }
 
-    /// Sends off the next bucket in line. `used`: which members this rank used, where it missed any.
+    /// Sends the next bucket in line. `used` says which members this rank used, if it missed any.
     fn launch(&self, state: &mut State, used: Option<&[bool]>) -> Result<()> {
         let number = state.next;
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
+        }
+        if state.nan_check {
+            state.check_finite(number, self.groups.main().rank())?;
         }
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
         let group = self.groups.of(bucket.tensor.device());
@@ -204,7 +215,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Ends a backward pass that failed: what was collected is forgotten.
+    /// Ends a failed backward pass and discards what was collected.
     pub(crate) fn cancel(&self) {
         let mut state = self.lock();
         state.phase = Phase::Outside;
@@ -216,8 +227,8 @@ impl Reducer {
         }
     }
 
-    /// candle's backward pass is over, and the buckets of all models before this one have been sent: sends what is left of
-    /// this one's, and then lets the next model send its own.
+    /// Call after candle's backward pass, when all models before this one have sent their buckets: sends the rest of
+    /// this one's, then lets the next model send its own.
     pub(crate) fn launch_remaining(&self) -> Result<()> {
         self.advance(|state| {
             if state.phase != Phase::Synchronised {
@@ -232,7 +243,7 @@ impl Reducer {
         })
     }
 
-    /// Ends a backward pass whose buckets have all been sent: waits for them, and returns each parameter's gradient in
+    /// Ends a backward pass whose buckets have all been sent: waits for them and returns each parameter's gradient in
     /// registration order.
     pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
         let mut state = self.lock();
@@ -250,7 +261,7 @@ impl Reducer {
         state.accumulated.fill(false);
         self.agree_on_order(state)?;
         for (index, used) in used.iter_mut().enumerate() {
-            // Only a rank that did not contribute has to ask.
+            // Only a rank that did not contribute must read the flags.
             *used = *used || state.anybody_used(index)?;
         }
         if !std::mem::replace(&mut state.trained, true) && self.groups.main().rank() == 0 {
@@ -264,10 +275,10 @@ impl Reducer {
         Ok(state.gradients()?.into_iter().zip(used).map(present).collect())
     }
 
-    /// Fills up the next bucket, of which not all gradients have come, and sends it off.
+    /// Completes the next bucket, for which some gradients are missing, and sends it.
     fn complete(&self, state: &mut State) -> Result<()> {
         let used = &mut state.used;
-        let scale = state.reduction.scale(self.world_size());
+        let scale = state.reduction.scale(state.divisor);
         let bucket = &mut state.buckets[state.next];
         bucket.flush()?;
         for (slot, &index) in bucket.members.iter().enumerate() {
@@ -276,7 +287,7 @@ impl Reducer {
             }
             let gradient = &bucket.gradients[slot];
             if state.accumulated[index] {
-                // Not used in this pass, but in one under `no_sync`, which did not divide.
+                // Not used in this pass, but accumulated under `no_sync`, where gradients are not divided.
                 copy::scale(gradient, scale)?;
             } else {
                 gradient.zero_set()?;
@@ -287,22 +298,23 @@ impl Reducer {
         self.launch(state, Some(&members_used))
     }
 
-    /// After the first synchronised backward pass, all ranks take over the order in which rank 0's gradients came.
+    /// After the first synchronised backward pass, all ranks adopt the order in which the gradients of rank 0, or of the
+    /// first rank that had inputs, arrived.
     fn agree_on_order(&self, state: &mut State) -> Result<()> {
         let Rebuild::Recorded(arrived) = &mut state.rebuild else { return Ok(()) };
         let mut order = std::mem::take(arrived);
         let mut seen = vec![false; state.parameters.len()];
         order.iter().for_each(|index| seen[*index] = true);
-        // Those that did not come keep the order in which they were expected.
+        // Parameters without a gradient keep the order in which they were expected.
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.groups.main().device())?;
-        Label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, 0))?;
+        Label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, state.root))?;
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
-            rank: 0,
+            rank: state.root,
             reason: format!(
-                "what it sent is no order of {} parameters: all ranks of a group must make the same calls in the same \
-                 order",
+                "what it sent is not an order of {} parameters: all ranks of a group must make the same calls in the \
+                 same order",
                 state.parameters.len()
             ),
         })?;
@@ -312,7 +324,7 @@ impl Reducer {
     }
 }
 
-/// `order`, if each of `count` indices is in it once.
+/// Returns `order` if it contains each of `count` indices once.
 pub(crate) fn permutation(order: &[u32], count: usize) -> Option<Vec<usize>> {
     let mut missing = vec![true; count];
     let order = order.iter().map(|index| {

@@ -1,74 +1,81 @@
-//! What a reducer knows: its buckets, and how far the backward pass has come.
-use crate::Result;
+//! The state of a reducer: its buckets, and the progress of the backward pass.
 use crate::ddp::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::usage;
+use crate::{Error, Result};
 use candle_core::Tensor;
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) caps: BucketCaps,
+    /// Whether gradients that are not finite are an error.
+    pub(super) nan_check: bool,
     pub(super) parameters: Vec<ParameterInfo>,
     pub(super) buckets: Vec<Bucket>,
-    /// For each parameter, its bucket and its place among that bucket's members.
+    /// For each parameter, its bucket and its index among that bucket's members.
     pub(super) slot_of: Vec<(usize, usize)>,
     pub(super) phase: Phase,
-    /// Whether there was a backward pass.
+    /// Whether a backward pass has begun.
     pub(super) begun: bool,
-    /// Whether the first synchronised backward pass is over.
+    /// Whether the first synchronised backward pass is complete.
     pub(super) trained: bool,
-    /// How buckets are sent.
+    /// How buckets are reduced.
     pub(super) reduction: Reduction,
-    /// The next bucket in line to be sent.
+    /// The next bucket to be sent.
     pub(super) next: usize,
     /// Whether the buckets of all models before this one have been sent.
     pub(super) is_open: bool,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     pub(super) accumulated: Vec<bool>,
-    /// Which parameters this rank used, once candle's backward pass is over.
+    /// Which parameters this rank used; known once candle's backward pass is over.
     pub(super) used: Vec<bool>,
     pub(super) rebuild: Rebuild,
+    /// The number by which sums of gradients are divided in this backward pass.
+    pub(super) divisor: usize,
+    /// The rank whose order of the buckets all adopt.
+    pub(super) root: usize,
 }
 
 #[derive(Clone, Copy, Default, PartialEq)]
 pub(super) enum Phase {
-    /// No backward pass of DDP's is running: a hook that fires now belongs to somebody else's.
+    /// No backward pass of DDP is running: a hook that fires now belongs to one that DDP did not start.
     #[default]
     Outside,
-    /// Under `no_sync`: gradients add up in the buckets.
+    /// Under `no_sync`: gradients accumulate in the buckets.
     Local,
     /// Buckets are sent.
     Synchronised,
 }
 
-/// The first synchronised backward pass shows in which order gradients really come.
+/// The state of rebuilding the buckets in the order of the gradients in the first synchronised backward pass.
 #[derive(Default)]
 pub(super) enum Rebuild {
-    /// The order so far.
+    /// No synchronised backward pass has begun yet.
     #[default]
     Recording,
+    /// The parameters whose gradients have arrived, in that order.
     Recorded(Vec<usize>),
     /// Rank 0's order, to be used from the next backward pass on.
     Due(Vec<usize>),
     Done,
 }
 
-/// What became of one parameter's gradient.
+/// The result for one parameter's gradient.
 pub(crate) enum Gradient {
-    /// It is there: a view of its bucket.
+    /// A view of its bucket.
     Present(Tensor),
     /// No rank has used the parameter.
     Absent,
 }
 
 impl State {
-    /// Makes the buckets for gradients that come in `order`.
+    /// Creates the buckets for gradients that arrive in `order`.
     pub(super) fn rebuild_buckets(&mut self, order: &[usize], world_size: usize) -> Result<()> {
-        // The old storage goes first, unless gradients of the last backward pass still hold on to it.
+        // The old storage is freed first, unless gradients of the last backward pass still use it.
         self.buckets.clear();
         let plan = bucket::plan(&self.parameters, order, self.caps);
-        let bucket = |members| Bucket::new(&self.parameters, members, world_size);
-        self.buckets = plan.into_iter().map(bucket).collect::<Result<_>>()?;
+        let bucket = |(number, members)| Bucket::new(&self.parameters, number, members, world_size);
+        self.buckets = plan.into_iter().enumerate().map(bucket).collect::<Result<_>>()?;
         self.reduction.set_buckets(&self.buckets, &self.parameters)?;
         self.slot_of = vec![(0, 0); self.parameters.len()];
         for (number, bucket) in self.buckets.iter().enumerate() {
@@ -79,15 +86,15 @@ impl State {
         Ok(())
     }
 
-    /// The same buckets in new memory: somebody holds the gradients in the old.
+    /// Gives the same buckets new memory, because the program still holds the gradients in the old one.
     pub(super) fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
-        for bucket in &mut self.buckets {
-            *bucket = Bucket::new(&self.parameters, bucket.members.clone(), world_size)?;
+        for (number, bucket) in self.buckets.iter_mut().enumerate() {
+            *bucket = Bucket::new(&self.parameters, number, bucket.members.clone(), world_size)?;
         }
         self.reduction.set_buckets(&self.buckets, &self.parameters)
     }
 
-    /// What is in the buckets for each parameter, in registration order.
+    /// The contents of the buckets for each parameter, in registration order.
     pub(super) fn gradients(&self) -> Result<Vec<Gradient>> {
         let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
         let converted = converted.collect::<Result<Vec<_>>>()?;
@@ -95,10 +102,20 @@ impl State {
         Ok(self.slot_of.iter().map(gradient).collect())
     }
 
-    /// Says once which parameters no rank used: hardly ever is that meant.
+    /// Returns an error if a gradient in the bucket `number` of this rank is not finite.
+    pub(super) fn check_finite(&self, number: usize, rank: usize) -> Result<()> {
+        let Some((parameter, value)) = self.buckets[number].first_not_finite()? else { return Ok(()) };
+        let reason = format!(
+            "its gradient on rank {rank} has {value} in it (DdpOptions.nan_check): look at the inputs and the loss of that \
+             rank, or lower the learning rate"
+        );
+        Err(Error::parameter(&self.parameters[parameter].name, reason))
+    }
+
+    /// Warns once about parameters that no rank used, which is rarely intended.
     pub(super) fn warn_of_unused(&self, used: &[bool]) {
         if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
-            return; // Nobody knows what the others used.
+            return; // Ranks do not know what the others used.
         }
         let names = self.parameters.iter().map(|parameter| parameter.name.as_str());
         if let Some(warning) = usage::unused(names, used) {

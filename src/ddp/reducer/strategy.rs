@@ -1,4 +1,4 @@
-//! Who reduces the buckets: a communication hook, or the shards of a ZeroRedundancyOptimizer.
+//! Selects the reduction strategy: a communication hook, or the shards of a ZeroRedundancyOptimizer.
 use super::Reducer;
 use super::state::Rebuild;
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use std::sync::Arc;
 
 impl Reducer {
-    /// Whether a communication hook may be registered now.
+    /// Checks whether a communication hook may be registered now.
     pub(crate) fn check_comm_hook(&self) -> Result<()> {
         let state = self.lock();
         let reason = match state.reduction {
@@ -23,20 +23,20 @@ impl Reducer {
         Err(Error::invalid("comm_hook", reason))
     }
 
-    /// From now on, buckets are `hook`'s business.
+    /// Lets `hook` reduce the buckets from now on.
     pub(crate) fn set_comm_hook(&self, hook: impl CommHook) -> Result<()> {
         let mut state = self.lock();
         let state = &mut *state;
         let reduction = HookReduction::new(hook);
         if reduction.is_local() {
-            // An order that suits rank 0 need not suit the others, and telling it would be communication.
+            // A local hook sends nothing, so the ranks cannot agree on an order, and rank 0's need not suit the others.
             state.rebuild = Rebuild::Done;
         }
         state.reduction = Reduction::Hook(reduction);
         state.reduction.set_buckets(&state.buckets, &state.parameters)
     }
 
-    /// Gives the registered hook to `work`.
+    /// Runs `work` on the registered hook.
     pub(crate) fn with_comm_hook<T>(&self, work: impl FnOnce(&mut dyn RunningHook) -> Result<T>) -> Result<T> {
         match &mut self.lock().reduction {
             Reduction::Hook(reduction) => work(reduction.hook()),
@@ -53,7 +53,7 @@ impl Reducer {
         }
     }
 
-    /// Whether [`shard`](Self::shard) is possible now.
+    /// Checks whether [`shard`](Self::shard) is possible now.
     pub(crate) fn check_shard(&self) -> Result<()> {
         let state = self.lock();
         let reason = match state.reduction {
@@ -73,8 +73,8 @@ impl Reducer {
         Err(Error::invalid("ddp", reason))
     }
 
-    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the buckets stay as
-    /// they are.
+    /// From now on, a backward pass leaves each rank with the mean of its part of each bucket, and the layout of the
+    /// buckets is final.
     pub(crate) fn shard(&self) -> Result<(Vec<Shard>, Arc<Staging>)> {
         self.check_shard()?;
         let mut state = self.lock();
@@ -87,27 +87,27 @@ impl Reducer {
         Ok(shards)
     }
 
-    /// Gradients are all-reduced again.
+    /// Returns to all-reducing gradients.
     pub(crate) fn unshard(&self) {
         self.lock().reduction = Reduction::AllReduce;
     }
 
-    /// Whether a ZeroRedundancyOptimizer has the gradients.
+    /// Whether a ZeroRedundancyOptimizer uses the gradients.
     pub(crate) fn is_sharded(&self) -> bool {
         matches!(self.lock().reduction, Reduction::Shard(_))
     }
 
-    /// What the shards hold.
+    /// The gradients in the shards that no optimizer has used yet.
     pub(crate) fn pending(&self) -> Result<PendingGradients> {
         self.with_shards(|reduction| reduction.pending().cloned())
     }
 
-    /// Has the next user of the shards' gradients multiply them by `factor`.
+    /// Makes the next user of the shards' gradients multiply them by `factor`.
     pub(crate) fn scale_pending(&self, factor: f64) -> Result<()> {
         self.with_shards(|reduction| reduction.pending().map(|pending| pending.scale *= factor))
     }
 
-    /// The shards' gradients were used.
+    /// Records that the shards' gradients were used.
     pub(crate) fn clear_pending(&self) -> Result<()> {
         self.with_shards(|reduction| {
             reduction.clear_pending();

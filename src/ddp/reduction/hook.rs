@@ -1,4 +1,4 @@
-//! Buckets that a communication hook reduces.
+//! Reduction of buckets by a communication hook.
 use crate::Result;
 use crate::ddp::bucket::{Bucket, ParameterInfo};
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
@@ -13,9 +13,9 @@ use std::collections::HashMap;
 pub(crate) struct HookReduction {
     hook: Box<dyn RunningHook>,
     buckets: Vec<GradBucket>,
-    /// Of the last backward pass. None if nothing is sent.
+    /// Used flags of the last backward pass. None if nothing is sent.
     usage: Option<Usage>,
-    /// The bytes that were sent for that.
+    /// The bytes sent for the used flags.
     used_bytes: u64,
 }
 
@@ -44,7 +44,8 @@ impl HookReduction {
         if self.hook.is_local() {
             return self.hook.finish(&self.buckets, groups, trace);
         }
-        // The used flags of all buckets at once, for the hook may have made anything of the buckets.
+        // The used flags of all buckets travel together, separately from the hook, which may replace a bucket's
+        // contents.
         self.used_bytes += used.len() as u64;
         let usage = Usage::send(used, groups.main())?;
         self.hook.finish(&self.buckets, groups, trace)?;
@@ -80,7 +81,7 @@ impl HookReduction {
     }
 }
 
-/// A hook with what it has in flight, of whatever type it is.
+/// A hook of any type, with its work in flight.
 pub(crate) trait RunningHook: Send {
     fn begin(&mut self);
     fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()>;
@@ -93,7 +94,7 @@ pub(crate) trait RunningHook: Send {
 
 struct Running<H> {
     hook: H,
-    /// For each bucket that was launched, in order.
+    /// One entry for each bucket that was launched, in order.
     in_flight: Vec<HookWork<H>>,
     gradient_bytes: u64,
 }
@@ -110,7 +111,7 @@ impl<H: CommHook> RunningHook for Running<H> {
         Ok(())
     }
 
-    /// Round by round through the buckets, so that all ranks start the next stages in the same order.
+    /// Processes the buckets in rounds, so that all ranks start the next stages in the same order.
     fn finish(&mut self, buckets: &[GradBucket], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
         let mut stage = 1;
         while self.in_flight.iter().any(|work| !work.is_done()) {

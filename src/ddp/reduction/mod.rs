@@ -1,4 +1,4 @@
-//! What becomes of the full buckets: how they are reduced, and how all ranks learn who used which parameter.
+//! Reduction of full buckets, and how all ranks learn who used which parameter.
 pub(super) mod hook;
 pub(super) mod shard;
 
@@ -14,25 +14,26 @@ use shard::ShardReduction;
 /// How buckets are reduced; identical on all ranks.
 #[derive(Default)]
 pub(super) enum Reduction {
-    /// Each bucket is all-reduced in place, and its used flags with it.
+    /// Each bucket is all-reduced in place, with its used flags.
     #[default]
     AllReduce,
-    /// A communication hook gets the gradients of each bucket; the used flags of all travel beside it.
+    /// A communication hook gets the gradients of each bucket; the used flags of all buckets are sent separately.
     Hook(HookReduction),
     /// Each rank gets its part of each bucket (ZeRO-1).
     Shard(ShardReduction),
 }
 
 impl Reduction {
-    /// What gradients are multiplied by on their way into a bucket.
-    pub(super) fn scale(&self, world_size: usize) -> f64 {
+    /// The factor by which gradients are multiplied on their way into a bucket, so that sums over the ranks are divided by
+    /// `divisor`.
+    pub(super) fn scale(&self, divisor: usize) -> f64 {
         match self {
-            Self::AllReduce | Self::Shard(_) => 1.0 / world_size as f64,
+            Self::AllReduce | Self::Shard(_) => 1.0 / divisor as f64,
             Self::Hook(_) => 1.0,
         }
     }
 
-    /// The buckets were laid out anew.
+    /// Call after the buckets were rebuilt.
     pub(super) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
         match self {
             // The layout is final when shards are made.
@@ -41,8 +42,8 @@ impl Reduction {
         }
     }
 
-    /// A new backward pass: forgets what a failed one may have left. `adds_up`: its gradients are added to those that the
-    /// shards hold.
+    /// Begins a backward pass and discards the remains of a failed one. `adds_up`: its gradients are added to those
+    /// that the shards hold.
     pub(super) fn begin(&mut self, adds_up: bool) -> Result<()> {
         match self {
             Self::AllReduce => Ok(()),
@@ -54,7 +55,7 @@ impl Reduction {
         }
     }
 
-    /// Sends off the full bucket `number`. `used`: which members this rank used, where it missed any.
+    /// Sends the full bucket `number`. `used` says which members this rank used, if it missed any.
     pub(super) fn launch(
         &mut self,
         number: usize,
@@ -83,7 +84,7 @@ impl Reduction {
         }
     }
 
-    /// Waits until all buckets hold their results. `used`: which parameters this rank used, in registration order.
+    /// Waits until all buckets hold their results. `used` says which parameters this rank used, in registration order.
     pub(super) fn finish(
         &mut self,
         buckets: &[Bucket],
@@ -108,7 +109,7 @@ impl Reduction {
         }
     }
 
-    /// Whether any rank used the parameter `index`, which is the member `slot` of `bucket`. This rank did not.
+    /// Whether any rank used the parameter `index`, the member `slot` of `bucket`, given that this rank did not.
     pub(super) fn anybody_used(&self, index: usize, bucket: &Bucket, slot: usize) -> Result<bool> {
         match self {
             Self::AllReduce => {

@@ -1,4 +1,4 @@
-//! Buckets under ZeRO-1: each rank gets the mean of its part of each, and no more.
+//! Reduction under ZeRO-1: each rank gets only the mean of its own part of each bucket.
 use crate::backend::Work;
 use crate::ddp::bucket::Bucket;
 use crate::ddp::usage::Usage;
@@ -11,22 +11,22 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What a rank has of one bucket, which is split into as many equal parts as there are ranks.
+/// A rank's view of one bucket, which is split into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Shard {
-    /// All parts, the last of which may reach a little beyond the gradients. Between two backward passes it is free for
-    /// other use.
+    /// All parts; the last may extend slightly beyond the gradients. Between two backward passes, this memory is free
+    /// for other use.
     pub(crate) whole: Tensor,
-    /// This rank's part of it: after a backward pass, the mean over the ranks.
+    /// This rank's part of `whole`: after a backward pass, the mean over the ranks.
     pub(crate) own: Tensor,
-    /// The parameters in the bucket, with their places in it, in elements: one behind the other from 0 on.
+    /// The parameters in the bucket with their positions in elements, contiguous from 0 on.
     pub(crate) members: Vec<Member>,
 }
 
-/// A parameter's place in a bucket.
+/// A parameter's position in a bucket.
 #[derive(Clone, Debug)]
 pub(crate) struct Member {
-    /// Its number in the order of registration.
+    /// Its number in registration order.
     pub(crate) parameter: usize,
     pub(crate) offset: usize,
     pub(crate) elements: usize,
@@ -51,30 +51,30 @@ impl Shard {
 /// Gradients that no optimizer has used yet.
 #[derive(Clone, Debug)]
 pub(crate) struct PendingGradients {
-    /// For each parameter, in registration order, whether there is one.
+    /// For each parameter, in registration order, whether it has a gradient.
     pub(crate) present: Vec<bool>,
-    /// What they are to be multiplied by.
+    /// The factor by which they are still to be multiplied.
     pub(crate) scale: f64,
 }
 
-/// Memory for this rank's part of a bucket while it is on its way: a collective cannot read and write the same storage.
+/// Memory for this rank's part of a bucket in flight: a collective cannot read and write the same storage.
 #[derive(Debug, Default)]
 pub(crate) struct Staging(Mutex<Vec<Tensor>>);
 
-/// A part of a bucket in memory of its own.
+/// A part of a bucket in its own memory.
 pub(crate) struct Staged {
     pub(crate) part: Tensor,
     storage: Tensor,
 }
 
 impl Staging {
-    /// As much is kept for the next time.
+    /// Number of tensors kept for reuse.
     const KEPT: usize = 2;
 
     pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Staged> {
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |storage: &Tensor| storage.dtype() == dtype && storage.elem_count() >= elements;
-        // The smallest that will do: they are sorted by size, the largest first.
+        // The smallest that is large enough; they are sorted by size, the largest first.
         let storage = match free.iter().rposition(fits) {
             Some(index) => free.remove(index),
             None => Tensor::zeros(elements, dtype, device)?,
@@ -90,16 +90,16 @@ impl Staging {
     }
 }
 
-/// How buckets are reduced under ZeRO-1.
+/// Reduction of buckets under ZeRO-1.
 pub(crate) struct ShardReduction {
     shards: Vec<Shard>,
     staging: Arc<Staging>,
-    /// The numbers of the buckets that were sent, with their parts.
+    /// The numbers of the buckets in flight, with this rank's parts.
     in_flight: VecDeque<(usize, Staged, Work)>,
-    /// Of the last backward pass.
+    /// Used flags of the last backward pass.
     usage: Option<Usage>,
     pending: Option<PendingGradients>,
-    /// Earlier gradients, to which those of the next pass are added: this rank's part of each bucket.
+    /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
     earlier: Option<(PendingGradients, Vec<Tensor>)>,
 }
 
@@ -126,7 +126,7 @@ impl ShardReduction {
         if !adds_up {
             self.earlier = None;
         } else if let Some(pending) = pending {
-            // The buckets are about to be written to.
+            // The pass is about to overwrite the buckets.
             let parts = self.shards.iter().map(|shard| shard.own.copy()).collect::<candle_core::Result<_>>()?;
             self.earlier = Some((pending, parts));
         }
@@ -134,7 +134,7 @@ impl ShardReduction {
     }
 
     pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
-        // So that little memory is on its way at the same time.
+        // Receive early, so that little memory is in use at a time.
         while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {
             self.receive(trace)?;
         }
@@ -145,7 +145,7 @@ impl ShardReduction {
         Ok(())
     }
 
-    /// Puts the part of the bucket that was sent first into its place.
+    /// Copies the part of the bucket that was sent first into its place.
     fn receive(&mut self, trace: Option<&Trace>) -> Result<()> {
         let Some((number, staged, work)) = self.in_flight.pop_front() else { return Ok(()) };
         work.wait()?;
@@ -179,7 +179,7 @@ impl ShardReduction {
         self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
     }
 
-    /// The shards hold the gradients of the `present` parameters.
+    /// Records that the shards hold the gradients of the `present` parameters.
     pub(crate) fn set_pending(&mut self, mut present: Vec<bool>) {
         if let Some((earlier, _)) = self.earlier.take() {
             present.iter_mut().zip(earlier.present).for_each(|(now, earlier)| *now |= earlier);

@@ -1,5 +1,6 @@
-//! States on disk: as a whole, as this crate's other optimizers write them, or each rank's part in a file of its own.
+//! Optimizer state on disk: whole, in the format of this crate's other optimizers, or one shard per rank.
 use super::ZeroRedundancyOptimizer;
+use super::shards::{Parts, SAVING, file, read_shards};
 use crate::backend::Label;
 use crate::optim::fused::state_dtype_of;
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
@@ -10,24 +11,22 @@ use crate::state::{self, Dict, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-
-/// The number that all files of one saving have in common.
-const SAVING: &str = "saving";
+use std::path::Path;
 
 impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
-    /// The whole state on rank `to`, `None` on the others: PyTorch's `consolidate_state_dict(to)`. Every rank calls it.
+    /// Returns the whole state on rank `to`, and `None` on the others: PyTorch's `consolidate_state_dict(to)`. Every
+    /// rank must call it.
     ///
-    /// It is the state dict of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so that states can
-    /// be carried over in both directions, and to any number of ranks.
+    /// It is the state dict of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so either of
+    /// them can load the other's state, with any number of ranks.
     ///
     /// # Errors
-    /// Errors of the process group.
+    /// Returns an error of the process group.
     pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<Dict>> {
         Label::ZERO_STATE.during(|| self.consolidate(Some(to)))
     }
 
-    /// The whole state on rank `to`, or on all.
+    /// Returns the whole state on rank `to`, or on all ranks.
     fn consolidate(&self, to: Option<usize>) -> Result<Option<Dict>> {
         let is_here = to.is_none_or(|to| self.process_group.rank() == to);
         let mut dict = state::begin(R::NAME)?;
@@ -89,12 +88,13 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         })
     }
 
-    /// Writes the whole state to one file, which is there as a whole or not at all. Every rank calls it, rank 0 writes. As
-    /// with [`save_distributed`](crate::checkpoint::save_distributed), what was there before is replaced only once all
-    /// ranks have confirmed that everything went well, and writing may take longer than the group's time-out.
+    /// Writes the whole state to one file; it is never left half-written. Every rank must call it; rank 0 writes. As
+    /// with [`save_distributed`](crate::checkpoint::save_distributed), an existing file is replaced only once all ranks
+    /// have confirmed success, and writing may take longer than the group's time-out.
     ///
     /// # Errors
-    /// On every rank: [`Error::Io`] on rank 0, [`Error::RankFailed`] on the others, and those of the process group.
+    /// Returns [`Error::Io`] on rank 0 and [`Error::RankFailed`] on the others if writing fails, or an error of the
+    /// process group.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         Label::ZERO_SAVE.during(|| {
             let dict = self.consolidate_state_dict(0)?;
@@ -102,11 +102,11 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         })
     }
 
-    /// Reads what [`save`](Self::save), or a [`FusedOptimizer`](crate::optim::FusedOptimizer) of the same rule, wrote. Every
-    /// rank calls it, and reads the file.
+    /// Loads a file of [`save`](Self::save), or of a [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same
+    /// rule. Every rank must call it and reads the file.
     ///
     /// # Errors
-    /// On every rank, when one of them could not load it.
+    /// Returns an error on every rank if one of them could not load it.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let prepared = read_safetensors(path.as_ref()).and_then(|dict| self.prepare_whole(&dict));
         let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
@@ -114,27 +114,30 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(())
     }
 
-    /// Writes each rank's part to a file of its own in `folder`, which must exist: `shard-00000-of-00002.safetensors` and so
-    /// on. Every rank calls it. For ranks on several machines, `folder` is on a file system that they share.
+    /// Writes each rank's shard to its own file in `folder`, which must exist: `shard-00000-of-00002.safetensors` and
+    /// so on. Every rank must call it. If ranks are on several machines, `folder` must be on a shared file system.
     ///
-    /// The files take their names once those of all ranks are on the disk. If a rank dies in that moment, it leaves a
-    /// mixture of old and new files; [`load_shards`](Self::load_shards) recognises and refuses it. Save to another folder
-    /// each time, so that the last complete one stays.
+    /// The files are renamed once those of all ranks are on disk. If a rank dies at that moment, a mixture of old and
+    /// new files remains, which [`load_shards`](Self::load_shards) detects and refuses. Save to another folder each
+    /// time to keep the last complete set.
     ///
     /// # Errors
-    /// On every rank, when one of them could not write its file.
+    /// Returns an error on every rank if one of them could not write its file.
     pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
         let (rank, world_size) = (self.process_group.rank(), self.process_group.world_size());
         let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], self.process_group.device())?;
         Label::ZERO_SAVE.during(|| self.process_group.broadcast(&saving, 0))?;
         let path = file(folder.as_ref(), rank, world_size);
-        let job = self.shard_dict(&saving).and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
+        let dict = self.shard_dict().map(|mut dict| {
+            dict.insert(SAVING.to_string(), saving);
+            dict
+        });
+        let job = dict.and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
         Label::ZERO_SAVE.during(|| self.process_group.write_together(job))
     }
 
-    fn shard_dict(&self, saving: &Tensor) -> Result<Dict> {
+    fn shard_dict(&self) -> Result<Dict> {
         let mut dict = state::begin(&kind::<R>())?;
-        dict.insert(SAVING.to_string(), saving.clone());
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
         for parameter in &self.parameters {
             dict.insert(key(&parameter.name, "step"), state::count(parameter.steps)?);
@@ -148,40 +151,32 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(dict)
     }
 
-    /// Reads what [`save_shards`](Self::save_shards) wrote in a world of any size. Every rank calls it, and reads all files,
-    /// one after the other.
+    /// Loads what [`save_shards`](Self::save_shards) wrote in a world of any size. Every rank must call it and reads
+    /// all files, one after the other.
     ///
     /// # Errors
-    /// On every rank, when one of them could not load them: [`Error::InvalidArgument`] when files are of different
-    /// savings or worlds, [`Error::Io`] when one is missing.
+    /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`] if files are from
+    /// different saves or worlds, [`Error::Io`] if one is missing.
     pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let prepared = self.prepare_shards(folder.as_ref());
+        let prepared = read_shards(folder.as_ref()).and_then(|shards| self.prepare_shards(&shards));
         let prepared = Label::ZERO_LOAD.during(|| self.process_group.agree(prepared))?;
         self.apply(prepared);
         Ok(())
     }
 
-    fn prepare_shards(&self, folder: &Path) -> Result<Prepared> {
+    /// Of what [`shard_dict`](Self::shard_dict) returned on the ranks of a world, in their order; empty ones are not needed.
+    fn prepare_shards(&self, shards: &[Dict]) -> Result<Prepared> {
         let mut parts = Parts::default();
-        let mut first: Option<(i64, Vec<f64>, HashMap<usize, u64>)> = None;
-        for path in files(folder)? {
-            let dict = read_safetensors(&path)?;
-            let mut loader = Loader::new(&dict, &kind::<R>())?;
-            let saving = loader.list::<i64>(SAVING, 1)?[0];
+        let mut first = None;
+        for shard in shards.iter().filter(|shard| !shard.is_empty()) {
+            let mut loader = Loader::new(shard, &kind::<R>())?;
             let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
             let mut steps = HashMap::new();
             for (index, _) in self.grouped() {
                 steps.insert(index, loader.count(&key(&self.parameters[index].name, "step"))?);
             }
-            match &first {
-                Some((other, ..)) if *other != saving => {
-                    let reason = "its files are of different savings, of which at least one was interrupted";
-                    return Err(Error::invalid("folder", format!("{}: {reason}", folder.display())));
-                }
-                Some(_) => {}
-                None => first = Some((saving, learning_rates, steps)),
-            }
-            for key in dict.keys().filter(|key| key.starts_with("state.")) {
+            first.get_or_insert((learning_rates, steps));
+            for key in shard.keys().filter(|key| key.starts_with("state.")) {
                 if let Some((whole, start)) = key.rsplit_once('@')
                     && let Ok(start) = start.parse::<usize>()
                 {
@@ -190,36 +185,37 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
             }
             loader.finish()?;
         }
-        let Some((_, learning_rates, steps)) = first else {
-            return Err(Error::invalid("folder", format!("there are no shards in {}", folder.display())));
+        let Some((learning_rates, steps)) = first else {
+            return Err(Error::invalid("shards", "there are none"));
         };
-        self.check_parts(&parts)?;
+        self.check_parts(&parts, shards.iter().all(|shard| !shard.is_empty()))?;
         self.prepare(steps, learning_rates, |index, name, start, elements| {
             parts.take(&key(&self.parameters[index].name, name), start, elements)
         })
     }
 
-    /// Every state is there as a whole, of the right dtype, and there is none too many.
-    fn check_parts(&self, parts: &Parts) -> Result<()> {
+    /// Every state is there (as a whole if `is_whole`), of the right dtype, and there is none too many.
+    fn check_parts(&self, parts: &Parts, is_whole: bool) -> Result<()> {
         let mut known = std::collections::HashSet::new();
         for (index, options) in self.grouped() {
             let parameter = &self.parameters[index];
             let dtype = state_dtype_of::<R>(&parameter.name, &parameter.var)?;
             for name in options.states() {
                 let key = key(&parameter.name, name);
-                parts.check(&key, parameter.flat.elem_count(), dtype)?;
+                parts.check(&key, is_whole.then(|| parameter.flat.elem_count()), dtype)?;
                 known.insert(key);
             }
         }
         match parts.0.keys().filter(|key| !known.contains(*key)).min() {
-            Some(key) => {
-                Err(Error::parameter(key, "the shards have it, and nothing here has that name: it is of another model"))
-            }
+            Some(key) => Err(Error::parameter(
+                key,
+                "the shards contain it, but no parameter here has that name: they are of another model",
+            )),
             None => Ok(()),
         }
     }
 
-    /// A new state, with what `part(parameter, state, start, elements)` finds.
+    /// Prepares a new state from what `part(parameter, state, start, elements)` returns.
     fn prepare(
         &self,
         steps: HashMap<usize, u64>,
@@ -259,7 +255,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         &self.options[self.parameters[parameter].group]
     }
 
-    /// The names of all states that there are in any group, in the same order on all ranks.
+    /// The names of all state tensors of any group, in the same order on all ranks.
     fn state_names(&self) -> Vec<&'static str> {
         let mut names: Vec<_> = self.options.iter().flat_map(|options| options.states()).copied().collect();
         names.sort_unstable();
@@ -272,80 +268,51 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         states.get(position)
     }
 
-    /// Of the states in the bucket in which `parameter` lies.
+    /// The dtype of the state in the bucket that contains `parameter`.
     fn state_dtype(&self, parameter: Option<usize>) -> Result<Option<DType>> {
         let Some(parameter) = parameter.map(|index| &self.parameters[index]) else { return Ok(None) };
         state_dtype_of::<R>(&parameter.name, &parameter.var).map(Some)
     }
 }
 
-/// The whole state, as that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so that states can be
-/// carried over in both directions, and to any number of ranks.
+/// The whole state, as that of the [`FusedOptimizer`](crate::optim::FusedOptimizer) with the same rule, so either of
+/// them can load the other's state, with any number of ranks.
 impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
-    /// The whole state on every rank: every rank calls it. [`consolidate_state_dict`](Self::consolidate_state_dict) needs
-    /// memory for it on one rank only, and [`save`](Self::save) uses that.
+    /// Returns the whole state on every rank; every rank must call it.
+    /// [`consolidate_state_dict`](Self::consolidate_state_dict) needs memory for it on one rank only, and so does
+    /// [`save`](Self::save).
     ///
     /// # Errors
-    /// Errors of the process group.
+    /// Returns an error of the process group.
     fn state_dict(&self) -> Result<Dict> {
         Ok(Label::ZERO_STATE.during(|| self.consolidate(None))?.unwrap_or_default())
     }
 
-    /// Takes over a whole state. Every rank gives the same.
+    /// Loads a whole state. Every rank must pass the same.
     fn load_state_dict(&mut self, dict: &Dict) -> Result<()> {
         let prepared = self.prepare_whole(dict)?;
         self.apply(prepared);
         Ok(())
     }
+
+    /// What this rank has of the states, with the learning rates and the numbers of steps.
+    fn sharded_state_dict(&self) -> Result<Option<Dict>> {
+        self.shard_dict().map(Some)
+    }
+
+    fn load_sharded_state_dict(&mut self, shards: &[Dict]) -> Result<()> {
+        let prepared = self.prepare_shards(shards)?;
+        self.apply(prepared);
+        Ok(())
+    }
 }
 
-/// A state that fits, and only has to be taken over.
+/// A checked state that only has to be applied.
 struct Prepared {
     steps: HashMap<usize, u64>,
     learning_rates: Vec<f64>,
-    /// Of each piece, in the order of buckets.
+    /// The state of each piece, in the order of buckets.
     states: Vec<Vec<Tensor>>,
-}
-
-/// Parts of states, by the names of the whole ones; each with the place where it begins.
-#[derive(Default)]
-struct Parts(HashMap<String, Vec<(usize, Tensor)>>);
-
-impl Parts {
-    fn add(&mut self, whole: &str, start: usize, part: &Tensor) -> Result<()> {
-        self.0.entry(whole.to_string()).or_default().push((start, part.flatten_all()?));
-        Ok(())
-    }
-
-    fn check(&self, key: &str, elements: usize, dtype: DType) -> Result<()> {
-        let parts = self.0.get(key).map_or(&[][..], Vec::as_slice);
-        let next = |end, (start, part): &(usize, Tensor)| (*start == end).then(|| end + part.elem_count());
-        let end = parts.iter().try_fold(0, next);
-        if end != Some(elements) {
-            let reason = format!("its parts in the shards do not make the {elements} elements that it has here");
-            return Err(Error::parameter(key, reason));
-        }
-        match parts.iter().find(|(_, part)| part.dtype() != dtype) {
-            Some((_, part)) => {
-                let (is, needed) = (part.dtype().as_str(), dtype.as_str());
-                Err(Error::parameter(key, format!("the shards hold {is}, and {needed} is needed")))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// The elements of a whole state from `start` on.
-    fn take(&self, key: &str, start: usize, elements: usize) -> Result<Tensor> {
-        let mut found = Vec::new();
-        for (offset, part) in self.0.get(key).into_iter().flatten() {
-            let (from, to) = (start.max(*offset), (start + elements).min(offset + part.elem_count()));
-            if from < to {
-                found.push(part.narrow(0, from - offset, to - from)?);
-            }
-        }
-        // Storage of its own: the kernels change it in place.
-        Ok(Tensor::cat(&found, 0)?.copy()?)
-    }
 }
 
 fn key(parameter: &str, part: &str) -> String {
@@ -354,33 +321,4 @@ fn key(parameter: &str, part: &str) -> String {
 
 fn kind<R: UpdateRule>() -> String {
     format!("part of {}", R::NAME)
-}
-
-fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
-    folder.join(format!("shard-{rank:05}-of-{world_size:05}.safetensors"))
-}
-
-/// The files of one saving, in the order of ranks, in which their parts of a parameter follow each other.
-fn files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let io = |source| Error::io(format!("reading {}", folder.display()), source);
-    let mut sizes = std::collections::BTreeSet::new();
-    for entry in std::fs::read_dir(folder).map_err(io)? {
-        let name = entry.map_err(io)?.file_name();
-        let size = name.to_str().and_then(|name| {
-            let (_, size) = name.strip_prefix("shard-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
-            size.parse::<usize>().ok()
-        });
-        sizes.extend(size);
-    }
-    let invalid = |reason: String| Error::invalid("folder", format!("{} {reason}", folder.display()));
-    match sizes.iter().copied().collect::<Vec<_>>()[..] {
-        [] => Err(invalid("holds no shard-….safetensors".to_string())),
-        [size] => (0..size)
-            .map(|rank| {
-                let path = file(folder, rank, size);
-                if path.is_file() { Ok(path) } else { Err(invalid(format!("lacks {}", path.display()))) }
-            })
-            .collect(),
-        _ => Err(invalid(format!("holds shards of worlds of {sizes:?} ranks: leave those of one"))),
-    }
 }

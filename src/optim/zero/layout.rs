@@ -1,4 +1,4 @@
-//! Which part of which parameter belongs to this rank.
+//! The parts of parameters that belong to this rank.
 use crate::ddp::Shard;
 use crate::optim::fused::{ParameterGroup, state_dtype_of};
 use crate::optim::rule::UpdateRule;
@@ -10,34 +10,35 @@ use std::collections::HashMap;
 pub(super) struct Trained {
     pub(super) name: String,
     pub(super) var: Var,
-    /// The variable's storage as one dimension.
+    /// The variable's storage in one dimension.
     pub(super) flat: Tensor,
-    /// The group of parameters to which it belongs.
+    /// The parameter group to which it belongs.
     pub(super) group: usize,
     pub(super) steps: u64,
 }
 
-/// A bucket, and what this rank updates of it.
+/// A bucket, and the pieces of it that this rank updates.
 pub(super) struct OwnShard {
     pub(super) shard: Shard,
     pub(super) pieces: Vec<Piece>,
 }
 
-/// What this rank has of one parameter.
+/// This rank's part of one parameter.
 pub(super) struct Piece {
-    /// Its number in the order of registration.
+    /// The parameter's number in registration order.
     pub(super) parameter: usize,
-    /// Where the piece begins in the parameter.
+    /// Where the piece starts in the parameter.
     pub(super) start: usize,
-    /// Where it begins in this rank's part of the bucket.
+    /// Where the piece starts in this rank's part of the bucket.
     pub(super) offset: usize,
     pub(super) elements: usize,
-    /// The view of the variable.
+    /// A view of the variable.
     pub(super) values: Tensor,
     pub(super) states: Vec<Tensor>,
 }
 
-/// The averaged parameters `all`, each of which must be in one of the groups: their gradients are nowhere else.
+/// The averaged parameters `all`, each of which must be in one of the groups, since no other optimizer gets its
+/// gradient.
 pub(super) fn trained<R: UpdateRule>(all: Vec<(String, Var)>, groups: &[ParameterGroup<R>]) -> Result<Vec<Trained>> {
     let mut group_of = HashMap::new();
     for (number, group) in groups.iter().enumerate() {
@@ -91,7 +92,7 @@ impl OwnShard {
     }
 }
 
-/// The states of `rule` for a parameter of `dtype`.
+/// The initial state of `rule` for a parameter of `dtype`.
 pub(super) fn zeros<R: UpdateRule>(rule: &R, elements: usize, dtype: DType, like: &Tensor) -> Result<Vec<Tensor>> {
     let zeros = rule.states().iter().map(|_| Tensor::zeros(elements, dtype, like.device()));
     Ok(zeros.collect::<candle_core::Result<_>>()?)

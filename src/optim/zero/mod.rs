@@ -1,6 +1,8 @@
-//! ZeRO-1: optimizer states that are spread over the ranks.
+//! ZeRO-1: optimizer state sharded over the ranks.
 mod checkpoint;
+mod join;
 mod layout;
+mod shards;
 
 use super::clip::{self, NormType};
 use super::fused::ParameterGroup;
@@ -10,7 +12,7 @@ use super::update::{self, Part};
 use crate::amp::GradScaler;
 use crate::backend::{Label, Work};
 use crate::ddp::{DistributedDataParallel, PendingGradients, Reducer, Shard, Staged, Staging};
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Operation, ProcessGroup};
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::Tensor;
@@ -19,18 +21,19 @@ use layout::{OwnShard, Trained};
 use std::path::Path;
 use std::sync::Arc;
 
-/// An optimizer each of whose states exists on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of ZeRO.
+/// An optimizer that keeps each part of its state on one rank only: PyTorch's `ZeroRedundancyOptimizer`, stage 1 of
+/// ZeRO.
 ///
-/// `R` is the rule by which parameters are updated: the options of one of this crate's optimizers, so that
-/// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with states of
-/// `1 / world_size` of its size on each rank.
+/// `R` is the update rule: the options of one of this crate's optimizers. For example,
+/// `ZeroRedundancyOptimizer<ParamsAdamW>` trains like [`AdamW`](super::AdamW), with `1 / world_size` of its state on
+/// each rank.
 ///
 /// From its construction on, [`backward`](DistributedDataParallel::backward) reduce-scatters each bucket instead of
-/// all-reducing it, while the backward pass goes on: each rank gets the mean gradients of its part, and the `GradStore`
-/// that `backward` returns does **not** hold those of DDP's parameters. [`step`](Optimizer::step) updates the part of this
-/// rank and all-gathers the parameters, one bucket while the next one is updated; when it returns, all variables are up to
-/// date on all ranks. (The gathering does not go on into the next forward pass: candle cannot report when a variable is
-/// read, so that a program that saves its model then would save half of it.)
+/// all-reducing it, during the backward pass: each rank gets the mean gradients of its part, and the `GradStore` that
+/// `backward` returns does **not** hold those of DDP's parameters. [`step`](Optimizer::step) updates this rank's part
+/// and all-gathers the parameters, one bucket while the next one is updated. When it returns, all variables are up to
+/// date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable is
+/// read, so a program that then saves its model would save half of it.)
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -55,37 +58,38 @@ use std::sync::Arc;
 /// # }
 /// ```
 ///
-/// Dropping it has gradients all-reduced again; every rank does so between the same two backward passes. The order of the
-/// buckets is final with its construction: after a first backward pass, it is that in which gradients come.
+/// After it is dropped, gradients are all-reduced again; every rank must drop it between the same two backward passes.
+/// The order of the buckets is final from its construction on: after a first backward pass, it is the order in which
+/// gradients arrive.
 pub struct ZeroRedundancyOptimizer<R> {
     reducer: Arc<Reducer>,
     process_group: ProcessGroup,
-    /// Of each group of parameters.
+    /// The options of each parameter group.
     options: Vec<R>,
-    /// DDP's, in the order of registration.
+    /// DDP's parameters, in registration order.
     parameters: Vec<Trained>,
-    /// For each bucket.
+    /// One for each bucket.
     shards: Vec<OwnShard>,
     staging: Arc<Staging>,
 }
 
 impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
-    /// An optimizer for all parameters whose gradients `ddp` averages, with the same options. Every rank calls it.
+    /// An optimizer with one set of options for all parameters whose gradients `ddp` averages. Every rank must call it.
     ///
     /// # Errors
-    /// On every rank: as with [`FusedOptimizer`](super::FusedOptimizer); when `ddp` has a communication hook or another
-    /// optimizer of this kind; when ranks give different options.
+    /// Returns an error on every rank for the reasons of [`FusedOptimizer`](super::FusedOptimizer), if `ddp` has a
+    /// communication hook or another optimizer of this kind, or if ranks give different options.
     pub fn new<M>(ddp: &DistributedDataParallel<M>, options: R) -> Result<Self> {
         let parameters = ddp.averaged_parameters();
         Self::from_groups(ddp, vec![ParameterGroup { parameters, options }])
     }
 
-    /// An optimizer whose groups of parameters, which are together all those whose gradients `ddp` averages, have options
-    /// of their own. Every rank calls it.
+    /// An optimizer with separate options for each group. The groups together must contain all parameters whose
+    /// gradients `ddp` averages. Every rank must call it.
     ///
     /// # Errors
-    /// As with [`new`](Self::new); for a parameter that is in two groups or in none, or whose gradient `ddp` does not
-    /// average ([`Error::Parameter`]).
+    /// Returns the errors of [`new`](Self::new); [`Error::Parameter`] for a parameter that is in two groups or in none,
+    /// or whose gradient `ddp` does not average.
     pub fn from_groups<M>(ddp: &DistributedDataParallel<M>, groups: Vec<ParameterGroup<R>>) -> Result<Self> {
         let (reducer, process_group) = (ddp.reducer(), ddp.process_group().clone());
         let described = format!("{}: {:?}", R::NAME, groups.iter().map(describe).collect::<Vec<_>>());
@@ -107,7 +111,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(Self { reducer, process_group, options, parameters, shards, staging })
     }
 
-    /// `grads` must not hold gradients of the parameters, whose mean is elsewhere.
+    /// Checks that `grads` holds no gradients of the parameters: their means are in the shards.
     fn check_synchronised(&self, grads: &GradStore) -> Result<()> {
         let Some(own) = self.parameters.iter().find(|own| grads.get(&own.var).is_some()) else { return Ok(()) };
         let reason = "its gradient is this rank's own: call ddp.backward(&loss) outside of no_sync before the step";
@@ -139,7 +143,17 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         self.reducer.clear_pending()
     }
 
-    /// The updates of a shard, and the numbers of the parameters that they are of.
+    /// Ends the group if a step that the other ranks wait for has failed.
+    fn end_on_error(&self, result: &Result<()>) {
+        if let Err(error) = result
+            && !matches!(error, Error::InputsExhausted { .. })
+            && self.process_group.world_size() > 1
+        {
+            self.process_group.abort(&format!("ZeroRedundancyOptimizer::step failed: {error}"));
+        }
+    }
+
+    /// The updates of a shard, and the numbers of the parameters they belong to.
     fn parts<'a>(
         &'a self,
         shard: &'a OwnShard,
@@ -161,7 +175,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok((numbers, parts))
     }
 
-    /// What gradients are multiplied by, for each group.
+    /// The factor for the gradients of each group.
     fn gradient_scales(&self, pending: &PendingGradients) -> Result<Vec<f64>> {
         let limited = self.options.iter().any(|options| options.max_grad_norm().is_some());
         let norm = if limited { self.norm(pending)? } else { 0. };
@@ -188,7 +202,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         Ok(values.to_vec1()?)
     }
 
-    /// The norm of this rank's part of the gradients, as they are.
+    /// The norm of this rank's part of the gradients, unscaled.
     fn norm_here(&self, pending: &PendingGradients, norm_type: NormType) -> Result<f64> {
         let mut gradients = Vec::new();
         for shard in &self.shards {
@@ -201,7 +215,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         clip::total(gradients.iter(), norm_type)
     }
 
-    /// The norm of all gradients, over all ranks, as they will enter the next step.
+    /// The norm of all gradients over all ranks, scaled as in the next step.
     fn norm(&self, pending: &PendingGradients) -> Result<f64> {
         let squares = self.norm_here(pending, NormType::L2)?;
         Ok(self.all_reduce(vec![squares], ReduceOp::Sum)?[0].sqrt() * pending.scale)
@@ -212,14 +226,14 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         self.options.iter()
     }
 
-    /// How many bytes of optimizer states are on this rank.
+    /// The size in bytes of the optimizer state on this rank.
     pub fn state_bytes(&self) -> usize {
         let bytes = |state: &Tensor| state.elem_count() * state.dtype().size_in_bytes();
         self.shards.iter().flat_map(|shard| &shard.pieces).flat_map(|piece| &piece.states).map(bytes).sum()
     }
 }
 
-/// The parameters of a bucket on their way to all ranks.
+/// The parameters of a bucket while they are gathered.
 struct Gathering<'a> {
     shard: &'a Shard,
     whole: Tensor,
@@ -228,14 +242,15 @@ struct Gathering<'a> {
 }
 
 impl<'a> Gathering<'a> {
-    /// Gathers the variables' present values, of which every rank has its part.
+    /// Starts gathering the variables' current values, of which every rank has its part.
     fn start(
         OwnShard { shard, pieces }: &'a OwnShard,
         parameters: &[Trained],
         staging: &Staging,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        // The bucket is free until the next backward pass. In another dtype, it would round.
+        // The bucket is free until the next backward pass. If its dtype differs from the variables', it would round
+        // them.
         let dtype =
             shard.members.first().map_or(shard.whole.dtype(), |member| parameters[member.parameter].var.dtype());
         let whole = match dtype == shard.whole.dtype() {
@@ -260,20 +275,16 @@ impl<'a> Gathering<'a> {
     }
 }
 
-/// Every rank makes every call.
+/// Every rank must make every call.
 impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
-    /// Updates every parameter that has a gradient on any rank, after each synchronised backward pass.
+    /// Updates every parameter that has a gradient on any rank, once after each synchronised backward pass.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] when `grads` holds this rank's own
-    /// gradients, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
+    /// Returns [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] if `grads` holds gradients
+    /// of the parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let result = Label::ZERO_STEP.during(|| self.update(grads));
-        if let Err(error) = &result
-            && self.process_group.world_size() > 1
-        {
-            self.process_group.abort(&format!("ZeroRedundancyOptimizer::step failed: {error}"));
-        }
+        let result = self.lead_step().and_then(|()| Label::ZERO_STEP.during(|| self.update(grads)));
+        self.end_on_error(&result);
         result
     }
 
@@ -289,24 +300,24 @@ impl<R: UpdateRule> Optimizer for ZeroRedundancyOptimizer<R> {
         Ok(())
     }
 
-    /// Has the next step scale the gradients down, which are not in `grads`.
+    /// Makes the next step scale the gradients down, since they are not in `grads`.
     ///
     /// # Errors
-    /// As with [`step`](Self::step), and for a negative or NaN `max_norm`.
+    /// Returns the errors of [`step`](Self::step), and [`Error::InvalidArgument`] for a negative or NaN `max_norm`.
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         clip::check_max_norm(max_norm)?;
         self.check_synchronised(grads)?;
         let pending = self.reducer.pending()?;
+        self.process_group.announce(Operation::ClipGradNorm)?;
         let norm = Label::ZERO_NORM.during(|| self.norm(&pending))?;
         self.reducer.scale_pending(clip::coefficient(norm, max_norm))?;
         Ok(norm)
     }
 
-    /// Has the next step divide the gradients that are spread over the ranks; divides those that `grads` holds beside them,
-    /// of parameters that are left to each rank.
+    /// Makes the next step divide the sharded gradients, and divides those of ignored parameters, which are in `grads`.
     ///
     /// # Errors
-    /// As with [`GradScaler::unscale`]; without a new backward pass ([`Error::InvalidArgument`]).
+    /// Returns the errors of [`GradScaler::unscale`]; [`Error::InvalidArgument`] without a new backward pass.
     fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
         let pending = self.reducer.pending()?;
         let mut divided = 1.;
@@ -343,7 +354,7 @@ impl<R: UpdateRule> std::fmt::Debug for ZeroRedundancyOptimizer<R> {
     }
 }
 
-/// On what ranks have to agree.
+/// Describes what ranks must agree on.
 fn describe<R: UpdateRule>(group: &ParameterGroup<R>) -> (Vec<&str>, &R) {
     (group.parameters.iter().map(|(name, _)| name.as_str()).collect(), &group.options)
 }

@@ -36,7 +36,7 @@ fn work_without_progress_is_given_up() {
     let errors = ranks(LONG, |pg| {
         let (end, ended) = mpsc::channel::<()>();
         let rank = pg.rank();
-        // Until the end of the test, as in a system call that does not return.
+        // Blocks until the end of the test, like a system call that does not return.
         let work = move |_: &Progress| {
             if rank == 0 {
                 let _ = ended.recv();
@@ -80,7 +80,7 @@ fn the_failure_of_one_calls_off_the_work_of_the_others() {
     assert!(matches!(&errors[1].1, Error::Io { .. }), "{errors:?}");
 }
 
-/// The CPU engine with what is particular to GPUs: `wait` orders work, and says nothing of how it ended.
+/// The CPU engine with a property of GPU engines: `wait` only orders work, and does not report failures.
 struct Queued(CpuCommunicator);
 
 impl Communicator for Queued {
@@ -96,7 +96,7 @@ impl Communicator for Queued {
         struct Unheard(Work);
         impl Completion for Unheard {
             fn wait(&self) -> Result<()> {
-                // What the call has left is taken for its result.
+                // The contents after a failed call are taken for its result.
                 let _ = self.0.wait();
                 Ok(())
             }
@@ -119,16 +119,23 @@ impl Communicator for Queued {
     }
 }
 
-/// Two ranks of an engine with queues.
-fn queued(work: impl Fn(ProcessGroup) + Sync) {
+/// Runs two ranks of an engine with queues.
+pub(crate) fn queued(work: impl Fn(ProcessGroup) + Sync) {
     let store = Arc::new(HashStore::new(LONG));
     let group = |rank| {
         let (device, timeout) = (Device::Cpu, LONG);
         let options = CpuOptions { timeout, ..Default::default() };
         let communicator = Queued(CpuCommunicator::new(store.clone(), rank, 2, options).unwrap());
-        let settings =
-            Settings { backend: Backend::Cpu, device, timeout, local_rank: rank, local_world_size: 2, address: None };
-        ProcessGroup::around(Box::new(communicator), store.clone(), vec![0, 1], settings)
+        let settings = Settings {
+            backend: Backend::Cpu,
+            device,
+            timeout,
+            local_rank: rank,
+            local_world_size: 2,
+            address: None,
+            secret: None,
+        };
+        ProcessGroup::around(Box::new(communicator), store.clone(), vec![0, 1], settings, None)
     };
     std::thread::scope(|scope| {
         let (group, work) = (&group, &work);
@@ -142,9 +149,9 @@ fn save(pg: &ProcessGroup, path: &Path, tensor: &Tensor) -> Result<()> {
     pg.write_together((pg.rank() == 0).then(|| WriteJob::new(path, &tensors)).transpose())
 }
 
-/// A peer dies in an all-reduce, what it leaves is trained with and saved: the good file must stay.
+/// A peer dies in an all-reduce, and its incomplete result is used and saved: the good file must stay.
 #[test]
-fn what_a_failed_call_has_left_does_not_replace_a_file() {
+fn results_of_a_failed_call_do_not_replace_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("weights");
     let started = std::sync::Barrier::new(2);
@@ -170,7 +177,7 @@ fn what_a_failed_call_has_left_does_not_replace_a_file() {
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }
 
-/// Layers have a group of their own, which may fail alone.
+/// Layers use a group of their own, which may fail alone.
 #[test]
 fn a_failure_in_the_group_of_the_layers_does_not_replace_a_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -184,7 +191,7 @@ fn a_failure_in_the_group_of_the_layers_does_not_replace_a_file() {
         if pg.rank() == 1 {
             companion.abort("a layer failed");
         }
-        // Until rank 0 has heard of it.
+        // Waits until rank 0 knows of the failure.
         while companion.0.communicator.failure().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -80,3 +80,30 @@ fn integers_are_refused() {
     let f32 = Generator::new(0).randn(0., 1., 3, DType::F32, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
     assert_eq!(bf16.to_vec1::<half::bf16>().unwrap(), f32.to_vec1::<half::bf16>().unwrap());
 }
+
+#[test]
+fn each_sample_has_its_own_numbers() {
+    let mut seen = std::collections::HashSet::new();
+    for (seed, epoch, index, rank) in
+        [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1)]
+    {
+        let mut generator = Generator::for_sample(seed, epoch, index, rank);
+        let numbers = [generator.next_u64(), generator.next_u64()];
+        assert!(seen.insert(numbers[0]) && seen.insert(numbers[1]));
+        let mut again = Generator::for_sample(seed, epoch, index, rank);
+        assert_eq!(numbers, [again.next_u64(), again.next_u64()]);
+    }
+}
+
+#[test]
+fn single_numbers_are_uniform() {
+    let mut generator = Generator::new(7);
+    let mut counts = [0; 5];
+    for _ in 0..10_000 {
+        counts[generator.below(5) as usize] += 1;
+    }
+    assert!(counts.iter().all(|count| (1850..2150).contains(count)), "{counts:?}");
+    assert_eq!((generator.below(0), generator.below(1), generator.uniform(2., 2.)), (0, 0, 2.));
+    let mean = (0..10_000).map(|_| generator.uniform(-1., 3.)).sum::<f64>() / 10_000.;
+    assert!((mean - 1.).abs() < 0.05, "{mean}");
+}

@@ -1,6 +1,7 @@
 use super::*;
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
+use std::ffi::OsStr;
 
 /// Of the state of an optimizer, everything is wanted.
 #[test]
@@ -97,6 +98,7 @@ fn a_write_that_is_called_off_leaves_nothing() {
 
 #[test]
 fn long_names_are_cut_between_characters() {
+    let prefix = temporary::prefix;
     assert_eq!(prefix(OsStr::new("model.safetensors")), ".model.safetensors.");
     assert_eq!(prefix(OsStr::new(&"x".repeat(255))).len(), 102);
     assert_eq!(prefix(OsStr::new(&format!("x{}", "é".repeat(120)))), format!(".x{}.", "é".repeat(49)));

@@ -5,8 +5,8 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
-/// A tensor of `result`, a copy of `var`, whose complete gradient is given to `hook` once in each backward pass that comes
-/// to it, and is not stored for `var`; and its token.
+/// Creates a tensor of `result`, a copy of `var`, and its token. In each backward pass that reaches it, its complete
+/// gradient is passed to `hook` once and is not stored for `var`.
 pub(crate) fn leaf(
     var: &Var,
     result: (Storage, Shape),
@@ -20,21 +20,21 @@ pub(crate) fn leaf(
     Ok((attach(result, token.clone(), sum)?, token))
 }
 
-/// From a variable to the token of its copy.
+/// The operation from a variable to the token of its copy.
 struct Leaf<H> {
     sum: Arc<GradientSum>,
     hook: H,
-    /// Lives as long as the token does.
+    /// Lives as long as the token.
     _listed: Arc<OnceLock<Listed>>,
 }
 
-/// Slots and variables by the tokens of copies.
+/// For each token of a copy, the copy's gradient sum and the variable.
 type Copies = HashMap<TensorId, (Weak<GradientSum>, TensorId)>;
 
-/// The copies of variables that there are.
+/// All existing copies of variables.
 static LEAVES: LazyLock<Mutex<Copies>> = LazyLock::new(Mutex::default);
 
-/// That a token is among the [`LEAVES`].
+/// Keeps a token listed in [`LEAVES`].
 struct Listed(TensorId);
 
 impl Drop for Listed {
@@ -57,7 +57,7 @@ impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        // The gradient is complete only when the pass that this one is a part of comes here.
+        // The gradient is complete only when the enclosing backward pass reaches this.
         if is_rerun() {
             return Ok(None);
         }
@@ -68,7 +68,7 @@ impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
     }
 }
 
-/// The variables, and copies of variables, that a tensor was computed from.
+/// The variables and copies of variables from which a tensor was computed.
 pub(crate) struct Leaves {
     pub(super) variables: Vec<Tensor>,
     pub(super) copies: Vec<Edge>,
@@ -93,17 +93,16 @@ impl Leaves {
 }
 
 thread_local! {
-    /// How many backward passes of functions that are computed again are under way on this thread, one in another.
+    /// Number of nested backward passes of recomputed functions on this thread.
     static RERUNS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Whether the backward pass that runs on this thread is that of a function that is computed again, and so a part of
-/// another one.
+/// Whether the backward pass on this thread belongs to a recomputed function, and so is part of another one.
 fn is_rerun() -> bool {
     RERUNS.get() > 0
 }
 
-/// Marks the backward pass of a function that is computed again, as long as it lives.
+/// Marks the backward pass of a recomputed function while it lives.
 pub(super) struct Rerun;
 
 impl Rerun {

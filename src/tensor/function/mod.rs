@@ -1,18 +1,18 @@
-//! Differentiable functions of any number of tensors, as `torch.autograd.Function` makes them.
+//! Differentiable functions of any number of tensors, like `torch.autograd.Function`.
 //!
-//! candle's own custom operations take three arguments at most, and candle adds every gradient that one returns to zeros
-//! before it goes on. Between the functions of this module gradients travel beside candle's graph instead, and are not
-//! touched on their way:
+//! candle's own custom operations take at most three arguments, and candle adds every gradient that one returns to
+//! zeros before passing it on. Between the functions of this module, gradients travel beside candle's graph instead,
+//! unchanged:
 //!
 //! ```text
 //!   x ──(Lift)── token ─┐                         token of y ──(Attach)── y ── candle's operations
 //!   y' (Attach) ─ token ┴──(Backward: function)──┘    └──(Backward: next function)── token ── …
 //! ```
 //!
-//! A token is a tensor of one element that stands for a result in candle's graph, so that candle comes to a function
-//! after everything that uses its result. A result's gradient is collected in a [`GradientSum`]: by the functions that use the
-//! result, and by `Attach`, to which candle gives what its own operations add. An argument that no function of this
-//! module has made is lifted: its gradient leaves the sum for candle's graph.
+//! A token is a tensor of one element that represents a result in candle's graph, so that candle visits a function
+//! after everything that uses its result. A result's gradient is collected in a [`GradientSum`], by the functions that
+//! use the result, and by `Attach`, to which candle passes what its own operations contribute. An argument that was not
+//! made by a function of this module is lifted: its gradient leaves the sum for candle's graph.
 mod leaf;
 mod operation;
 mod rerun;

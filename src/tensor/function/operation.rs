@@ -1,16 +1,16 @@
-//! Operations: functions with their results.
+//! Creates functions together with their results.
 use super::token::{Edge, Function, apply_edges};
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Shape, Storage, Tensor};
 use std::sync::{Arc, OnceLock};
 
-/// Makes a tensor of `storage`, which is contiguous, of shape `shape` and on the device of the arguments, whose gradient
-/// goes through `function` to `arguments`.
+/// Creates a tensor of `storage`, which must be contiguous, of shape `shape` and on the device of the arguments; its
+/// gradient flows through `function` to `arguments`.
 pub(crate) fn apply(arguments: &[&Tensor], result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
     let edges = arguments.iter().map(|argument| Edge::new(argument)).collect::<Result<Vec<_>>>()?;
     apply_edges(edges, result, function)
 }
 
-/// [`Tensor::apply_op1`], whose gradient goes on without candle's sums.
+/// Like [`Tensor::apply_op1`], without candle's sums of gradients.
 pub(crate) fn op1(x: &Tensor, op: impl CustomOp1 + Send + Sync + 'static) -> Result<Tensor> {
     let result = {
         let (storage, layout) = x.storage_and_layout();
@@ -24,7 +24,7 @@ pub(crate) fn op1(x: &Tensor, op: impl CustomOp1 + Send + Sync + 'static) -> Res
     operation(name, &[x], result, move |result, gradient| Ok(vec![op.bwd(&arg, result, gradient)?]))
 }
 
-/// [`Tensor::apply_op2`], whose gradients go on without candle's sums.
+/// Like [`Tensor::apply_op2`], without candle's sums of gradients.
 pub(crate) fn op2(a: &Tensor, b: &Tensor, op: impl CustomOp2 + Send + Sync + 'static) -> Result<Tensor> {
     let result = {
         let ((a, a_layout), (b, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
@@ -48,7 +48,7 @@ pub(crate) fn op2(a: &Tensor, b: &Tensor, op: impl CustomOp2 + Send + Sync + 'st
     })
 }
 
-/// [`Tensor::apply_op3`], whose gradients go on without candle's sums.
+/// Like [`Tensor::apply_op3`], without candle's sums of gradients.
 pub(crate) fn op3(a: &Tensor, b: &Tensor, c: &Tensor, op: impl CustomOp3 + Send + Sync + 'static) -> Result<Tensor> {
     let result = {
         let (a, b, c) = (a.storage_and_layout(), b.storage_and_layout(), c.storage_and_layout());
@@ -72,7 +72,8 @@ pub(crate) fn op3(a: &Tensor, b: &Tensor, c: &Tensor, op: impl CustomOp3 + Send 
     })
 }
 
-/// A tensor of `result`, whose gradient goes through `backward`, which gets the result and its gradient, to `arguments`.
+/// Creates a tensor of `result`, whose gradient flows to `arguments` through `backward`, which gets the result and its
+/// gradient.
 pub(super) fn operation(
     name: &'static str,
     arguments: &[&Tensor],
@@ -92,7 +93,7 @@ pub(super) fn operation(
     Ok(result)
 }
 
-/// A backward pass that is a closure.
+/// A backward pass given as a closure.
 pub(super) struct Op<B> {
     pub(super) name: &'static str,
     pub(super) backward: B,

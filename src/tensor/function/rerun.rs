@@ -5,7 +5,7 @@ use super::token::{Edge, apply_edges, cpu_token, cuda_token};
 use crate::tensor::copy;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, Var};
 
-/// A copy of `result`, which `again` computes of `inputs` and of `leaves`, and of which nothing else is kept: the backward
+/// Returns a copy of `result`, which `again` computes from `inputs` and `leaves`. Nothing else is kept: the backward
 /// pass computes it again.
 pub(crate) fn rerun(
     name: &'static str,
@@ -31,13 +31,13 @@ pub(crate) fn rerun(
             let _rerun = Rerun::begin();
             end.backward()?
         };
-        // Those of copies are in their sums already.
+        // Gradients of copies are already in their sums.
         Ok(inputs.iter().chain(&variables).map(|tensor| grads.remove(tensor)).collect())
     };
     apply_edges(edges, copy::snapshot_tensor(result, result.dtype())?, Op { name, backward })
 }
 
-/// Where a backward pass starts from a gradient: a token of the result.
+/// A token of the result, from which a backward pass starts with a given gradient.
 struct Start(Tensor);
 
 impl CustomOp1 for Start {

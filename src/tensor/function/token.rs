@@ -1,4 +1,4 @@
-//! Tokens: what stands for arguments and results in candle's graph.
+//! Tokens represent arguments and results in candle's graph.
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -12,12 +12,12 @@ pub(crate) trait Function: Send + Sync + 'static {
     /// The function's name, for messages.
     fn name(&self) -> &'static str;
 
-    /// The gradients of the arguments, in their order, from the result's, which is contiguous. Those that are not `needed`
-    /// are not looked at.
+    /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous. Those that
+    /// are not `needed` are ignored.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Makes the tensor of `result`, whose gradient goes through `function` along `edges`.
+/// Creates the tensor of `result`, whose gradient flows through `function` along `edges`.
 pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
     let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
     if tokens.is_empty() {
@@ -30,7 +30,7 @@ pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: 
     attach(result, token, sum)
 }
 
-/// Where the gradient of a result is summed up until the function that made the result needs it.
+/// Sums the gradient of a result until the function that made the result needs it.
 #[derive(Default)]
 pub(super) struct GradientSum(Mutex<Option<Tensor>>);
 
@@ -54,14 +54,14 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is known of a result of this module, as long as it lives.
+/// A result of this module, while it lives.
 struct Node {
     id: TensorId,
     token: Tensor,
     sum: Arc<GradientSum>,
 }
 
-/// The results of this module, since candle does not tell by which operation a tensor was made.
+/// The results of this module, since candle does not tell which operation made a tensor.
 static NODES: LazyLock<Mutex<HashMap<TensorId, Weak<Node>>>> = LazyLock::new(Mutex::default);
 
 impl Drop for Node {
@@ -70,9 +70,9 @@ impl Drop for Node {
     }
 }
 
-/// How a gradient comes to an argument.
+/// How a gradient reaches an argument.
 pub(super) struct Edge {
-    /// Where it is left; nobody takes it if there is no token.
+    /// Collects the gradient; without a token, nothing reads it.
     pub(super) sum: Arc<GradientSum>,
     /// None if candle does not track the argument.
     pub(super) token: Option<Tensor>,
@@ -83,7 +83,7 @@ impl Edge {
         if !argument.track_op() || !argument.dtype().is_float() {
             return Ok(Self { sum: Arc::default(), token: None });
         }
-        // Bound first: the node may be the last one, whose drop locks the nodes.
+        // Bound first: this may be the last reference to the node, whose drop locks the nodes.
         let node = lock(&NODES).get(&argument.id()).cloned();
         if let Some(node) = node.and_then(|node| node.upgrade()) {
             return Ok(Self { sum: Arc::clone(&node.sum), token: Some(node.token.clone()) });
@@ -94,7 +94,7 @@ impl Edge {
     }
 }
 
-/// Makes of `result` the tensor that `token` stands for.
+/// Turns `result` into the tensor that `token` represents.
 pub(super) fn attach(result: (Storage, Shape), token: Tensor, sum: Arc<GradientSum>) -> Result<Tensor> {
     let node = Arc::new(Mutex::new(None));
     let attach = Attach { result: Mutex::new(Some(result)), sum: Arc::clone(&sum), _node: Arc::clone(&node) };
@@ -105,12 +105,12 @@ pub(super) fn attach(result: (Storage, Shape), token: Tensor, sum: Arc<GradientS
     Ok(result)
 }
 
-/// From a token to the result that it stands for.
+/// The operation from a token to the result that it represents.
 struct Attach {
     /// Taken by the forward pass, which runs once.
     result: Mutex<Option<(Storage, Shape)>>,
     sum: Arc<GradientSum>,
-    /// Lives as long as the result does.
+    /// Lives as long as the result.
     _node: Arc<Mutex<Option<Arc<Node>>>>,
 }
 
@@ -133,14 +133,14 @@ impl CustomOp1 for Attach {
         }
     }
 
-    /// candle's own operations used the result as well.
+    /// Called if candle's own operations used the result too.
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         self.sum.add(gradient.clone())?;
         token.zeros_like().map(Some)
     }
 }
 
-/// From an argument that no function has made to its token.
+/// The operation from an argument that no function has made to its token.
 struct Lift(Arc<GradientSum>);
 
 impl CustomOp1 for Lift {
@@ -159,14 +159,14 @@ impl CustomOp1 for Lift {
     fn bwd(&self, argument: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         match self.0.take() {
             Some(gradient) => Ok(Some(gradient)),
-            // candle wants one for everything but variables.
+            // candle requires a gradient for everything but variables.
             None if argument.is_variable() => Ok(None),
             None => argument.zeros_like().map(Some),
         }
     }
 }
 
-/// One token for all of `tokens`, through which candle comes to `backward`.
+/// Joins all `tokens` into one, through which candle reaches `backward`.
 fn join<F: Function>(mut tokens: Vec<Tensor>, backward: Backward<F>) -> Result<Tensor> {
     while tokens.len() > 1 {
         let rest = tokens.split_off(tokens.len().min(3));
@@ -245,12 +245,12 @@ impl CustomOp3 for Join {
     }
 }
 
-/// From the token of a function's arguments to that of its result.
+/// The operation from the token of a function's arguments to that of its result.
 struct Backward<F> {
     function: F,
-    /// Of the result.
+    /// The result's gradient.
     sum: Arc<GradientSum>,
-    /// Of the arguments.
+    /// The arguments' gradients.
     sums: Vec<Arc<GradientSum>>,
     needed: Vec<bool>,
 }

@@ -1,4 +1,4 @@
-//! From a collective on tensors to one on bytes.
+//! Turns a collective on tensors into one on bytes.
 use crate::backend::Collective;
 use crate::backend::call::{Call, Element};
 use crate::backend::cpu::reduction::Reduction;
@@ -20,21 +20,21 @@ pub(crate) trait ByteCollectives {
 
     fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure>;
 
-    /// `output` is there on the root only.
+    /// `output` is given only on the root.
     fn gather(&mut self, output: Option<Region>, input: Region, root: usize) -> Result<(), Failure>;
 
-    /// `input` is there on the root only.
+    /// `input` is given only on the root.
     fn scatter(&mut self, output: Region, input: Option<Region>, root: usize) -> Result<(), Failure>;
 
     fn send(&mut self, data: Region, peer: usize) -> Result<(), Failure>;
 
     fn recv(&mut self, data: Region, peer: usize) -> Result<(), Failure>;
 
-    /// Returns once all ranks have come.
+    /// Returns once all ranks have made the call.
     fn barrier(&mut self) -> Result<(), Failure>;
 }
 
-/// Carries out the call of `session`, whose tensors are those of `collective`, over the data path of `by`.
+/// Runs the call of `session`, whose tensors are those of `collective`, over the data path of `by`.
 pub(crate) fn dispatch(session: Session, collective: &Collective, by: &mut dyn ByteCollectives) -> Result<(), Failure> {
     let Call { element: Some(element), .. } = session.header.call else { return by.barrier() };
     let ranks = session.world_size();

@@ -1,8 +1,8 @@
-//! How each collective is carried out over each data path.
+//! The algorithms of each collective over each data path.
 //!
-//! All algorithms work on the bytes of the tensors, whose storages they lock only while bytes move. Their schedules depend
-//! on nothing but the call, the world size and the [`Tuning`], which are the same on all ranks. Reductions always take the
-//! ranks in order.
+//! All algorithms work on the bytes of the tensors, whose storages they lock only while bytes move. Their schedules
+//! depend only on the call, the world size and the [`Tuning`], which are the same on all ranks. Reductions always take
+//! the ranks in order.
 mod dispatch;
 mod flat;
 mod hierarchical;
@@ -19,44 +19,44 @@ use std::ops::Range;
 /// Sizes that choose between algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
-    /// Bytes that are sent at a time where data is reduced or passed on.
+    /// The number of bytes sent at a time if data is reduced or forwarded.
     pub(super) segment: usize,
-    /// If a rank receives no more bytes than this in total, every rank sends all its data to every other one.
+    /// If a rank receives no more bytes than this in total, every rank sends all its data to every other rank.
     pub(super) small: usize,
 }
 
 impl Tuning {
-    /// Over TCP. Between two hosts of one rank, 1, 16 and 64 MiB took 0.24, 4.8 and 20 ms in segments of 64 KiB, 0.63, 10.5
-    /// and 48 ms of 128, and 0.65, 10.9 and 45 ms of 256 (medians of 5 rounds under load; the engine's segments were of 128
-    /// KiB then): larger ones do not fit into a socket's buffers, and both sides sleep more often. By
+    /// For TCP. Between two hosts of one rank, 1, 16 and 64 MiB took 0.24, 4.8 and 20 ms in segments of 64 KiB, 0.63,
+    /// 10.5 and 48 ms of 128, and 0.65, 10.9 and 45 ms of 256 (medians of 5 rounds under load; the engine's segments
+    /// were of 128 KiB then): larger ones do not fit into a socket's buffers, and both sides sleep more often. Command:
     ///
     /// `python3 scripts/compare_settings.py --hosts 2 --ranks 1 --sizes 1048576 16777216 67108864 --set
     /// CANDLE_DDP_CPU_SEGMENT_BYTES=65536 --set CANDLE_DDP_CPU_SEGMENT_BYTES=262144`
     ///
-    /// With 4 ranks on one host, 128 KiB were as good. For the other size see the engine's README.
+    /// With 4 ranks on one host, 128 KiB were as good. For `small`, see the engine's README.
     pub(super) const TCP: Self = Self { segment: 64 << 10, small: 128 << 10 };
-    /// Over shared memory. 2 ranks, f32, medians of 5 rounds on 2 cores with other work: 1, 4 and 64 MiB took 41, 165 and
-    /// 6921 us in segments of 128 KiB; 39, 175 and 6027 us of 256; 42, 167 and 6641 us of 512. Segments matter little but
-    /// for large tensors. By
+    /// For shared memory. 2 ranks, f32, medians of 5 rounds on 2 cores with other work: 1, 4 and 64 MiB took 41, 165
+    /// and 6921 us in segments of 128 KiB; 39, 175 and 6027 us of 256; 42, 167 and 6641 us of 512. Segments matter only
+    /// for large tensors. Command:
     ///
     /// `python3 scripts/compare_settings.py --sizes 1048576 4194304 67108864 --set CANDLE_DDP_CPU_SEGMENT_BYTES=131072
     /// --set CANDLE_DDP_CPU_SEGMENT_BYTES=524288`
     ///
-    /// At once and in chunks, 64, 128 and 256 KiB took 3.3 and 4.2, 5.2 and 7.0, 9.5 and 9.3 us with 2 ranks; 64, 128 and
-    /// 256 KiB (192, 384 and 768 KiB received) 14.4 and 14.5, 24.1 and 21.3, 45.2 and 33.7 us with 4. By
+    /// At once and in chunks, 64, 128 and 256 KiB took 3.3 and 4.2, 5.2 and 7.0, 9.5 and 9.3 us with 2 ranks; 64, 128
+    /// and 256 KiB (192, 384 and 768 KiB received) 14.4 and 14.5, 24.1 and 21.3, 45.2 and 33.7 us with 4. Command:
     ///
     /// `python3 scripts/compare_settings.py --sizes 65536 131072 262144 524288 --set CANDLE_DDP_CPU_SMALL_BYTES=1000000
     /// --set CANDLE_DDP_CPU_SMALL_BYTES=0`, and with `--ranks 4`
     pub(super) const SHARED: Self = Self { segment: 256 << 10, small: 256 << 10 };
-    /// In groups with several hosts. Segments of 32, 128 and 256 KiB took 1.2, 1.1 to 1.8 and 1.5 to 1.6 times as long as
-    /// those of 64: see `benches/results/allreduce_hierarchical.md`, with the command. At once and in chunks, 32 KiB took
-    /// 59 and 63 us, 64 KiB 93 and 54 us (2 hosts of 2 ranks; medians of 5 rounds under load), by
+    /// For groups with several hosts. Segments of 32, 128 and 256 KiB took 1.2, 1.1 to 1.8 and 1.5 to 1.6 times as long
+    /// as those of 64: see `benches/results/allreduce_hierarchical.md`, with the command. At once and in chunks, 32 KiB
+    /// took 59 and 63 us, 64 KiB 93 and 54 us (2 hosts of 2 ranks; medians of 5 rounds under load). Command:
     ///
     /// `python3 scripts/compare_settings.py --hosts 2 --sizes 16384 32768 65536 131072 --set CANDLE_DDP_CPU_SMALL_BYTES=0
     /// --set CANDLE_DDP_CPU_SMALL_BYTES=1000000`
     pub(super) const HOSTS: Self = Self { segment: 64 << 10, small: 32 << 10 };
 
-    /// No more than what the slots of the shared memory on every host hold.
+    /// Limits the sizes to what the slots of the shared memory on every host hold.
     pub(super) fn within(self, layout: Layout) -> Self {
         Self { segment: self.segment.min(layout.part()), small: self.small.min(layout.capacity()) }
     }
@@ -67,7 +67,7 @@ impl Tuning {
 pub(super) struct Scratch(Vec<u64>);
 
 impl Scratch {
-    /// `count` slots of `bytes` each.
+    /// Returns `count` slots of `bytes` each.
     fn slots(&mut self, count: usize, bytes: usize) -> Vec<&mut [u8]> {
         let words = bytes.div_ceil(8);
         if self.0.len() < count * words {
@@ -80,14 +80,15 @@ impl Scratch {
     }
 }
 
-/// The bytes of chunk `index` of `count` chunks, of nearly equal size, of `elements` elements of `size` bytes.
+/// The bytes of chunk `index` when `elements` elements of `size` bytes are split into `count` chunks of nearly equal
+/// size.
 fn chunk(elements: usize, size: usize, index: usize, count: usize) -> Range<usize> {
     let (each, more) = (elements / count, elements % count);
     let start = |index: usize| (index * each + index.min(more)) * size;
     start(index)..start(index + 1)
 }
 
-/// The part of `range` that is sent in step `step`, of at most `length` bytes; empty beyond its end.
+/// The part of `range`, at most `length` bytes, that is sent in step `step`; empty beyond its end.
 fn segment(range: &Range<usize>, length: usize, step: usize) -> Range<usize> {
     let start = range.start.saturating_add(length.saturating_mul(step)).min(range.end);
     start..start.saturating_add(length).min(range.end)
@@ -101,7 +102,7 @@ fn segment_before(range: &Range<usize>, length: usize, step: usize) -> Range<usi
     }
 }
 
-/// The largest number of bytes up to `segment` that holds whole elements, but at least one.
+/// The largest multiple of the element size up to `segment`, but at least one element.
 fn whole_elements(segment: usize, size: usize) -> usize {
     (segment / size).max(1) * size
 }

@@ -1,6 +1,6 @@
 //! The collectives between the ranks of one host, through shared memory.
 //!
-//! Every rank has a stream of slots that all others read (`shm/stream.rs`). Where ranks hold different data for each
+//! Every rank has a stream of slots that all others read (`shm/stream.rs`). If ranks hold different data for each
 //! other, a slot is divided into equal parts, one for each peer.
 use super::dispatch::ByteCollectives;
 use super::{Tuning, chunk, segment};
@@ -20,9 +20,9 @@ pub(crate) struct Shm<'a> {
 }
 
 impl Shm<'_> {
-    /// Does `work` with the streams of the collectives.
+    /// Runs `work` with the streams of the collectives.
     fn with_streams(&self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
-        // The streams are unlocked before the root cause is looked for.
+        // The streams are unlocked before the root cause is searched.
         let result = work(&mut self.session.streams());
         result.map_err(|error| self.session.session.failure_inside(error))
     }
@@ -90,7 +90,7 @@ impl ByteCollectives for Shm<'_> {
     }
 }
 
-/// Where each peer's part lies in a slot.
+/// The position of each peer's part in a slot.
 #[derive(Clone, Copy)]
 pub(super) struct Parts {
     own: usize,
@@ -127,7 +127,7 @@ fn all_reduce(streams: &mut Streams, tuning: Tuning, data: Region, reduction: Re
     }
 }
 
-/// Every rank publishes all its data, and reduces that of all ranks.
+/// Every rank publishes all its data and reduces that of all ranks.
 fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     streams.publish(|slot, _| slot.write_from(data))?;
     streams.receive_all()?;
@@ -137,9 +137,9 @@ fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction)
     Ok(())
 }
 
-/// Rank `c` reduces chunk `c`, step by step: every rank publishes its parts of all chunks; rank `c` reduces its part straight
-/// from the slots of all ranks, and publishes the result, which the others copy. Parts are published one step ahead and
-/// results copied one step behind, so that no rank waits for what the others are doing at the moment.
+/// Rank `c` reduces chunk `c`, step by step. Every rank publishes its parts of all chunks; rank `c` reduces chunk `c`
+/// directly from the slots of all ranks and publishes the result, which the others copy. Parts are published one step
+/// ahead and results copied one step behind, so that no rank waits for what the others are doing at the moment.
 fn all_reduce_in_chunks(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     let (own, world_size, size) = (streams.rank(), streams.world_size(), reduction.element.size());
     let parts = Parts::new(streams);
@@ -212,7 +212,7 @@ fn reduce_scatter(
     Ok(())
 }
 
-/// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
+/// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 fn all_to_all(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
     let (each, parts) = (input.len() / streams.world_size(), Parts::new(streams));
     for piece in pieces(each, parts.length) {
@@ -252,7 +252,7 @@ pub(super) fn copy_from(streams: &mut Streams, root: usize, data: Region) -> Res
         .try_for_each(|piece| streams.take(root, |slot| slot.read_into(data.part(piece))))
 }
 
-/// Publishes `data` for rank `root`, as all others do, in slots of `length` bytes.
+/// Publishes `data` for rank `root` in slots of `length` bytes, as all other ranks do.
 pub(super) fn publish_to(
     streams: &mut Streams,
     root: usize,
@@ -264,7 +264,8 @@ pub(super) fn publish_to(
     pieces(data.len(), length).try_for_each(|piece| streams.publish(|slot, _| slot.write_from(data.part(piece))))
 }
 
-/// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others [`publish_to`] it.
+/// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others publish with
+/// [`publish_to`].
 fn reduce_to_here(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     for piece in pieces(data.len(), streams.capacity()) {
         streams.receive_all()?;
@@ -275,7 +276,8 @@ fn reduce_to_here(streams: &mut Streams, data: Region, reduction: Reduction) -> 
     Ok(())
 }
 
-/// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others [`publish_to`] it.
+/// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others publish with
+/// [`publish_to`].
 fn gather_to_here(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
     let (own, each) = (streams.rank(), input.len());
     output.part(own * each..(own + 1) * each).copy_from(input)?;
@@ -285,7 +287,7 @@ fn gather_to_here(streams: &mut Streams, output: Region, input: Region) -> Resul
     Ok(())
 }
 
-/// This rank is the root: every rank's part of `input` goes there.
+/// This rank is the root: every other rank's part of `input` is published for it.
 fn scatter_from_here(streams: &mut Streams, output: Region, input: Region) -> Result<(), TransportError> {
     let (each, parts) = (output.len(), Parts::new(streams));
     output.copy_from(input.part(streams.rank() * each..(streams.rank() + 1) * each))?;

@@ -1,8 +1,8 @@
-//! How ranks find out with which others they can share memory.
+//! Finds out which ranks can share memory.
 //!
-//! Every rank makes a file for its memory and tells the others, over TCP, where it is. Every rank tries to map the files of
-//! the others, and tells which ones it could. Then all ranks know who maps whose memory, and so what the hosts are. Nothing is
-//! configured, and host names play no part: ranks that can map each other's memory share it.
+//! Every rank creates a file for its memory and tells the others over TCP where it is. Every rank tries to map the
+//! others' files, and reports which ones it could map. Then all ranks know who maps whose memory, and so which ranks
+//! form a host. Nothing is configured, and host names do not matter: ranks that can map each other's memory share it.
 use super::group::ShmGroup;
 use super::layout::Layout;
 use super::peer_info::{PeerInfo, SegmentInfo, name};
@@ -10,6 +10,7 @@ use super::segment::Segment;
 use crate::backend::cpu::hosts::Hosts;
 use crate::backend::cpu::transport::{Inflow, Outflow, Transport};
 use crate::backend::cpu::transport_error::TransportError;
+use crate::host::boot_id;
 use crate::random::random_bytes;
 use rustix::fd::AsRawFd;
 use std::hash::{DefaultHasher, Hasher};
@@ -29,7 +30,7 @@ pub(crate) struct Discovered {
     pub(crate) complaints: Vec<String>,
 }
 
-/// How long to wait for the other ranks before asking whether this was cancelled.
+/// How long to wait for the other ranks before checking for cancellation.
 const SLICE: Duration = Duration::from_millis(500);
 
 /// One rank's part in the discovery.
@@ -37,14 +38,14 @@ pub(crate) struct Discovery<'a> {
     pub(crate) transport: &'a Transport,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// Whether this rank shares memory, or wants TCP.
+    /// Whether this rank shares memory; otherwise it uses TCP.
     pub(crate) shares: bool,
-    /// Bytes that a slot holds for each peer.
+    /// The number of bytes that a slot holds for each peer.
     pub(crate) part: usize,
     /// Replaces the identity of the running kernel, for tests.
     pub(crate) label: Option<&'a str>,
     pub(crate) deadline: Instant,
-    /// Called while waiting for other ranks.
+    /// Called repeatedly while waiting for other ranks.
     pub(crate) is_cancelled: &'a dyn Fn() -> bool,
 }
 
@@ -69,11 +70,11 @@ impl Discovery<'_> {
             fd: fd.as_raw_fd() as u32,
             token: *token,
         });
-        let own = PeerInfo { kernel: self.label.map_or_else(boot_id, hash), offer };
+        let own = PeerInfo { kernel: self.label.map_or_else(kernel, hash), offer };
         let infos = self.gather(&own.encode())?;
         let infos: Vec<Option<PeerInfo>> = infos.iter().map(|info| PeerInfo::decode(info)).collect();
 
-        // Segments have the same layout on all hosts, so that all ranks cut data up alike.
+        // Segments have the same layout on all hosts, so that all ranks divide data alike.
         let largest = infos.iter().map(|info| candidates(&infos, info.as_ref())).max().unwrap_or(0);
         let layout = (largest > 1).then(|| Layout::new(largest, self.part));
         let segment = match (layout, file.as_ref()) {
@@ -116,7 +117,7 @@ impl Discovery<'_> {
         Ok(Discovered { hosts, shm, layout, apart, complaints })
     }
 
-    /// Every rank's `own`, which has the same length on all ranks.
+    /// Gathers every rank's `own`, which has the same length on all ranks.
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, TransportError> {
         let Self { transport, rank, world_size, deadline, .. } = *self;
         let mut all = vec![own.to_vec(); world_size];
@@ -131,7 +132,7 @@ impl Discovery<'_> {
         }
         loop {
             match transport.exchange(&mut sends, &mut recvs, deadline.min(Instant::now() + SLICE)) {
-                // What has been sent or received already is skipped.
+                // Data that was already sent or received is skipped.
                 Err(TransportError::TimedOut { .. }) if Instant::now() < deadline && !(self.is_cancelled)() => {}
                 result => break result?,
             }
@@ -141,7 +142,7 @@ impl Discovery<'_> {
     }
 }
 
-/// How many ranks offer memory on the same kernel as `info`, including that one: only they can share it.
+/// The number of ranks that offer memory on the same kernel as `info`, including that one: only these can share it.
 fn candidates(infos: &[Option<PeerInfo>], info: Option<&PeerInfo>) -> usize {
     let Some(info) = info.filter(|info| info.offer.is_some()) else { return 0 };
     infos.iter().flatten().filter(|other| other.kernel == info.kernel && other.offer.is_some()).count()
@@ -152,10 +153,9 @@ fn open(offer: &SegmentInfo, layout: &Layout) -> Result<Segment, String> {
     Segment::open(offer.pid, fd, &offer.name(), layout.size()).map_err(|error| error.to_string())
 }
 
-/// The boot id of the running kernel; zeros if the system does not tell.
-fn boot_id() -> [u8; 16] {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes()
+/// The boot id as a number; zeros if the system does not tell.
+fn kernel() -> [u8; 16] {
+    u128::from_str_radix(&boot_id().replace('-', ""), 16).unwrap_or(0).to_be_bytes()
 }
 
 /// A boot id made from a label: equal labels give equal ids.

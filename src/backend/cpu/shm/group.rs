@@ -1,25 +1,25 @@
 //! The shared memory of one group, as one of its ranks uses it.
-use super::eventcount::{Eventcount, Waiter};
+use super::eventcount::{Eventcount, Waiter, close};
 use super::kernels::Source;
 use super::layout::{Layout, Sleeper};
 use super::segment::Segment;
 use super::slot::Slot;
 use super::stream::{Inbox, Outbox, Reader};
+use super::sync::{AtomicBool, Ordering};
 use crate::backend::call::Header;
-use crate::backend::cpu::lock;
 use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::transport_error::TransportError;
+use crate::panic::lock;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// All streams of one rank of a host. Ranks have the numbers that they have there.
+/// All streams of one rank of a host. Ranks have the numbers that they have on the host.
 pub(crate) struct ShmGroup {
     rank: usize,
     world_size: usize,
     layout: Layout,
-    /// The group has failed: nobody waits any more.
+    /// Set when the group has failed: no thread waits any more.
     closed: AtomicBool,
     /// By rank.
     segments: Vec<Arc<Segment>>,
@@ -38,7 +38,7 @@ struct CollectiveStreams {
 }
 
 impl ShmGroup {
-    /// Over the segments of all ranks of the host, in rank order, which are as `layout` says.
+    /// Takes the segments of all ranks of the host, in rank order, laid out according to `layout`.
     pub(super) fn new(rank: usize, layout: Layout, segments: &[Arc<Segment>]) -> Self {
         let (own, world_size) = (segments[rank].clone(), segments.len());
         let eventcount = |rank: usize, sleeper: Sleeper| Eventcount::new(&segments[rank], &layout, sleeper);
@@ -87,14 +87,14 @@ impl ShmGroup {
         Self { rank, world_size, layout, closed: AtomicBool::new(false), segments, collectives, sends, recvs }
     }
 
-    /// Notes that this rank has finished call number `sequence` of the given kind.
+    /// Records that this rank has finished call number `sequence` of the given kind.
     pub(crate) fn set_finished(&self, kind: Sleeper, sequence: u64) {
         let count = sequence.wrapping_add(1) as u32;
         self.segments[self.rank].word(self.layout.finished(kind)).store(count, Ordering::Release);
     }
 
-    /// How many calls of the given kind rank `peer` has finished, the one with the number 0 included. This rank is near
-    /// call number `near` itself. The memory of a process that is gone stays readable.
+    /// How many calls of the given kind rank `peer` has finished, counting the one with number 0. This rank is near
+    /// call number `near`. The memory of an ended process stays readable.
     pub(crate) fn finished_by(&self, peer: usize, kind: Sleeper, near: u64) -> u64 {
         let count = self.segments[peer].word(self.layout.finished(kind)).load(Ordering::Acquire);
         near.saturating_add_signed(i64::from(count.wrapping_sub(near as u32) as i32))
@@ -102,11 +102,10 @@ impl ShmGroup {
 
     /// Ends every wait of this rank, now and later.
     pub(crate) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
         let direct = (0..self.world_size).flat_map(|peer| [Sleeper::SendTo(peer), Sleeper::RecvFrom(peer)]);
-        for sleeper in direct.chain([Sleeper::Collectives]) {
-            Eventcount::new(&self.segments[self.rank], &self.layout, sleeper).ring();
-        }
+        let own = &self.segments[self.rank];
+        let eventcounts = direct.chain([Sleeper::Collectives]);
+        close(&self.closed, eventcounts.map(|sleeper| Eventcount::new(own, &self.layout, sleeper)));
     }
 
     /// The streams of the collectives for one call, whose slots begin with `head`.
@@ -130,7 +129,7 @@ impl ShmGroup {
         Ok(())
     }
 
-    /// `data` becomes what rank `peer` sends.
+    /// Receives into `data` what rank `peer` sends.
     pub(crate) fn receive(
         &self,
         peer: usize,
@@ -162,13 +161,13 @@ fn stream<T>(streams: &[Option<T>], peer: usize) -> Result<&T, TransportError> {
     stream.ok_or_else(|| TransportError::System(format!("there is no shared memory with rank {peer}")))
 }
 
-/// What fits into the slots of a message of `bytes`, one after the other. An empty message takes one slot, too.
+/// The parts of a message of `bytes` that fit into its slots. An empty message takes one slot too.
 pub(crate) fn pieces(bytes: usize, capacity: usize) -> impl Iterator<Item = Range<usize>> {
     (0..bytes.max(1)).step_by(capacity).map(move |start| start..start.saturating_add(capacity).min(bytes))
 }
 
-/// One call's use of the streams of the collectives. All ranks publish, receive and skip as the call demands, so that
-/// they agree on what every slot of every stream holds.
+/// One call's use of the streams of the collectives. All ranks publish, receive and skip as the call requires, so they
+/// agree on the contents of every slot of every stream.
 pub(crate) struct Streams<'a> {
     shm: &'a ShmGroup,
     streams: MutexGuard<'a, CollectiveStreams>,
@@ -190,17 +189,17 @@ impl Streams<'_> {
         (0..self.world_size()).filter(move |peer| *peer != rank)
     }
 
-    /// Bytes of a slot for each peer, where they hold different ones.
+    /// The size of each peer's part of a slot in bytes, if a slot has parts.
     pub(crate) fn part(&self) -> usize {
         self.shm.layout.part()
     }
 
-    /// Bytes of a slot.
+    /// The size of a slot in bytes.
     pub(crate) fn capacity(&self) -> usize {
         self.shm.layout.capacity
     }
 
-    /// Sends a slot to all peers. `fill` writes its payload, and may read the slots that were received last.
+    /// Publishes a slot for all peers. `fill` writes its payload and may read the slots that were received last.
     pub(crate) fn publish(
         &mut self,
         fill: impl FnOnce(Slot, Arrived) -> Result<(), TransportError>,
@@ -215,7 +214,7 @@ impl Streams<'_> {
         let waiter = self.shm.waiter(eventcount, self.deadline);
         for index in 0..inboxes.len() {
             let Some(inbox) = &inboxes[index] else { continue };
-            // A peer that is in another call may be the reason why the one in turn does not come.
+            // A peer that is in another call may be the reason why the awaited peer's slot does not come.
             let is_foreign = |inbox: &Inbox| inbox.is_foreign(&self.head);
             let others = &inboxes[index + 1..];
             waiter.wait(inbox.writer, || inbox.has_arrived() || others.iter().flatten().any(is_foreign))?;
@@ -234,12 +233,12 @@ impl Streams<'_> {
         Arrived(&self.streams.inboxes)
     }
 
-    /// Gives back what was received from all peers.
+    /// Releases what was received from all peers.
     pub(crate) fn release_all(&mut self) {
         self.streams.inboxes.iter().flatten().for_each(Inbox::release);
     }
 
-    /// Waits for the next slot of rank `peer`, gives it to `read`, and gives it back.
+    /// Waits for the next slot of rank `peer`, passes it to `read`, and releases it.
     pub(crate) fn take(
         &mut self,
         peer: usize,
@@ -253,7 +252,7 @@ impl Streams<'_> {
         Ok(())
     }
 
-    /// Passes the next `count` slots of rank `peer`, which are for others.
+    /// Skips the next `count` slots of rank `peer`, which are for others.
     pub(crate) fn skip(&mut self, peer: usize, count: usize) -> Result<(), TransportError> {
         inbox_mut(&mut self.streams.inboxes, peer)?.skip(count);
         Ok(())
@@ -270,7 +269,7 @@ fn inbox_mut(inboxes: &mut [Option<Inbox>], peer: usize) -> Result<&mut Inbox, T
 pub(crate) struct Arrived<'a>(&'a [Option<Inbox>]);
 
 impl<'a> Arrived<'a> {
-    /// What is reduced, in rank order: `own` of this rank, and of every peer the given part of its slot.
+    /// The sources of a reduction in rank order: `own` for this rank, and the given part of the slot of every peer.
     pub(crate) fn sources(self, own: Source<'a>, part: impl Fn(usize) -> Range<usize>) -> Vec<Source<'a>> {
         let source = |(rank, inbox): (usize, &'a Option<Inbox>)| match inbox {
             Some(inbox) => Source::Shared(inbox.slot().part(part(rank))),
@@ -289,7 +288,7 @@ mod tests {
 
     const PART: usize = 256;
 
-    /// The groups of all ranks of a world of `world_size`, all of whose streams have passed `position` slots already.
+    /// The groups of all ranks of a world of `world_size`, whose streams have all passed `position` slots already.
     fn groups(world_size: usize, position: u32) -> Vec<ShmGroup> {
         let layout = Layout::new(world_size, PART);
         let segment = |_| Arc::new(Segment::create("candle-ddp-test", layout.size()).unwrap().0);
@@ -386,7 +385,7 @@ mod tests {
         }
     }
 
-    /// Rank 1 is in another call, and rank 0, which is waited for first, does not come.
+    /// Rank 1 is in another call, and rank 0, which is awaited first, does not come.
     #[test]
     fn another_call_is_noticed_whoever_is_waited_for() {
         let groups = groups(3, 0);

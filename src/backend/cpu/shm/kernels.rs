@@ -1,5 +1,5 @@
-//! Reductions over slices and over slots of shared memory: one pass over all parts, always in rank order, so that every rank
-//! computes the same bits.
+//! Reductions over slices and over slots of shared memory: one pass over all parts, always in rank order, so that every
+//! rank computes the same bits.
 use super::slot::Slot;
 use crate::backend::ReduceOp;
 use crate::backend::call::Element;
@@ -8,17 +8,17 @@ use crate::tensor::{Arithmetic, Number, vectorise};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// The part of one rank.
+/// The data of one rank.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
-    /// What the output holds before the call.
+    /// The contents of the output before the call.
     Output,
     Private(&'a [u8]),
     Shared(Slot<'a>),
 }
 
 impl<'a> Source<'a> {
-    /// By rank: what the output holds for rank `own`, and the first `length` bytes of the slots of the others.
+    /// By rank: the contents of the output for rank `own`, and the first `length` bytes of the slots of the others.
     pub(crate) fn by_rank(own: usize, slots: &'a [&mut [u8]], length: usize) -> Vec<Self> {
         let part = |(rank, slot): (usize, &'a &mut [u8])| match rank == own {
             true => Self::Output,
@@ -28,10 +28,10 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Writes the reduction of `sources`, one for each rank in rank order and all as long as `out`, to `out` and, if there
-/// is one, to `result`. Nothing needs to be aligned.
+/// Writes the reduction of `sources`, one for each rank in rank order and all as long as `out`, to `out` and, if given,
+/// to `result`. Nothing needs to be aligned.
 ///
-/// f16 and bf16 are accumulated in f32 and rounded once. NaN wins in Min and Max. Integers wrap.
+/// f16 and bf16 are accumulated in f32 and rounded once. Min and Max return NaN if a value is NaN. Integers wrap.
 pub(crate) fn reduce(reduction: Reduction, sources: &[Source], out: &mut [u8], result: Option<Slot>) {
     match reduction.element {
         Element::F32 => by_operation::<f32>(reduction, sources, out, result),
@@ -59,7 +59,7 @@ fn by_operation<T: Number>(
     }
 }
 
-/// An operation on two values. The order of the operands decides which of two NaNs remains.
+/// An operation on two values. The order of the operands decides which of two NaNs is kept.
 trait Operation {
     fn combine<W: Arithmetic>(a: W, b: W) -> W;
 }
@@ -106,7 +106,7 @@ struct Pointers<'a, T, O> {
     operation: PhantomData<O>,
 }
 
-/// The reduction of `sources` by `O`, times `factor` if there is one.
+/// The reduction of `sources` by `O`, times `factor` if given.
 fn over_parts<T: Number, O: Operation>(
     sources: &[Source],
     out: &mut [u8],
@@ -133,20 +133,20 @@ fn over_parts<T: Number, O: Operation>(
         .collect();
     let result = result.map(|result| result.as_ptr().cast());
     let pointers = Pointers { sources: &pointers, out, result, count, operation: PhantomData::<O> };
-    // SAFETY: all are as long as `out`, as was checked above. `out` is borrowed exclusively and, where it is also a source,
-    // used through the same pointer only; the others are borrowed as long.
+    // SAFETY: all are as long as `out`, as was checked above. `out` is borrowed exclusively and, if it is also a
+    // source, used through the same pointer only; the others are borrowed as long.
     vectorise!(|| unsafe { fold::<T, O>(pointers, factor) });
 }
 
-/// Goes through all parts at once, a few elements at a time, which stay in registers.
+/// Processes all parts at once, a few elements at a time, which stay in registers.
 ///
 /// # Safety
-/// All pointers are valid for `count` elements, to read (`sources`) or to write. Nothing needs to be aligned, and what lies
-/// in shared memory may change meanwhile: the values are only computed with.
+/// All pointers are valid for `count` elements, to read (`sources`) or to write. Nothing needs to be aligned, and
+/// contents of shared memory may change meanwhile: the values are only computed with.
 #[inline(always)]
 unsafe fn fold<T: Number, O: Operation>(pointers: Pointers<T, O>, factor: Option<T::Wide>) {
-    /// Elements of a step. With 64, sums of f32 in private memory took a third less time, but an all-reduce of 16 MiB between
-    /// two ranks a fifth more (CPU time, AVX-512 Xeon, 2026-11-22).
+    /// The number of elements of a step. With 64, sums of f32 in private memory took a third less time, but an
+    /// all-reduce of 16 MiB between two ranks a fifth more (CPU time, AVX-512 Xeon, 2026-11-22).
     const STEP: usize = 32;
     let Pointers { sources, out, result, count, .. } = pointers;
     let whole = count / STEP * STEP;
@@ -155,7 +155,7 @@ unsafe fn fold<T: Number, O: Operation>(pointers: Pointers<T, O>, factor: Option
     // SAFETY: every access is to elements below `count`, see above.
     unsafe {
         while start < whole {
-            // Loops, since closures become functions of their own, without the vector instructions.
+            // Loops, since closures would be compiled separately, without the vector instructions.
             let mut block: [T; STEP] = first.add(start).cast::<[T; STEP]>().read_unaligned();
             let mut values = [T::Wide::default(); STEP];
             for (value, element) in values.iter_mut().zip(block) {
@@ -206,7 +206,7 @@ mod tests {
 
     const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod];
 
-    /// The reduction, where rank `own` has its part in the output.
+    /// Runs the reduction; rank `own` has its part in the output.
     fn run<T: Pod>(element: Element, op: ReduceOp, parts: &[&[T]], own: usize) -> Vec<T> {
         let mut out = parts[own].to_vec();
         let mut parts: Vec<Source> = parts.iter().map(|part| Source::Private(bytemuck::cast_slice(part))).collect();
@@ -215,7 +215,7 @@ mod tests {
         out
     }
 
-    /// Values of many magnitudes and, among halves, of every kind, so that the order of additions shows in the bits.
+    /// Values of many magnitudes and, for 16-bit types, of every kind, so that the order of additions changes the bits.
     fn bytes(seed: u64, length: usize) -> Vec<u8> {
         let mut state = seed;
         let mut next = || {
@@ -225,7 +225,7 @@ mod tests {
         (0..length.div_ceil(4)).flat_map(|_| next().to_le_bytes()).take(length).collect()
     }
 
-    /// One element after the other, with the conversions of the crate `half`.
+    /// Reduces one element after the other, with the conversions of the crate `half`.
     fn expected(element: Element, op: ReduceOp, parts: &[Vec<u8>]) -> Vec<u8> {
         fn fold<T: Pod, W: Arithmetic>(
             op: ReduceOp,
@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    /// A sum is the first of two NaNs, made quiet, with its sign and its other bits.
+    /// A sum keeps the first of two NaNs, made quiet, with its sign and its other bits.
     #[test]
     fn the_first_of_two_nans_remains() {
         let [first, second] = [0xffc0_1234, 0x7fc0_5678].map(f32::from_bits);

@@ -1,23 +1,23 @@
 //! The layout of a segment.
 use std::ops::Range;
 
-/// The layout of every rank's segment: equal on all ranks of a group, on all its hosts, and a function of these numbers
-/// alone. Ranks have the numbers that they have on their host.
+/// The layout of every rank's segment: the same on all ranks and hosts of a group, and determined by these numbers.
+/// Ranks have the numbers that they have on their host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// How many ranks a host has at most.
+    /// The largest number of ranks on a host.
     pub(super) ranks: usize,
-    /// Slots of a rank's outbox for collectives, which all peers read; a power of two.
+    /// Number of slots in a rank's outbox for collectives, which all peers read; a power of two.
     pub(super) slots: usize,
-    /// Bytes of such a slot.
+    /// The size of such a slot in bytes.
     pub(super) capacity: usize,
-    /// Slots of a rank's outbox for messages to one peer; a power of two.
+    /// Number of slots in a rank's outbox for messages to one peer; a power of two.
     pub(super) direct_slots: usize,
-    /// Bytes of such a slot.
+    /// The size of such a slot in bytes.
     pub(super) direct_capacity: usize,
 }
 
-/// A ring of slots: first a line for each slot's stamp and header, then the slots themselves.
+/// A ring of slots: first one line with the stamp and header of each slot, then the slots themselves.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ring {
     offset: usize,
@@ -48,11 +48,11 @@ impl Sleeper {
 }
 
 impl Layout {
-    /// How many slots a rank can fill before the slowest reader has read the first.
+    /// The number of slots that a rank can fill before the slowest reader has read the first.
     const SLOTS: usize = 8;
     const DIRECT_SLOTS: usize = 4;
-    /// The most bytes that all outboxes of a rank take, for collectives and for messages; those of a pair of ranks take at
-    /// most 4 MiB and 1 MiB.
+    /// The largest total size in bytes of a rank's outboxes, for collectives and for messages. Those of a pair of ranks
+    /// take at most 4 MiB and 1 MiB.
     const LARGEST_SLOT: usize = 2 << 20;
     const LARGEST_DIRECT: usize = 4 << 20;
     const DIRECT_SLOT: usize = 128 << 10;
@@ -71,24 +71,24 @@ impl Layout {
         }
     }
 
-    /// Bytes of a slot for each peer, where they hold different ones.
+    /// The size of each peer's part of a slot in bytes, if a slot has parts.
     pub(crate) fn part(&self) -> usize {
-        /// Parts begin with cache lines, and hold whole elements.
+        /// Parts start at cache lines and hold whole elements.
         const ALIGNMENT: usize = 64;
         self.capacity / (self.ranks - 1) / ALIGNMENT * ALIGNMENT
     }
 
-    /// Bytes of a slot.
+    /// The size of a slot in bytes.
     pub(crate) fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Two words: the eventcount of one of this rank's threads, and whom it waits for.
+    /// Two words: the eventcount of one of this rank's threads, and the rank that it waits for.
     pub(super) fn eventcount(&self, sleeper: Sleeper) -> usize {
         LINE * sleeper.index()
     }
 
-    /// A word: how many slots of `peer`'s outbox for collectives this rank is done with.
+    /// A word: how many slots of `peer`'s outbox for collectives this rank has passed.
     pub(super) fn passed(&self, peer: usize) -> usize {
         LINE * (1 + 2 * self.ranks + peer)
     }
@@ -98,7 +98,7 @@ impl Layout {
         LINE * (1 + 3 * self.ranks + peer)
     }
 
-    /// A word: how many calls this rank has finished, which tells how far it came after its process has ended.
+    /// A word: how many calls this rank has finished, which shows its progress after its process has ended.
     pub(super) fn finished(&self, sleeper: Sleeper) -> usize {
         LINE * (1 + 4 * self.ranks + sleeper.index())
     }
@@ -114,19 +114,19 @@ impl Layout {
         Ring { offset: first.offset + index * (first.end() - first.offset), ..first }
     }
 
-    /// The messages of rank `from` to rank `to`, in the segment of the former.
+    /// The messages of rank `from` to rank `to`, in the segment of `from`.
     pub(super) fn direct_ring(&self, from: usize, to: usize) -> Ring {
         self.direct(to - usize::from(to > from))
     }
 
-    /// Bytes of a segment. The system refuses absurd sizes.
+    /// The size of a segment in bytes. The system refuses absurd sizes.
     pub(super) fn size(&self) -> usize {
         self.direct(self.ranks - 1).offset
     }
 }
 
 impl Ring {
-    /// Where the stamp and the header of a slot are.
+    /// The offset of a slot's stamp and header.
     pub(super) fn line(&self, position: u32) -> usize {
         self.offset + LINE * self.index(position)
     }
@@ -181,7 +181,7 @@ mod tests {
                 pieces.sort_by_key(|piece| piece.start);
                 assert!(pieces.windows(2).all(|pair| pair[0].end <= pair[1].start), "{layout:?}");
                 assert!(pieces.last().unwrap().end <= layout.size());
-                // What the README promises.
+                // The README's limit.
                 assert!(layout.size() <= (16 << 20) / 2 * (world_size - 1), "{layout:?}: {}", layout.size());
             }
         }

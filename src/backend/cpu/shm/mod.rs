@@ -1,7 +1,7 @@
 //! Memory that the ranks of one host share, and the streams of slots that they pass through it.
 //!
-//! The one part of the engine with `unsafe` in it. What it offers is safe to use, whatever a peer does to the memory:
-//! see `README.md` beside this file for who writes what when.
+//! This is the only part of the engine with `unsafe` code. Its interface is safe to use, whatever a peer does to the
+//! memory: `README.md` beside this file says who writes what and when.
 #![allow(unsafe_code)]
 mod discovery;
 mod eventcount;
@@ -11,9 +11,13 @@ mod layout;
 mod peer_info;
 mod segment;
 mod slot;
+mod spin;
 mod stream;
+mod sync;
 
 pub(super) use discovery::{Discovered, Discovery};
 pub(super) use group::{ShmGroup, Streams, pieces};
 pub(super) use kernels::{Source, reduce};
 pub(super) use layout::{Layout, Sleeper};
+#[cfg(any(test, fuzzing))]
+pub(super) use peer_info::PeerInfo;

@@ -1,12 +1,12 @@
-//! What a rank tells the others about itself and the memory that it offers.
+//! What a rank tells the others about itself and its memory.
 use crate::backend::wire::{Reader, Writer};
 
 /// One rank's info.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PeerInfo {
+pub(in crate::backend::cpu) struct PeerInfo {
     /// The boot id of the running kernel, which is equal on ranks that share memory.
     pub(super) kernel: [u8; 16],
-    /// `None` when this rank has no memory to offer, or was told to use TCP.
+    /// `None` if this rank has no memory to offer, or uses TCP.
     pub(super) offer: Option<SegmentInfo>,
 }
 
@@ -15,7 +15,7 @@ pub(super) struct PeerInfo {
 pub(super) struct SegmentInfo {
     pub(super) pid: u32,
     pub(super) fd: u32,
-    /// A random part of the memory's name: whoever finds that name under the process and the descriptor has found this very
+    /// A random part of the memory's name: a file with that name under the process and the descriptor is this very
     /// memory.
     pub(super) token: u128,
 }
@@ -34,7 +34,7 @@ pub(super) fn name(token: u128) -> String {
 impl PeerInfo {
     pub(super) const BYTES: usize = 16 + 1 + 4 + 4 + 16;
 
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::backend::cpu) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.bytes(&self.kernel);
         if let Some(SegmentInfo { pid, fd, token }) = &self.offer {
@@ -44,7 +44,7 @@ impl PeerInfo {
         writer.0
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+    pub(in crate::backend::cpu) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
         let kernel = reader.array()?;
         let offer = match reader.u8()? {

@@ -1,12 +1,12 @@
-//! One piece of memory, made by one rank and mapped by all.
+//! Memory that one rank creates and all map.
+use super::sync::AtomicU32;
 use rustix::fd::OwnedFd;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::c_void;
 use std::io::{Error, Result};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU32;
 
-/// A mapping of shared memory. It has no name in any file system, and vanishes with the last process that maps it.
+/// A mapping of shared memory. It has no name in any file system and vanishes with the last process that maps it.
 pub(super) struct Segment {
     base: NonNull<u8>,
     size: usize,
@@ -18,17 +18,17 @@ unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// Far beyond what any layout with the engine's own sizes needs.
+/// Far more than any layout with the engine's own sizes needs.
 const LARGEST: usize = 256 << 20;
 
 impl Segment {
-    /// Makes a file that has no memory yet. Peers find it under `/proc`, by its name.
+    /// Creates a file that has no memory yet. Peers find it under `/proc` by its name.
     pub(super) fn announce(name: &str) -> Result<OwnedFd> {
         file::create(name)
     }
 
-    /// Gives the announced file `size` bytes of zeros, all of them reserved: a lack of memory is an error here, and not a
-    /// signal later.
+    /// Gives the announced file `size` bytes of zeros, all reserved: a lack of memory is an error here, not a signal
+    /// later.
     pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<Self> {
         // The system would reserve page after page until it runs out of memory and kills a process.
         if size > LARGEST {
@@ -45,7 +45,7 @@ impl Segment {
         Ok((Self::reserve(&fd, size)?, fd))
     }
 
-    /// Maps the segment that process `pid` made as `fd`, if that file exists and is the right one.
+    /// Maps the segment that process `pid` created as `fd`, if that file exists and is the right one.
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<Self> {
         Self::map(&file::open(pid, fd, name, size)?, size)
     }
@@ -70,7 +70,7 @@ impl Segment {
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
     }
 
-    /// Where the `length` bytes at `offset` begin.
+    /// The start of the `length` bytes at `offset`.
     pub(super) fn bytes(&self, offset: usize, length: usize) -> NonNull<u8> {
         assert!(offset.checked_add(length).is_some_and(|end| end <= self.size), "no {length} bytes at {offset}");
         // SAFETY: within the mapping.
@@ -88,7 +88,7 @@ impl Drop for Segment {
     }
 }
 
-/// Memory as a file without a place in any file system.
+/// Memory as a file that is in no file system.
 #[cfg(target_os = "linux")]
 mod file {
     use super::OwnedFd;
@@ -96,20 +96,23 @@ mod file {
     use rustix::io::Errno;
     use std::io::{Error, Result};
 
-    /// The seals that fix its size: no process can take memory away from a peer, which would be killed by a signal.
+    /// Seals that fix its size: otherwise a process could shrink it, and the system would kill its peers by a signal.
     const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
     pub(super) fn create(name: &str) -> Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems insist on memory that cannot be executed. Linux before 6.3 does not know the flag.
-        match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-            Err(Errno::INVAL) => Ok(rustix::fs::memfd_create(name, flags)?),
-            result => Ok(result?),
-        }
+        // Some systems require memory that cannot be executed. Linux before 6.3 does not know the flag.
+        let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags)?,
+            result => result?,
+        };
+        rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
+        Ok(fd)
     }
 
     pub(super) fn reserve(fd: &OwnedFd, size: usize) -> Result<()> {
-        // The limit on file sizes holds for memory files, too, and a process that exceeds it is killed by a signal.
+        // The limit on file sizes applies to memory files too, and the system kills a process that exceeds it by a
+        // signal.
         let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
         if let Some(limit) = limit.filter(|limit| *limit < size as u64) {
             return Err(Error::other(format!("files may have {limit} bytes here: raise the limit with ulimit -f")));
@@ -128,7 +131,12 @@ mod file {
             return Err(Error::other(format!("{path} is {link:?} here, and not {expected:?}")));
         }
         let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
-        let found = rustix::fs::fstat(&fd)?.st_size;
+        let status = rustix::fs::fstat(&fd)?;
+        let found = status.st_size;
+        // The kernel lets no other user open it, unless that is root. Nobody shall make this process use their memory either.
+        if status.st_uid != rustix::process::geteuid().as_raw() {
+            return Err(Error::other(format!("{path} belongs to another user, {}", status.st_uid)));
+        }
         if u64::try_from(found) != Ok(size as u64) || !rustix::fs::fcntl_get_seals(&fd)?.contains(SEALS) {
             return Err(Error::other(format!("{path} is no segment of {size} bytes")));
         }
@@ -136,7 +144,7 @@ mod file {
     }
 }
 
-/// Other systems have no such files, and their ranks use TCP.
+/// Other systems have no such files; their ranks use TCP.
 #[cfg(not(target_os = "linux"))]
 mod file {
     use super::OwnedFd;

@@ -8,9 +8,9 @@ use std::ptr::NonNull;
 
 /// Bytes in shared memory, which are only ever copied in and out.
 ///
-/// There is never a reference to them. Writer and readers take turns (see `stream.rs`), but that is a matter between
-/// processes, which this one cannot rely on for its soundness: a peer that does not keep to it makes the values that are
-/// read meaningless, and nothing else, since no decision depends on them.
+/// There is never a reference to them. Writer and readers take turns (see `stream.rs`), but this process's soundness
+/// cannot rely on other processes: a peer that breaks the protocol only makes the values that are read meaningless,
+/// since no decision depends on them.
 #[derive(Clone, Copy)]
 pub(crate) struct Slot<'a> {
     start: NonNull<u8>,
@@ -40,14 +40,14 @@ impl<'a> Slot<'a> {
     /// Copies `bytes` to the start of the slot.
     pub(crate) fn write(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.length);
-        // SAFETY: as long as both; private memory and a mapping do not overlap.
+        // SAFETY: `bytes` and the slot are long enough; private memory and a mapping do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
     }
 
     /// Copies the start of the slot to `bytes`.
     pub(crate) fn read(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.length);
-        // SAFETY: as above.
+        // SAFETY: as in `write`.
         unsafe { std::ptr::copy_nonoverlapping(self.as_ptr(), bytes.as_mut_ptr(), bytes.len()) }
     }
 

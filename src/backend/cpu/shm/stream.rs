@@ -1,17 +1,17 @@
 //! A stream of slots from one rank to others, through a ring in the writer's segment.
 //!
-//! Slots are numbered from 0, and slot `n` lies in the ring at `n` modulo its length. The stamp of slot `n` is `n + 1`,
+//! Slots are numbered from 0, and slot `n` is at index `n` modulo the ring's length. The stamp of slot `n` is `n + 1`,
 //! written last and with release order; a reader that sees it, with acquire order, sees the header and the payload. A
-//! reader counts in a word of its own segment the slots that it has passed, with release order, and the writer reuses a
-//! slot when all readers have passed it. Numbers wrap; differences do not.
+//! reader counts the slots that it has passed in a word of its own segment, with release order, and the writer reuses a
+//! slot once all readers have passed it. Numbers wrap; differences do not.
 use super::eventcount::{Eventcount, Waiter};
 use super::layout::Ring;
 use super::segment::Segment;
 use super::slot::Slot;
+use super::sync::Ordering;
 use crate::backend::call::Header;
 use crate::backend::cpu::transport_error::TransportError;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// The writer's end.
 pub(crate) struct Outbox {
@@ -23,14 +23,14 @@ pub(crate) struct Outbox {
     pub(super) position: u32,
 }
 
-/// Who reads, as the writer sees it.
+/// A reader, as the writer sees it.
 pub(super) struct Reader {
     pub(super) rank: usize,
     pub(super) eventcount: Eventcount,
     pub(super) segment: Arc<Segment>,
-    /// Where in its segment it counts what it has passed.
+    /// The offset in its segment of its count of passed slots.
     pub(super) passed: usize,
-    /// What it had passed when that was last needed.
+    /// That count when it was last needed.
     pub(super) seen: u32,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Inbox {
     pub(super) writer: usize,
     pub(super) ring: Ring,
     pub(super) segment: Arc<Segment>,
-    /// In the reader's own segment.
+    /// The reader's own segment.
     pub(super) own: Arc<Segment>,
     pub(super) passed: usize,
     pub(super) writer_eventcount: Eventcount,
@@ -48,7 +48,7 @@ pub(crate) struct Inbox {
     pub(super) position: u32,
 }
 
-/// The words of a header as they lie behind the stamp.
+/// The number of words of a header, which follow the stamp.
 const HEADER_WORDS: usize = Header::BYTES / 4;
 
 /// The words of an encoded header.
@@ -57,7 +57,7 @@ fn words(header: &[u8; Header::BYTES]) -> impl Iterator<Item = u32> + '_ {
 }
 
 impl Outbox {
-    /// Sends a slot that `fill` writes the payload of.
+    /// Publishes a slot whose payload `fill` writes.
     pub(super) fn publish(
         &mut self,
         waiter: &Waiter,
@@ -66,7 +66,7 @@ impl Outbox {
     ) -> Result<(), TransportError> {
         let (position, slots) = (self.position, self.ring.slots as u32);
         for reader in &mut self.readers {
-            // A reader may be ahead: it passes slots that are not for it before they are written.
+            // A reader may be ahead: it passes slots for others before they are written.
             let is_free = |passed: u32| (position.wrapping_sub(passed) as i32) < slots as i32;
             if !is_free(reader.seen) {
                 let passed = reader.segment.word(reader.passed);
@@ -89,23 +89,24 @@ impl Outbox {
 }
 
 impl Inbox {
-    /// Waits for the next slot, and checks that it belongs to the same call. It stays until [`release`](Self::release).
+    /// Waits for the next slot, and checks that it belongs to the same call. It stays valid until
+    /// [`release`](Self::release).
     pub(super) fn receive(&mut self, waiter: &Waiter, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
         waiter.wait(self.writer, || self.has_arrived())?;
         self.accept(expected)
     }
 
-    /// Whether the next slot is there.
+    /// Whether the next slot has arrived.
     pub(super) fn has_arrived(&self) -> bool {
         self.segment.word(self.ring.line(self.position)).load(Ordering::Acquire) == self.position.wrapping_add(1)
     }
 
-    /// Whether the next slot is there, and belongs to another call.
+    /// Whether the next slot has arrived and belongs to another call.
     pub(super) fn is_foreign(&self, expected: &[u8; Header::BYTES]) -> bool {
         self.has_arrived() && !words(expected).eq(self.header())
     }
 
-    /// Takes the next slot, which has arrived.
+    /// Takes the next slot, which must have arrived.
     pub(super) fn accept(&mut self, expected: &[u8; Header::BYTES]) -> Result<(), TransportError> {
         let header = self.header();
         if !words(expected).eq(header) {
@@ -129,7 +130,7 @@ impl Inbox {
         Slot::new(&self.segment, self.ring.slot(self.position.wrapping_sub(1)))
     }
 
-    /// Gives the slots that were received back to the writer.
+    /// Releases the received slots to the writer.
     pub(super) fn release(&self) {
         self.own.word(self.passed).store(self.position, Ordering::Release);
         self.writer_eventcount.ring_if_awaited(self.rank);

@@ -1,17 +1,18 @@
-//! The threads of several ranks, over one store, with stand-ins for NCCL: what they decide and tell each other. What NCCL
-//! does is not tested here.
+//! Tests the threads of several ranks over one store, with stand-ins for NCCL: what they decide and tell each other.
+//! NCCL itself is not tested here.
 use super::*;
 use crate::Error;
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::nccl::group::Fence;
 use crate::backend::nccl::health_store::HealthStore;
 use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
+use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::rendezvous::{HashStore, Store};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
 
-/// In place of communicators.
+/// Stands in for communicators.
 #[derive(Default)]
 struct StandIn {
     error: Mutex<Option<String>>,
@@ -28,7 +29,7 @@ impl Watched for StandIn {
     }
 }
 
-/// In place of an event.
+/// Stands in for an event.
 #[derive(Default)]
 struct Switch(AtomicBool);
 
@@ -47,9 +48,13 @@ struct Rank {
 
 const LOST_AFTER: Duration = Duration::from_millis(1500);
 
-/// Rank `rank` of a group, at work.
+/// Starts rank `rank` of a group.
 fn start(health_store: HealthStore, rank: usize, world_size: usize, timeout: Duration, lost_after: Duration) -> Rank {
-    let group = Arc::new(Group::new(rank, world_size, timeout));
+    run_threads(Group::new(rank, world_size, timeout, None), health_store, lost_after)
+}
+
+/// The threads of `group`.
+fn run_threads(group: Arc<Group>, health_store: HealthStore, lost_after: Duration) -> Rank {
     let stand_in = Arc::new(StandIn::default());
     let (ours, watched) = (group.clone(), stand_in.clone());
     let watchdog = std::thread::spawn(move || {
@@ -62,7 +67,7 @@ fn start(health_store: HealthStore, rank: usize, world_size: usize, timeout: Dur
     Rank { group, stand_in, watchdog: Some(watchdog), heartbeat_monitor: Some(heartbeat_monitor) }
 }
 
-/// The first `N` ranks of a group; the others have come, and do nothing.
+/// Starts the first `N` ranks of a group; the other ranks have joined and do nothing.
 fn ranks_of<const N: usize>(world_size: usize, timeout: Duration, lost_after: Duration) -> [Rank; N] {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
     let mut health_stores: Vec<HealthStore> =
@@ -89,7 +94,7 @@ impl Rank {
         switch
     }
 
-    /// The failure, once the communicators are aborted too.
+    /// Returns the failure once the communicators are aborted too.
     fn end(&self) -> String {
         let failure = self.group.await_failure(Duration::from_secs(15)).expect("the group should fail");
         let deadline = Instant::now() + Duration::from_secs(5);
@@ -111,6 +116,37 @@ impl Drop for Rank {
 
 fn all_reduce(count: u64) -> Call {
     Call { count, ..Call::bare(Operation::AllReduce) }
+}
+
+#[test]
+fn the_flight_recorder_writes_how_far_calls_came_when_one_expires() {
+    let folder = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
+    let ranks = [0, 1].map(|rank| {
+        let options = FlightRecorderOptions { folder: Some(folder.path().to_path_buf()), ..Default::default() };
+        let recorder = FlightRecorder::new(options, rank, 2).unwrap().unwrap();
+        let group = Group::new(rank, 2, Duration::from_millis(300), Some(Recording::of_world(recorder, 2)));
+        run_threads(group, HealthStore::new(Arc::clone(&store), rank, 2).unwrap(), LOST_AFTER)
+    });
+    for rank in &ranks {
+        rank.begin(all_reduce(1)).0.store(true, Ordering::SeqCst);
+        rank.begin_on(Channel::SendTo(1 - rank.group.rank), all_reduce(2)).0.store(true, Ordering::SeqCst);
+    }
+    ranks[0].begin(all_reduce(3));
+    ranks.iter().for_each(|rank| assert!(rank.end().contains("rank 1 has not started this collective")));
+    for (rank, expected) in [(0, "1 completed, 2 started, 1 completed"), (1, "1 completed, 1 completed")] {
+        // The last thing that a failed group does.
+        let deadline = Instant::now() + Duration::from_secs(15);
+        let path = folder.path().join(format!("rank{rank}.flight.json"));
+        while !path.exists() {
+            assert!(Instant::now() < deadline, "rank {rank} has written no file");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let file: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let calls = file["groups"][0]["calls"].as_array().unwrap();
+        let calls = calls.iter().map(|call| format!("{} {}", call["sequence"], call["state"].as_str().unwrap()));
+        assert_eq!(calls.collect::<Vec<_>>().join(", "), expected);
+    }
 }
 
 #[test]
@@ -201,7 +237,7 @@ fn a_rank_without_a_heartbeat_ends_the_group() {
 
 #[test]
 fn an_error_of_nccl_is_blamed_on_the_rank_without_a_heartbeat() {
-    // Long before its neighbour would find it lost.
+    // Long before its neighbour would consider it lost.
     let ranks: [Rank; 2] = ranks_of(3, Duration::from_secs(60), Duration::from_secs(60));
     *ranks[0].stand_in.error.lock().unwrap() = Some("ncclRemoteError".to_string());
     let text = ranks[0].end();
@@ -228,7 +264,7 @@ fn leaving_early_is_told_to_those_who_wait() {
     assert!(text.contains("rank 1 left the group after sequence 1") && text.contains("sequence 2"), "{text}");
 }
 
-/// Nobody watches a rank that has left.
+/// No rank watches a rank that has left.
 #[test]
 fn a_rank_that_left_long_ago_is_missed_by_whoever_waits() {
     for others in [1, 2] {
@@ -241,7 +277,7 @@ fn a_rank_that_left_long_ago_is_missed_by_whoever_waits() {
         assert_eq!(all[1].group.drain(), None);
         drop(all.remove(1));
         std::thread::sleep(LOST_AFTER);
-        // The last of the others waits first, and the leaver's neighbour does not yet.
+        // The last of the other ranks waits first; the leaver's neighbour does not wait yet.
         let _second = all[others - 1].begin(all_reduce(7));
         for rank in &all {
             let text = rank.end();
@@ -250,7 +286,7 @@ fn a_rank_that_left_long_ago_is_missed_by_whoever_waits() {
     }
 }
 
-/// NCCL says nothing of who has closed a connection.
+/// NCCL does not say who has closed a connection.
 #[test]
 fn an_error_after_a_departure_is_that_departure() {
     let [a, b] = ranks_of(2, Duration::from_secs(60), Duration::from_secs(60));
@@ -271,7 +307,7 @@ fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
         b.begin_on(theirs, Call::bare(operation)).0.store(true, Ordering::SeqCst);
         assert_eq!(b.group.drain(), None);
         drop(b);
-        // The first message is on its way.
+        // The first message is in flight.
         std::thread::sleep(LOST_AFTER);
         assert_eq!(a.group.failure(), None);
         let _second = a.begin_on(ours, Call::bare(operation));
@@ -280,7 +316,7 @@ fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
     }
 }
 
-/// A store that does not answer while it is locked. Only what the heartbeat monitor asks for is implemented.
+/// A store that does not answer while it is locked. Only what the heartbeat monitor uses is implemented.
 struct Stalling {
     store: HashStore,
     answers: RwLock<()>,
@@ -345,7 +381,7 @@ fn a_store_that_does_not_answer_kills_nobody() {
     let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(20)), answers: RwLock::default() });
     let [ours, theirs] = [0, 1].map(|rank| HealthStore::new(store.clone(), rank, 2).unwrap());
     let rank = start(ours, 0, 2, Duration::from_secs(60), LOST_AFTER);
-    // The rank looks at least once meanwhile.
+    // The rank checks at least once meanwhile.
     let a_while = LOST_AFTER * 3 / 10;
     for beats in 1..3 {
         theirs.beat(beats).unwrap();
@@ -354,7 +390,7 @@ fn a_store_that_does_not_answer_kills_nobody() {
     let stall = store.answers.write().unwrap();
     std::thread::sleep(LOST_AFTER * 2);
     drop(stall);
-    // The rank looks at once, and the peer's heartbeat comes later.
+    // The rank checks at once, and the peer's heartbeat comes later.
     std::thread::sleep(a_while);
     theirs.beat(3).unwrap();
     std::thread::sleep(a_while);

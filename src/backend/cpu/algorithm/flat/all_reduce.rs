@@ -15,7 +15,7 @@ pub(super) fn all_reduce(
     reduction: Reduction,
 ) -> Result<(), Failure> {
     if session.world_size() == 1 {
-        // There is nothing to add, so neither memory for the peers' data nor a pass over the data is needed.
+        // There is nothing to add, so no memory for peers' data and no pass over the data are needed.
         return Ok(());
     }
     // The limit is on what one rank receives, since the traffic between all ranks grows with the square of their number.
@@ -26,7 +26,7 @@ pub(super) fn all_reduce(
     }
 }
 
-/// Every rank sends all its data to every other one, and reduces that of all ranks.
+/// Every rank sends all its data to every other rank and reduces the data of all ranks.
 fn at_once(session: &mut TcpSession, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
     let mut slots = scratch.slots(session.world_size(), data.len());
     let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, data.into())).collect();
@@ -37,8 +37,8 @@ fn at_once(session: &mut TcpSession, scratch: &mut Scratch, data: Region, reduct
     session.move_bytes(data.write(|data| reduce(reduction, &parts, data, None)))
 }
 
-/// Rank `c` reduces chunk `c` and gives the result to all, segment by segment: while one segment is collected, the one
-/// before it, reduced, goes out. Every rank sends and receives 2 (world size - 1) / world size times the data.
+/// Rank `c` reduces chunk `c` and sends the result to all, segment by segment: while one segment is received, the
+/// reduced previous one is sent. Every rank sends and receives 2 (world size - 1) / world size times the data.
 fn in_chunks(
     session: &mut TcpSession,
     scratch: &mut Scratch,
@@ -53,8 +53,8 @@ fn in_chunks(
     let steps = chunks[0].len().div_ceil(length);
     let mut slots = scratch.slots(world_size, length.min(chunks[own].len()));
     for step in 0..=steps {
-        // Of every chunk: the segment that was collected in the step before (empty in the first step), and the one that
-        // is collected in this step (empty in the last).
+        // For every chunk: the segment that was received in the previous step (empty in the first step), and the one
+        // received in this step (empty in the last).
         let both = |rank: usize| {
             let chunk = &chunks[rank];
             [segment_before(chunk, length, step), segment(chunk, length, step)].map(|range| data.part(range))

@@ -6,21 +6,21 @@ use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 use std::ops::Range;
 
-/// How a large message is passed on: the root gives every other rank a chunk, which that rank passes on to the others,
-/// segment by segment. While one segment comes, the one before it is passed on. No rank sends more bytes than the message
-/// has.
-struct Plan<'a> {
-    /// The ranks that have chunks, in the order of their chunks.
+/// How a large message is forwarded: the root gives every other rank a chunk, which that rank forwards to the others,
+/// segment by segment. While one segment arrives, the previous one is forwarded. No rank sends more bytes than the
+/// message has.
+struct Pipeline<'a> {
+    /// The ranks that have chunks, in the order of the chunks.
     owners: &'a [usize],
     chunks: Vec<Range<usize>>,
-    /// Bytes of a segment.
+    /// The size of a segment in bytes.
     length: usize,
-    /// Segments of the longest chunk.
+    /// The number of segments of the longest chunk.
     steps: usize,
 }
 
-impl<'a> Plan<'a> {
-    /// For a message of `bytes` to the ranks `owners`; `None` when the root had better send it to each of them itself.
+impl<'a> Pipeline<'a> {
+    /// Plans a message of `bytes` to the ranks `owners`; `None` if the root should send it to each of them itself.
     fn new(owners: &'a [usize], tuning: Tuning, bytes: usize, element: Element) -> Option<Self> {
         if owners.len() <= 1 || bytes * owners.len() <= tuning.small {
             return None;
@@ -42,19 +42,19 @@ pub(crate) fn broadcast_from_here(
     data: Region,
     element: Element,
 ) -> Result<(), Failure> {
-    let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
+    let Some(pipeline) = Pipeline::new(owners, tuning, data.len(), element) else {
         let sends: Vec<(usize, Piece)> = owners.iter().map(|peer| (*peer, data.into())).collect();
         return session.exchange(&sends, vec![]);
     };
-    for step in 0..plan.steps {
-        let now = plan.chunks.iter().map(|chunk| data.part(segment(chunk, plan.length, step)).into());
-        let sends: Vec<(usize, Piece)> = plan.owners.iter().copied().zip(now).collect();
+    for step in 0..pipeline.steps {
+        let now = pipeline.chunks.iter().map(|chunk| data.part(segment(chunk, pipeline.length, step)).into());
+        let sends: Vec<(usize, Piece)> = pipeline.owners.iter().copied().zip(now).collect();
         session.exchange(&sends, vec![])?;
     }
     Ok(())
 }
 
-/// `data` becomes that of `root`, which sends it to the ranks `owners`, of which this one is one.
+/// `data` becomes that of `root`, which sends it to the ranks `owners`, including this one.
 pub(crate) fn broadcast_to_here(
     session: &mut TcpSession,
     tuning: Tuning,
@@ -63,27 +63,27 @@ pub(crate) fn broadcast_to_here(
     element: Element,
 ) -> Result<(), Failure> {
     let own = session.rank();
-    let Some(plan) = Plan::new(owners, tuning, data.len(), element) else {
+    let Some(pipeline) = Pipeline::new(owners, tuning, data.len(), element) else {
         return session.exchange(&[], vec![(root, data.into())]);
     };
-    for step in 0..=plan.steps {
-        // Of every chunk: the segment that came in the step before (empty in the first step) and is now passed on, and
-        // the one that comes in this step (empty in the last).
-        let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(plan.owners.len());
-        let mut recvs = Recvs::with_capacity(plan.owners.len());
-        for (owner, chunk) in plan.owners.iter().zip(&plan.chunks) {
-            let before = data.part(segment_before(chunk, plan.length, step));
+    for step in 0..=pipeline.steps {
+        // For every chunk: the segment that arrived in the previous step (empty in the first step) and is now
+        // forwarded, and the one that arrives in this step (empty in the last).
+        let mut sends: Vec<(usize, Piece)> = Vec::with_capacity(pipeline.owners.len());
+        let mut recvs = Recvs::with_capacity(pipeline.owners.len());
+        for (owner, chunk) in pipeline.owners.iter().zip(&pipeline.chunks) {
+            let before = data.part(segment_before(chunk, pipeline.length, step));
             if *owner != own {
                 if step > 0 {
                     recvs.push((*owner, before.into()));
                 }
                 continue;
             }
-            if step < plan.steps {
-                recvs.push((root, data.part(segment(chunk, plan.length, step)).into()));
+            if step < pipeline.steps {
+                recvs.push((root, data.part(segment(chunk, pipeline.length, step)).into()));
             }
             if step > 0 {
-                let others = plan.owners.iter().filter(|owner| **owner != own);
+                let others = pipeline.owners.iter().filter(|owner| **owner != own);
                 sends.extend(others.map(|owner| (*owner, before.into())));
             }
         }

@@ -1,4 +1,4 @@
-//! Collectives whose data is sent straight from the rank that has it to the rank that needs it.
+//! Collectives whose data is sent directly from the rank that has it to the rank that needs it.
 use crate::backend::cpu::algorithm::{Scratch, Tuning, segment, whole_elements};
 use crate::backend::cpu::piece::{Piece, PieceMut};
 use crate::backend::cpu::reduction::Reduction;
@@ -7,9 +7,9 @@ use crate::backend::cpu::storage::Region;
 use crate::backend::cpu::tcp_session::{Recvs, TcpSession};
 use crate::error::Failure;
 
-/// Returns once all ranks have come.
+/// Returns once all ranks have made the call.
 pub(super) fn barrier(session: &mut TcpSession) -> Result<(), Failure> {
-    let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, Piece::Memory(&[]))).collect();
+    let sends: Vec<(usize, Piece)> = session.peers().map(|peer| (peer, Piece::EMPTY)).collect();
     session.exchange(&sends, session.peers().map(|peer| (peer, PieceMut::Memory(&mut []))).collect())
 }
 
@@ -57,7 +57,8 @@ pub(super) fn reduce_scatter(
     Ok(())
 }
 
-/// Receives `length` bytes from each peer, while `sends` go out. By rank; of this rank it is what the output holds.
+/// Receives `length` bytes from each peer while `sends` are sent. Returns the data by rank; this rank's is that in the
+/// output.
 fn collect<'a>(
     session: &mut TcpSession,
     slots: &'a mut [&mut [u8]],
@@ -77,7 +78,7 @@ pub(super) fn all_gather(session: &mut TcpSession, output: Region, input: Region
     session.exchange(&sends, recvs)
 }
 
-/// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
+/// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
 pub(super) fn all_to_all(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let each = input.len() / session.world_size();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
@@ -92,7 +93,7 @@ pub(super) fn gather_to_here(session: &mut TcpSession, output: Region, input: Re
     session.exchange(&[], recvs)
 }
 
-/// This rank is the root: every rank's part of `input` goes there, where the others receive it.
+/// This rank is the root: every other rank's part of `input` is sent to it.
 pub(super) fn scatter_from_here(session: &mut TcpSession, output: Region, input: Region) -> Result<(), Failure> {
     let each = output.len();
     let part_of = |rank: usize| input.part(rank * each..(rank + 1) * each);
@@ -101,8 +102,8 @@ pub(super) fn scatter_from_here(session: &mut TcpSession, output: Region, input:
     session.exchange(&sends, vec![])
 }
 
-/// Copies `own` into this rank's part of `output`, which has one of the same length for each rank, and returns those of
-/// the others.
+/// Copies `own` into this rank's part of `output`, which has a part of that length for each rank, and returns the other
+/// ranks' parts.
 fn parts_of_peers<'a>(session: &TcpSession, output: Region<'a>, own: Region) -> Result<Recvs<'a>, Failure> {
     let each = own.len();
     let part_of = |rank: usize| output.part(rank * each..(rank + 1) * each);

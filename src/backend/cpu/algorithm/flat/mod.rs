@@ -1,4 +1,4 @@
-//! The collectives of groups in which no two ranks share memory: over TCP, from every rank to every other one.
+//! The collectives of groups in which no two ranks share memory: over TCP, from every rank directly to every other.
 mod all_reduce;
 mod broadcast;
 mod direct;

@@ -25,7 +25,7 @@ impl Bridge<'_> {
         }
     }
 
-    /// Every rank reduces its host's data, and gets that of every other host from one of its ranks.
+    /// Every rank reduces its host's data, and gets that of every other host from one of that host's ranks.
     fn all_reduce_at_once(&mut self, scratch: &mut Scratch, data: Region, reduction: Reduction) -> Result<(), Failure> {
         let (hosts, whole) = (self.hosts, 0..data.len());
         let mut slots = scratch.slots(hosts.count(), data.len());
@@ -48,10 +48,10 @@ impl Bridge<'_> {
         self.session.move_bytes(data.write(|data| reduce(between(reduction), &sources, data, None)))
     }
 
-    /// The ranks with the same number on all hosts form a rail, as many as the smallest host has ranks; the data is
-    /// divided into a chunk for each rail. Segment by segment, the rank on the rail reduces its host's data, the rail
-    /// reduces that of the hosts, and the result goes to the other ranks of the host. Shared memory and network are in use
-    /// at the same time: while a segment is sent between hosts, the next one is reduced inside.
+    /// The ranks with the same number on all hosts form a rail; there are as many rails as the smallest host has ranks,
+    /// and each reduces one chunk of the data. Segment by segment, the rank on the rail reduces its host's data, the
+    /// rail reduces the hosts' data, and the result goes to the other ranks of the host. Shared memory and network are
+    /// used at the same time: while a segment is sent between hosts, the next one is reduced inside.
     fn all_reduce_in_chunks(
         &mut self,
         scratch: &mut Scratch,
@@ -67,7 +67,7 @@ impl Bridge<'_> {
         // Ranks beyond the rails have no chunk.
         let piece = |rank: usize, step: usize| chunks.get(rank).map_or(0..0, |chunk| segment(chunk, length, step));
         let mut rail = chunks.get(own).map(|chunk| Rail::new(self.hosts, scratch, reduction, chunk.clone(), length));
-        // By how many steps the results follow the reduction inside the host.
+        // The number of steps by which the results follow the reduction inside the host.
         let delay = Rail::delay(self.hosts);
         let parts = self.streams.as_ref().map(Parts::new);
         let offer = |bridge: &mut Self, step: usize| {
@@ -112,16 +112,17 @@ impl Bridge<'_> {
     }
 }
 
-/// The ranks with the same number on all hosts, which reduce a chunk that each of them has reduced inside its host. They
-/// do so segment by segment, and each segment in two waves: host `h` collects share `h` of it from all and reduces that,
-/// and then sends the result to all. Two hosts send each other the whole segment and both reduce it, which moves as much,
-/// in one wave.
+/// The ranks with the same number on all hosts, which reduce a chunk that each of them has reduced inside its host.
+/// They do so segment by segment, and each segment in two waves: host `h` collects share `h` of it from all hosts and
+/// reduces it, and then sends the result to all. Two hosts instead send each other the whole segment and both reduce
+/// it, which moves as much in one wave.
 struct Rail<'a> {
     hosts: &'a Hosts,
     reduction: Reduction,
     chunk: Range<usize>,
     length: usize,
-    /// For segments with even and with odd numbers: what was reduced inside this host, and what comes from every host.
+    /// For segments with even and with odd numbers: what was reduced inside this host, and what arrives from every
+    /// host.
     partial: [&'a mut [u8]; 2],
     theirs: [Vec<&'a mut [u8]>; 2],
 }
@@ -152,18 +153,18 @@ impl<'a> Rail<'a> {
         Self { hosts, reduction, chunk, length, partial: [even, odd], theirs }
     }
 
-    /// By how many steps a segment is complete after its reduction inside the hosts.
+    /// The number of steps after its reduction inside the hosts until a segment is complete.
     fn delay(hosts: &Hosts) -> usize {
         if is_direct(hosts) { 1 } else { 3 }
     }
 
-    /// Where the segment of `step`, reduced inside this host, is stored.
+    /// The memory for the segment of `step`, reduced inside this host.
     fn partial(&mut self, step: usize, length: usize) -> &mut [u8] {
         &mut self.partial[step % 2][..length]
     }
 
-    /// By host: the part of the segment of `step` that it reduces, as a range within the segment; empty if there is no such
-    /// step.
+    /// By host: the part of the segment of `step` that it reduces, as a range within the segment; empty if there is no
+    /// such step.
     fn shares(&self, step: Option<usize>) -> Vec<Range<usize>> {
         let length = step.map_or(0, |step| self.segment(step).len());
         (0..self.hosts.count()).map(|host| share(self.hosts, self.reduction, length, host)).collect()
@@ -173,15 +174,15 @@ impl<'a> Rail<'a> {
         segment(&self.chunk, self.length.max(1), step)
     }
 
-    /// Like [`shares`](Self::shares), but as ranges within the tensor.
+    /// Like [`shares`](Self::shares), as ranges within the tensor.
     fn places(&self, step: Option<usize>) -> Vec<Range<usize>> {
         let start = step.map_or(0, |step| self.segment(step).start);
         self.shares(step).into_iter().map(|share| start + share.start..start + share.end).collect()
     }
 
-    /// The exchange of step `step`. It waits for the first wave of segment `step` - 1 and for the second wave of segment
-    /// `step` - 3, and sends the waves that are due in the next step ahead. Then this host's share of segment `step` - 1 is
-    /// reduced.
+    /// The exchange of step `step`. It waits for the first wave of segment `step` - 1 and for the second wave of
+    /// segment `step` - 3, and sends the waves that are due in the next step ahead. Then it reduces this host's share
+    /// of segment `step` - 1.
     fn exchange(&mut self, session: &mut TcpSession, data: Region, step: usize) -> Result<(), Failure> {
         let (hosts, own) = (self.hosts, self.hosts.own());
         let peer = |host: usize| hosts.all()[host][hosts.index()];
@@ -229,7 +230,7 @@ impl<'a> Rail<'a> {
     }
 }
 
-/// Whether there are two hosts, which both reduce everything.
+/// Whether there are two hosts, each of which reduces everything.
 fn is_direct(hosts: &Hosts) -> bool {
     hosts.count() == 2
 }

@@ -10,8 +10,8 @@ use crate::error::Failure;
 use std::ops::Range;
 
 impl Bridge<'_> {
-    /// `output` becomes all ranks' inputs in rank order. Every input goes to one rank of each other host, which passes
-    /// it on there while the next piece is being sent.
+    /// `output` becomes all ranks' inputs in rank order. Every input goes to one rank of each other host, which
+    /// forwards it there while the next piece is sent.
     pub(super) fn all_gather(&mut self, output: Region, input: Region, element: Element) -> Result<(), Failure> {
         let (hosts, each, rank) = (self.hosts, input.len(), self.session.rank());
         let length = self.length(element.size());
@@ -47,7 +47,7 @@ impl Bridge<'_> {
         Ok(())
     }
 
-    /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from there.
+    /// Part `p` of `input` goes to rank `p`; part `p` of `output` comes from rank `p`.
     pub(super) fn all_to_all(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let each = input.len() / self.session.world_size();
         let members = self.hosts.members();

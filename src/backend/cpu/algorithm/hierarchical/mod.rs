@@ -1,7 +1,7 @@
 //! The collectives of groups with several hosts: shared memory inside a host, TCP between hosts.
 //!
 //! Reductions take a host's ranks in order, and then the hosts in the order of their lowest ranks, whatever the
-//! collective and its size. Data crosses from one host to another in the tensors' dtype, so f16 and bf16 are rounded before.
+//! collective and its size. Data moves between hosts in the tensors' dtype, so f16 and bf16 are rounded before.
 mod all_reduce;
 mod gather;
 mod reduce;
@@ -39,7 +39,7 @@ impl<'s, 'a> Hierarchical<'s, 'a> {
         scratch: &'s mut Scratch,
         tuning: Tuning,
     ) -> Self {
-        // Messages have streams of their own, and must not wait until those of the collectives are free.
+        // Messages use their own streams and must not wait for those of the collectives.
         let of_collectives = shm.filter(|_| session.channel == Channel::Collectives);
         let streams = of_collectives.map(|shm| shm.streams());
         let bridge = Bridge { hosts: session.hosts(), session: TcpSession::new(session), streams, tuning };
@@ -130,7 +130,7 @@ struct Bridge<'a> {
 }
 
 impl Bridge<'_> {
-    /// Does `work` in the shared memory of this host; nothing on a rank that is alone there.
+    /// Runs `work` in the shared memory of this host; does nothing on a rank that is alone there.
     fn inside(&mut self, work: impl FnOnce(&mut Streams) -> Result<(), TransportError>) -> Result<(), Failure> {
         let Some(streams) = &mut self.streams else { return Ok(()) };
         work(streams).map_err(|error| self.session.failure_inside(error))
@@ -156,13 +156,13 @@ impl Bridge<'_> {
         })
     }
 
-    /// Bytes that are sent at a time, the same on all hosts.
+    /// The number of bytes sent at a time; the same on all hosts.
     fn length(&self, element_size: usize) -> usize {
         whole_elements(self.tuning.segment, element_size)
     }
 
-    /// For each rank of this host, by its number here: that rank itself, and the ranks of other hosts whose data it receives,
-    /// or sends, for all ranks of this host.
+    /// For each rank of this host, by its number here: that rank itself, and the ranks of other hosts with which it
+    /// exchanges data on behalf of all ranks of this host.
     fn proxied(&self) -> Vec<Vec<usize>> {
         let members = self.hosts.members();
         let mut proxied: Vec<Vec<usize>> = members.iter().map(|member| vec![*member]).collect();
@@ -174,13 +174,13 @@ impl Bridge<'_> {
         proxied
     }
 
-    /// Returns once all ranks have come: those of this host, and then one rank of every other host, which by then has waited
-    /// for its own host.
+    /// Returns once all ranks have made the call: first those of this host, then one rank of every other host, which by
+    /// then has waited for its own host.
     fn barrier(&mut self) -> Result<(), Failure> {
         self.inside(shm::barrier)?;
         let (index, mut sends, mut recvs) = (self.hosts.index(), Vec::new(), Recvs::new());
         for (_, ranks) in self.hosts.others() {
-            sends.extend(self.hosts.clients(ranks).map(|rank| (rank, Piece::Memory(&[]))));
+            sends.extend(self.hosts.clients(ranks).map(|rank| (rank, Piece::EMPTY)));
             recvs.push((Hosts::proxy(ranks, index), PieceMut::Memory(&mut [])));
         }
         self.session.exchange(&sends, recvs)

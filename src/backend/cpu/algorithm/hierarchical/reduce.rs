@@ -10,8 +10,8 @@ use crate::backend::cpu::tcp_session::Recvs;
 use crate::error::Failure;
 
 impl Bridge<'_> {
-    /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others
-    /// [`reduce_to`](Self::reduce_to) it. One rank of every other host sends the reduction of its host.
+    /// This rank is the root: its `data` becomes the reduction of all ranks' data, which the others send with
+    /// [`reduce_to`](Self::reduce_to). One rank of every other host sends the reduction of its host.
     pub(super) fn reduce_to_here(
         &mut self,
         scratch: &mut Scratch,
@@ -57,7 +57,7 @@ impl Bridge<'_> {
     }
 
     /// `output` becomes this rank's part of the reduction of all ranks' inputs. The parts for the ranks of other hosts
-    /// are reduced inside this one before they go there.
+    /// are reduced inside this host before they are sent.
     pub(super) fn reduce_scatter(
         &mut self,
         scratch: &mut Scratch,
@@ -81,7 +81,7 @@ impl Bridge<'_> {
                 if let Some(parts) = parts {
                     self.inside(|streams| publish_parts(streams, parts, proxied_part))?;
                 }
-                // A rank without a part in this round gives back the slots that it does not need.
+                // A rank without a part in this round releases the slots that it does not need.
                 let (own, mut none) = (proxied_part(hosts.index()), [].as_mut_slice());
                 let out = reduced.get_mut(round).map_or(&mut none, |slot| slot);
                 let part = |peer| parts.map_or(0..0, |parts| parts.from(peer, own.len()));

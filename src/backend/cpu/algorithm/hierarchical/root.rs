@@ -11,7 +11,8 @@ use crate::error::Failure;
 use std::ops::Range;
 
 impl Bridge<'_> {
-    /// The number, on this host, of the rank that exchanges data with `root` for all ranks here; `root` itself, if it is here.
+    /// The number, on this host, of the rank that exchanges data with `root` for all ranks here; `root` itself if it is
+    /// here.
     pub(super) fn gateway(&self, root: usize) -> usize {
         self.hosts.find(root).1 % self.hosts.members().len()
     }
@@ -23,7 +24,8 @@ impl Bridge<'_> {
         others.map(|(_, ranks)| Hosts::proxy(ranks, index)).collect()
     }
 
-    /// Bytes that are sent over the network before they are passed on through shared memory, while the next are being sent.
+    /// The number of bytes sent over the network before they are forwarded through shared memory, while the next are
+    /// sent.
     fn block(&self, element: Element) -> usize {
         8 * self.length(element.size())
     }
@@ -39,7 +41,7 @@ impl Bridge<'_> {
         Ok(())
     }
 
-    /// `data` becomes that of `root`, another rank: it comes over the network to a gateway, which passes it on.
+    /// `data` becomes that of `root`, another rank: it arrives over the network at a gateway, which forwards it.
     pub(super) fn broadcast_to_here(&mut self, root: usize, data: Region, element: Element) -> Result<(), Failure> {
         let (gateway, gateways) = (self.gateway(root), self.gateways(root));
         for block in pieces(data.len(), self.block(element)) {
@@ -54,8 +56,8 @@ impl Bridge<'_> {
         Ok(())
     }
 
-    /// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others
-    /// [`gather_to`](Self::gather_to) it.
+    /// This rank is the root: `output` becomes all ranks' inputs in rank order, which the others send with
+    /// [`gather_to`](Self::gather_to).
     pub(super) fn gather_to_here(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let (rank, each, members) = (self.session.rank(), input.len(), self.hosts.members());
         self.session.move_bytes(output.part(rank * each..(rank + 1) * each).copy_from(input))?;
@@ -81,7 +83,7 @@ impl Bridge<'_> {
         }
     }
 
-    /// This rank is the root: every rank's part of `input` goes there.
+    /// This rank is the root: every other rank's part of `input` is sent to it.
     pub(super) fn scatter_from_here(&mut self, output: Region, input: Region) -> Result<(), Failure> {
         let (each, members) = (output.len(), self.hosts.members());
         let own = self.session.rank() * each;

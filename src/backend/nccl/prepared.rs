@@ -1,56 +1,56 @@
-//! The calls of NCCL that a collective consists of, on the memory of its tensors.
+//! The NCCL calls that make up a collective, on the memory of its tensors.
 use super::buffer::{input, output};
-use super::calls::{Memory, Target};
+use super::calls::{Buffer, Target};
 use super::comm::Comm;
 use super::status::{CallResult, Status};
 use crate::backend::{Collective, ReduceOp};
 use candle_core::{Result, Tensor};
 use cudarc::nccl::sys::ncclRedOp_t;
 
-/// A collective that was checked, with the memory that it moves.
-pub(super) enum Plan {
+/// A checked collective, with the memory that it uses.
+pub(super) enum Prepared {
     AllReduce {
-        memory: Memory,
+        memory: Buffer,
         op: ncclRedOp_t,
     },
     Broadcast {
-        memory: Memory,
+        memory: Buffer,
         root: usize,
     },
     Reduce {
-        memory: Memory,
+        memory: Buffer,
         op: ncclRedOp_t,
         root: usize,
         is_root: bool,
     },
     AllGather {
-        output: Memory,
-        input: Memory,
+        output: Buffer,
+        input: Buffer,
     },
     ReduceScatter {
-        output: Memory,
-        input: Memory,
+        output: Buffer,
+        input: Buffer,
         op: ncclRedOp_t,
     },
-    /// A part to each rank and a part from each rank, all at once.
+    /// Sends a part to each rank and receives a part from each rank, all at once.
     Messages {
-        sends: Vec<(usize, Memory)>,
-        recvs: Vec<(usize, Memory)>,
+        sends: Vec<(usize, Buffer)>,
+        recvs: Vec<(usize, Buffer)>,
     },
 }
 
-/// The calling rank's place in the group.
-pub(super) struct Place {
+/// The calling rank's position in the group.
+pub(super) struct Member {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     /// One element, for barriers.
-    pub(super) token: Memory,
+    pub(super) token: Buffer,
 }
 
-impl Plan {
-    pub(super) fn new(collective: &Collective, place: &Place) -> Result<Self> {
-        let Place { rank, world_size, token } = *place;
-        let parts = |memory: Memory| (0..world_size).map(move |peer| (peer, memory.part(peer, world_size))).collect();
+impl Prepared {
+    pub(super) fn new(collective: &Collective, member: &Member) -> Result<Self> {
+        let Member { rank, world_size, token } = *member;
+        let parts = |memory: Buffer| (0..world_size).map(move |peer| (peer, memory.part(peer, world_size))).collect();
         Ok(match collective {
             Collective::AllReduce { tensor, op } => Self::AllReduce { memory: output(tensor)?, op: nccl_op(*op) },
             Collective::Broadcast { tensor, root } => Self::Broadcast { memory: output(tensor)?, root: *root },
@@ -87,11 +87,11 @@ impl Plan {
         })
     }
 
-    /// Starts the collective. Without elements, which then no rank has, nothing is called.
+    /// Starts the collective. If there are no elements, which is then so on all ranks, nothing is called.
     ///
     /// # Safety
-    /// The tensors that the plan was made from, or copies of them that share their storage, must live until the stream
-    /// has passed it.
+    /// The tensors from which this was made, or copies that share their storage, must live until the stream has passed
+    /// it.
     pub(super) unsafe fn start(&self, comm: &mut Comm, target: Target) -> CallResult {
         if self.is_empty() {
             return Ok(Status::Done);

@@ -1,0 +1,32 @@
+//! What the protocol asks of the processor and of the system: atomics, a fence and a futex. `tests/model` replaces this file
+//! to explore all orders in which threads may run and see each other's writes.
+pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::time::Duration;
+
+/// Wakes the thread that sleeps on `word`, in any process.
+pub(super) fn futex_wake(word: &AtomicU32) {
+    // Nothing could be done about an error, and sleepers check periodically.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), 1);
+    #[cfg(not(target_os = "linux"))]
+    let _ = word;
+}
+
+/// Sleeps while `word` is `value`, for at most `longest`, which is less than a second.
+#[cfg(target_os = "linux")]
+pub(super) fn futex_wait(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), String> {
+    use rustix::io::Errno;
+    use rustix::thread::futex;
+    let timeout = futex::Timespec { tv_sec: 0, tv_nsec: i64::from(longest.subsec_nanos()) };
+    match futex::wait(word, futex::Flags::empty(), value, Some(&timeout)) {
+        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Err(error) => Err(format!("futex: {error}")),
+    }
+}
+
+/// Never called, since there are no segments on these systems.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn futex_wait(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), String> {
+    std::thread::sleep(longest.min(Duration::from_millis(1)));
+    Ok(())
+}

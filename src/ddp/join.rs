@@ -1,0 +1,182 @@
+//! Training with different numbers of batches: ranks that have no more take part in the others' collectives.
+use super::backward::{DistributedModel, cores};
+use super::core::Core;
+use super::{backward, sync, verify};
+use crate::backend::Label;
+use crate::process_group::{Active, Join, Operation, ProcessGroup};
+use crate::state::StateDict;
+use crate::{Error, ReduceOp, Result};
+use candle_core::Tensor;
+use std::fmt;
+
+/// Options of [`join`]. All ranks must give the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JoinOptions {
+    /// Whether sums of gradients are divided by the number of all ranks while some have no inputs left, so that a rank
+    /// without inputs counts as one whose gradients are zero. If not, they are divided by the number of those that have some.
+    /// A communication hook divides as it always does. Default: true.
+    pub divide_by_initial_world_size: bool,
+    /// Whether the first rank that runs out of inputs ends the loops of all: their next `backward` returns
+    /// [`Error::InputsExhausted`] before anything is sent. Default: false.
+    pub throw_on_early_termination: bool,
+    /// Whether the join does anything at all: false is for runs in which all ranks are known to have as many batches.
+    /// Default: true.
+    pub enable: bool,
+}
+
+impl Default for JoinOptions {
+    fn default() -> Self {
+        Self { divide_by_initial_world_size: true, throw_on_early_termination: false, enable: true }
+    }
+}
+
+/// What is known at the end of a [`join`].
+pub struct Joined<T> {
+    /// The value that the closure returned.
+    pub value: T,
+    /// The rank whose model all have now: the lowest of those that trained longest.
+    pub last: usize,
+    /// Whether some ranks ran out of inputs before others.
+    pub was_uneven: bool,
+    group: ProcessGroup,
+}
+
+impl<T> Joined<T> {
+    /// Gives all ranks the state that `state` has on the rank that trained longest: optimizers, schedules and scalers of
+    /// the other ranks did not see the last steps. (PyTorch leaves them behind, and the ranks' models then drift apart.) An
+    /// optimizer without momentum has no state, and a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer) is
+    /// up to date by itself. Every rank must call this; if inputs were even, nothing is sent.
+    ///
+    /// # Errors
+    /// Returns the errors of the group, of [`StateDict::state_dict`] and of [`StateDict::load_state_dict`].
+    pub fn sync(&self, state: &mut dyn StateDict) -> Result<()> {
+        if !self.was_uneven {
+            return Ok(());
+        }
+        let own = self.group.agree(state.state_dict())?;
+        let shared = Label::JOIN_SYNC.during(|| self.group.broadcast_tensors(&own, self.last))?;
+        let loaded = if self.group.rank() == self.last { Ok(()) } else { state.load_state_dict(&shared) };
+        self.group.agree(loaded)
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Joined<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { value, last, was_uneven, .. } = self;
+        f.debug_struct("Joined")
+            .field("value", value)
+            .field("last", last)
+            .field("was_uneven", was_uneven)
+            .finish_non_exhaustive()
+    }
+}
+
+/// [`DistributedDataParallel::join`](crate::DistributedDataParallel::join) for several models, which belong to one group:
+/// for backward passes of one of them, and for those of several by [`candle_ddp::backward`](crate::backward()).
+///
+/// # Errors
+/// Returns those of `DistributedDataParallel::join`, and [`Error::InvalidArgument`] if the models belong to different groups.
+pub fn join<T>(
+    models: &[&dyn DistributedModel],
+    options: JoinOptions,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<Joined<T>> {
+    run(&cores(models), options, &mut (), |()| body(), |(), _, _| Ok(false))
+}
+
+/// Runs `body`, and then takes part in the operations of the ranks whose bodies have not returned. `shadow` is given each
+/// operation first, and says whether it has taken part in it.
+pub(crate) fn run<T, C>(
+    models: &[&Core],
+    options: JoinOptions,
+    context: &mut C,
+    body: impl FnOnce(&mut C) -> Result<T>,
+    mut shadow: impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
+) -> Result<Joined<T>> {
+    let group = check(models)?;
+    if !options.enable {
+        let value = body(context)?;
+        return Ok(Joined { value, last: 0, was_uneven: false, group: group.clone() });
+    }
+    let numbers: Vec<u64> = models.iter().map(|model| model.number).collect();
+    verify::same_join(group, format!("{options:?}\nmodels: numbers {numbers:?} of those that were built"))?;
+    let guard = group.begin_join(numbers, !options.divide_by_initial_world_size, options.throw_on_early_termination)?;
+    let join = &*guard.join;
+    let value = group.abort_on_error(|| match body(context) {
+        // The end of one rank's inputs has ended all loops: no rank waits for this one.
+        Err(error) if join.was_terminated() => Ok(Err(error)),
+        result => result.map(Ok),
+    })??;
+    if !join.was_terminated() {
+        if let Err(error) = take_part(group, models, join, context, &mut shadow) {
+            if !join.was_terminated() {
+                group.abort(&format!("{error:#}"));
+            }
+            return Err(error);
+        }
+        let last = join.last().root();
+        for model in models {
+            let shared = model.variables.shared().map(|(_, var)| var);
+            sync::broadcast(model.reducer.groups(), shared, last)?.finish()?;
+        }
+    }
+    let last = join.last();
+    Ok(Joined { value, last: last.root(), was_uneven: last.count() < group.world_size(), group: group.clone() })
+}
+
+/// Takes part in what the other ranks do, until no rank has inputs left.
+fn take_part<C>(
+    group: &ProcessGroup,
+    models: &[&Core],
+    join: &Join,
+    context: &mut C,
+    shadow: &mut impl FnMut(&mut C, Operation, &Active) -> Result<bool>,
+) -> Result<()> {
+    /// PyTorch warns here as well.
+    const MANY: usize = 1000;
+    let mut passes = 0;
+    while let Some((operation, active)) = group.await_announcement(join)? {
+        if shadow(context, operation, &active)? {
+            continue;
+        }
+        match operation {
+            Operation::Backward { models: mask, adds_up } => {
+                let chosen = models.iter().enumerate().filter(|(index, _)| (mask >> index) & 1 == 1);
+                backward::shadow(&chosen.map(|(_, model)| *model).collect::<Vec<_>>(), adds_up, &active)?;
+                passes += 1;
+            }
+            Operation::Unscale => {
+                let finite = Tensor::new(&[0f32], group.device())?;
+                Label::UNSCALE.during(|| group.all_reduce(&finite, ReduceOp::Max))?;
+            }
+            Operation::Step | Operation::ClipGradNorm => {
+                let reason = "a ZeroRedundancyOptimizer is used inside of it: give it to the join, \
+                              `optimizer.join(&ddp, options, |optimizer| …)`";
+                return Err(Error::invalid("join", reason));
+            }
+        }
+        if passes == MANY {
+            log::warn!(
+                "rank {} ran out of inputs {MANY} backward passes ago, and other ranks go on: give ranks about the same number \
+                 of batches",
+                group.rank()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The group of all models.
+fn check<'a>(models: &[&'a Core]) -> Result<&'a ProcessGroup> {
+    let Some(first) = models.first() else {
+        return Err(Error::invalid("models", "there is none to train: give at least one"));
+    };
+    let group = first.group();
+    if models.iter().any(|model| !model.group().is_same(group)) {
+        return Err(Error::invalid("models", "they belong to different process groups, and a join has one"));
+    }
+    if models.len() > Operation::MODELS {
+        return Err(Error::invalid("models", format!("a join has at most {} models", Operation::MODELS)));
+    }
+    Ok(group)
+}

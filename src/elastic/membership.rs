@@ -1,0 +1,374 @@
+//! Which processes belong to a generation, and the group that they make.
+use super::options::ElasticOptions;
+use crate::deadline::deadline_after;
+use crate::error::Failure;
+use crate::process_group::{InitOptions, Joining, ProcessGroup};
+use crate::rendezvous::{
+    AGENT_VARIABLE, Decision, Generations, Meeting, Member, RendezvousOptions, RunStore, Store, absent_ranks,
+};
+use crate::{Error, Result};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Why a group is aborted that has not failed.
+const OTHER_GENERATION: &str = "another generation has begun";
+
+/// Who decides which processes belong to a generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arbiter {
+    /// `ddprun`, which replaces processes.
+    Agent,
+    /// The ranks that are left.
+    Survivors,
+    /// Nobody: torchrun starts all of them again.
+    Restart,
+}
+
+/// This process among those of its run.
+pub(super) struct Membership {
+    options: ElasticOptions,
+    joining: Joining,
+    run: RunStore,
+    /// The prefix of the log.
+    prefix: String,
+    log: Generations,
+    arbiter: Arbiter,
+    own: Member,
+    min_world_size: usize,
+    /// The present generation; `None` before the first.
+    generation: Option<u64>,
+    members: Vec<Member>,
+    /// Of the present group, if it was made.
+    watch: Arc<Watch>,
+}
+
+/// The wait for a generation that begins while the present group is well, such as for one with more ranks.
+#[derive(Default)]
+struct Watch(Mutex<Watched>);
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Watched {
+    #[default]
+    Waiting,
+    /// Another generation has begun, and the group was aborted for it.
+    Superseded,
+    /// This process has left the group.
+    Left,
+}
+
+impl Watch {
+    fn lock(&self) -> MutexGuard<'_, Watched> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Membership {
+    /// Connects to the store of the run.
+    pub(super) fn open(options: ElasticOptions) -> Result<Self> {
+        let InitOptions { init_method, rank, world_size, timeout, secret, .. } = options.init.clone();
+        let joining = Joining::new(&options.init)?;
+        let rendezvous = RendezvousOptions { init_method, rank, world_size, timeout, secret };
+        let run = RunStore::open(&rendezvous, deadline_after(timeout))?;
+        let (rank, world_size) = (run.rank(), run.world_size());
+        let told = run.agent(std::env::var(AGENT_VARIABLE).ok());
+        let least = told.map_or(world_size, |told| told.min_world_size);
+        let min_world_size = options.min_world_size.unwrap_or(least);
+        if min_world_size == 0 || min_world_size > world_size {
+            let reason = format!("it is {min_world_size}, and must be from 1 to the world size, {world_size}");
+            return Err(Error::invalid("min_world_size", reason));
+        }
+        let calls = run.count_call();
+        let (arbiter, prefix, incarnation) = match told {
+            Some(told) => (Arbiter::Agent, Generations::agent_prefix(told.attempt), told.incarnation),
+            None => {
+                let arbiter = if run.launcher_hosts() { Arbiter::Restart } else { Arbiter::Survivors };
+                (arbiter, format!("{}/elastic", run.prefix(calls)), 0)
+            }
+        };
+        if calls > 0 && arbiter == Arbiter::Agent {
+            return Err(Error::invalid("elastic::run", "a process makes one call: put both loops into one function"));
+        }
+        let log = Generations::new(prefix.as_str(), run.store());
+        if arbiter == Arbiter::Agent {
+            log.announce(min_world_size)?;
+        }
+        let own = Member { rank, incarnation };
+        let (generation, members, watch) = (None, Vec::new(), Arc::default());
+        Ok(Self { options, joining, run, prefix, log, arbiter, own, min_world_size, generation, members, watch })
+    }
+
+    /// The rank of this process in the first generation.
+    pub(super) fn rank(&self) -> usize {
+        self.own.rank
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.unwrap_or(0)
+    }
+
+    /// Whether there is another generation when a peer is gone.
+    pub(super) fn continues(&self) -> bool {
+        self.arbiter != Arbiter::Restart
+    }
+
+    /// The group of the next generation; `None` when all ranks have finished. `lost` is why the last one ended.
+    pub(super) fn next(&mut self, lost: Option<&Error>) -> Result<Option<ProcessGroup>> {
+        let timeout = self.options.init.timeout;
+        let deadline = deadline_after(timeout);
+        let mut lost = lost.map(ToString::to_string).zip(Some(lost.and_then(gone)));
+        loop {
+            let decision = match &lost {
+                None => self.first()?,
+                Some((reason, gone)) => {
+                    self.after(reason, *gone, deadline).map_err(|error| with_cause(error, reason))?
+                }
+            };
+            match decision {
+                Decision::Done => {
+                    self.hear_last()?;
+                    return Ok(None);
+                }
+                Decision::Failed { rank, reason } => {
+                    // The reason is known here; the others may have to do without it.
+                    let _ = self.hear_last();
+                    return Err(Failure::PeerFailed { peer: rank, reason }.into());
+                }
+                Decision::Members(members) => self.members = members,
+            }
+            let rank = self.members.iter().position(|member| *member == self.own).ok_or_else(|| self.excluded())?;
+            match self.meet(rank, deadline) {
+                Ok(pg) => {
+                    self.watch(&pg)?;
+                    return Ok(Some(pg));
+                }
+                Err(error) => {
+                    let follows = self.log.get(self.generation() + 1)?.is_some();
+                    let is_lost = matches!(error, Error::Group(_)) && self.continues();
+                    if !follows && !is_lost {
+                        self.fail(&error.to_string());
+                        let _ = self.hear_last();
+                        return Err(error);
+                    }
+                    lost = Some((error.to_string(), gone(&error)));
+                }
+            }
+        }
+    }
+
+    /// The newest generation, for a process that has not been in any.
+    fn first(&mut self) -> Result<Decision> {
+        self.generation = Some(0);
+        let decision = self.log.decide(0, &Decision::everyone(self.run.world_size()))?;
+        self.newest(decision)
+    }
+
+    /// The newest of the decisions from the present one on.
+    fn newest(&mut self, mut decision: Decision) -> Result<Decision> {
+        while matches!(decision, Decision::Members(_)) {
+            let next = self.generation() + 1;
+            match self.log.get(next)? {
+                Some(newer) => (self.generation, decision) = (Some(next), newer),
+                None => break,
+            }
+        }
+        Ok(decision)
+    }
+
+    /// What follows the present generation, which ended for `reason`; `gone` is the rank in it that is known to be gone.
+    fn after(&mut self, reason: &str, gone: Option<usize>, deadline: Instant) -> Result<Decision> {
+        let number = self.generation() + 1;
+        let decision = match self.arbiter {
+            Arbiter::Survivors => self.agree(number, reason, gone)?,
+            Arbiter::Agent | Arbiter::Restart => self.await_agent(number, reason, deadline)?,
+        };
+        self.generation = Some(number);
+        self.newest(decision)
+    }
+
+    fn await_agent(&self, number: u64, reason: &str, deadline: Instant) -> Result<Decision> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let key = Generations::key(number);
+        match self.log.store().wait(&[&key], Some(left)) {
+            Err(Error::StoreTimeout { store, timeout, .. }) => {
+                let reason = format!(
+                    "the last group has failed ({reason}), and ddprun has not replaced a rank since: no process has ended. \
+                     Look for one that is stopped, or cannot be reached"
+                );
+                let operation = format!("waiting for generation {number} on rank {}", self.own.rank);
+                Err(Error::StoreTimeout { operation, store, timeout, reason })
+            }
+            Err(error) => Err(error),
+            Ok(()) => self.log.get(number)?.ok_or_else(|| self.excluded()),
+        }
+    }
+
+    /// Agrees with the other ranks that are left.
+    fn agree(&self, number: u64, reason: &str, gone: Option<usize>) -> Result<Decision> {
+        const POLL: Duration = Duration::from_millis(20);
+        let keys = self.log.store();
+        let arrived = |index: usize| format!("{}/arrived/{index}", Generations::prefix_of(number));
+        let own = self.members.iter().position(|member| *member == self.own).ok_or_else(|| self.excluded())?;
+        keys.set(&arrived(own), b"")?;
+        let last_call = deadline_after(self.options.last_call_timeout);
+        loop {
+            if let Some(decision) = self.log.get(number)? {
+                return Ok(decision);
+            }
+            let absent = absent_ranks(keys, 0..self.members.len(), &arrived)?;
+            if Instant::now() < last_call && absent.iter().any(|index| Some(*index) != gone) {
+                std::thread::sleep(POLL);
+                continue;
+            }
+            let present: Vec<Member> = (0..self.members.len())
+                .filter(|index| !absent.contains(index))
+                .map(|index| self.members[index])
+                .collect();
+            let (left, min_world_size) = (present.len(), self.min_world_size);
+            if left >= min_world_size {
+                return self.log.decide(number, &Decision::Members(present));
+            }
+            let rank = self.members[gone.unwrap_or(own)].rank;
+            let reason = format!(
+                "{reason}. The {left} rank(s) that are left are fewer than min_world_size ({min_world_size}), and nothing \
+                 here replaces a process: start the program with ddprun --max-restarts, or lower min_world_size"
+            );
+            return self.log.decide(number, &Decision::Failed { rank, reason });
+        }
+    }
+
+    /// Meets the other members of the present generation.
+    fn meet(&mut self, rank: usize, deadline: Instant) -> Result<ProcessGroup> {
+        let number = self.generation();
+        let (met, watcher) = self.run.meet(Meeting {
+            prefix: format!("{}/{}", self.prefix, Generations::prefix_of(number)),
+            rank,
+            world_size: self.members.len(),
+            is_whole: self.members.len() == self.run.world_size(),
+            deadline,
+            superseded: Some(format!("{}/{}", self.prefix, Generations::key(number + 1))),
+        })?;
+        let pg = self.joining.join(met, watcher)?;
+        // The tensors of this process stay where they are.
+        self.joining.keep_device(pg.device());
+        Ok(pg)
+    }
+
+    /// Aborts the group when the launcher has begun another generation, since the group itself is well then.
+    fn watch(&mut self, pg: &ProcessGroup) -> Result<()> {
+        self.watch = Arc::default();
+        if self.arbiter != Arbiter::Agent {
+            return Ok(());
+        }
+        let (watch, log, next, abort) =
+            (Arc::clone(&self.watch), self.log.clone(), self.generation() + 1, pg.aborter());
+        let work = move || {
+            let waited = log.store().wait(&[&Generations::key(next)], Some(Duration::MAX));
+            if waited.is_ok() && matches!(log.get(next), Ok(Some(Decision::Members(_)))) {
+                let mut watched = watch.lock();
+                if *watched == Watched::Waiting {
+                    *watched = Watched::Superseded;
+                    abort(OTHER_GENERATION);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("candle-ddp-generation".to_string()).spawn(work);
+        thread.map(drop).map_err(|error| Error::io("starting a thread that waits for the next generation", error))
+    }
+
+    /// Whether the present group was aborted because another generation has begun.
+    pub(super) fn is_superseded(&self) -> bool {
+        *self.watch.lock() == Watched::Superseded
+    }
+
+    /// Waits until all ranks have finished, and returns whether they have; false if the group has failed before.
+    pub(super) fn finish(&self, pg: &ProcessGroup) -> Result<bool> {
+        if self.arbiter == Arbiter::Restart {
+            // The launcher does not know that the others would have to be started again.
+            return Ok(true);
+        }
+        let next = self.generation() + 1;
+        let key = format!("{}/finished", Generations::prefix_of(self.generation()));
+        let finished = self.log.store().add(&key, 1)?;
+        if usize::try_from(finished).is_ok_and(|finished| finished == pg.world_size()) {
+            self.log.decide(next, &Decision::Done)?;
+        }
+        let failed = || pg.failure().map_or(Ok(()), Err);
+        let waited = self.log.store().wait_cancellable(&[&Generations::key(next)], Some(Duration::MAX), &failed);
+        match self.log.get(next)? {
+            Some(Decision::Done) => self.hear_last().map(|()| true),
+            Some(_) => Ok(false),
+            None if pg.failure().is_some() => Ok(false),
+            None => waited.map(|()| false),
+        }
+    }
+
+    /// Takes note of the last entry of the log. The process that hosts the store waits a moment until the others have, since
+    /// the store ends with it.
+    pub(super) fn hear_last(&self) -> Result<()> {
+        const PATIENCE: Duration = Duration::from_secs(2);
+        let until = Instant::now() + PATIENCE;
+        let mut heard = self.log.store().add("heard", 1)?;
+        while self.run.hosts() && Instant::now() < until && (heard as usize) < self.members.len() {
+            std::thread::sleep(Duration::from_millis(5));
+            heard = self.log.store().add("heard", 0)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the run because of this process.
+    pub(super) fn fail(&self, reason: &str) {
+        let decision = Decision::Failed { rank: self.own.rank, reason: reason.to_string() };
+        let mut number = self.generation() + 1;
+        // Where the others have gone on already, they learn of it in their next generation.
+        while let Ok(Decision::Members(_)) = self.log.decide(number, &decision) {
+            number += 1;
+        }
+    }
+
+    /// Leaves the group of a generation that has ended.
+    pub(super) fn leave(&self, pg: ProcessGroup) {
+        *self.watch.lock() = Watched::Left;
+        // Nobody is waited for, where this rank has learned of the end from the log alone.
+        pg.abort(OTHER_GENERATION);
+        if pg.handles() > 1 {
+            log::warn!(
+                "rank {}: the program has kept {} handle(s) to the group of generation {}, which has ended: drop \
+                 DistributedDataParallel and all else that was made with it before the training function returns",
+                self.own.rank,
+                pg.handles() - 1,
+                self.generation()
+            );
+        }
+    }
+
+    fn excluded(&self) -> Error {
+        let rank = self.own.rank;
+        Error::RankFailed {
+            rank,
+            reason: format!(
+                "the other ranks have gone on without this process (generation {}): it came too late, or was taken for dead",
+                self.generation()
+            ),
+        }
+    }
+}
+
+/// An error of the store, with the reason for which it was asked.
+fn with_cause(error: Error, lost: &str) -> Error {
+    match error {
+        Error::Store { operation, store, reason } => Error::Store {
+            operation,
+            store,
+            reason: format!("{reason}. It was asked because the last group had failed: {lost}"),
+        },
+        error => error,
+    }
+}
+
+/// The rank that is known to be gone.
+fn gone(failure: &Error) -> Option<usize> {
+    match failure {
+        Error::Group(Failure::PeerGone { peer, .. } | Failure::PeerFailed { peer, .. }) => Some(*peer),
+        _ => None,
+    }
+}

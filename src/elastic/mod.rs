@@ -1,0 +1,176 @@
+//! Training that goes on when a rank dies, in the processes of the ranks that are left.
+//!
+//! [`run`] makes the process group and calls the training loop with it. When the group fails because a peer is gone, the loop
+//! returns the group's error. The ranks that are left then make another group, with a process that takes the place of the one
+//! that died or without it, go back to the last commit of the rank that is furthest, and call the loop again. Processes,
+//! models and data stay where they are. `docs/elastic.md` has a whole program.
+//!
+//! ```no_run
+//! use candle_ddp::elastic::{self, Parts, Progress};
+//! use candle_ddp::optim::{AdamW, StateDict};
+//! use candle_ddp::{InitOptions, ProcessGroup, Result};
+//! use candle_nn::VarMap;
+//!
+//! struct Training {
+//!     varmap: VarMap,
+//!     optimizer: AdamW,
+//!     progress: Progress,
+//! }
+//!
+//! impl Parts for Training {
+//!     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+//!         vec![("model", &mut self.varmap), ("optimizer", &mut self.optimizer), ("progress", &mut self.progress)]
+//!     }
+//! }
+//!
+//! # fn prepare() -> Result<Training> { unreachable!() }
+//! fn main() -> Result<()> {
+//!     let mut state = elastic::State::new(prepare()?);
+//!     elastic::run(InitOptions::default(), &mut state, train)
+//! }
+//!
+//! fn train(pg: &ProcessGroup, state: &mut elastic::State<Training>) -> Result<()> {
+//!     // let ddp = DistributedDataParallel::new(pg, &state.varmap, …)?;
+//!     for epoch in state.progress.epoch..10 {
+//!         // … for every batch that is left of the epoch: forward, backward, optimizer.step …
+//!         state.commit()?;
+//!     }
+//!     Ok(())
+//! }
+//! ```
+mod membership;
+mod options;
+mod placement;
+mod progress;
+mod shard;
+mod shards;
+mod state;
+mod synchronise;
+#[cfg(test)]
+mod tests;
+
+pub use options::ElasticOptions;
+pub use progress::Progress;
+pub use state::{Parts, State};
+
+use crate::error::Failure;
+use crate::panic::panic_message;
+use crate::process_group::ProcessGroup;
+use crate::{Error, Result};
+use membership::Membership;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Duration, Instant};
+
+/// Joins this process to the others of its job and calls `train`, again and again until it has ended well on all ranks:
+/// Horovod Elastic's `hvd.elastic.run`.
+///
+/// `train` gets the group of the present generation of ranks, and `state` as of the last commit. It makes everything that
+/// depends on the group, such as [`DistributedDataParallel`](crate::DistributedDataParallel) and samplers, and calls
+/// [`State::commit`] after each step. When it is called again, the world size and this process's rank may be others.
+///
+/// What follows when a rank dies depends on who started it:
+/// - `ddprun --max-restarts N` starts a process in its place, which has the same rank and gets the state from the others. When
+///   all restarts are used up, the others go on without it, down to [`ElasticOptions::min_world_size`].
+/// - Under Slurm (without `--kill-on-bad-exit`), mpirun or by hand, the ranks that are left agree through the store and go
+///   on without it, down to `min_world_size`. If rank 0 hosted the store (`env://`, `tcp://`), its death ends all.
+/// - torchrun starts all ranks again. `run` then returns the group's error, and the program resumes from a checkpoint.
+///
+/// A process makes one call.
+///
+/// # Errors
+/// An error of the program itself, which is what `train` returns while the group is well, is not retried: the other ranks get
+/// it as [`Failure::PeerFailed`]. The same holds for a panic, and for [`Failure::Desync`] and [`Failure::TimedOut`], after
+/// which all ranks are still there. When too few ranks are left, or the store is gone, every rank gets an error that says so,
+/// at the latest after [`InitOptions::timeout`](crate::InitOptions::timeout).
+pub fn run<S, T, E>(
+    options: impl Into<ElasticOptions>,
+    state: &mut State<S>,
+    mut train: impl FnMut(&ProcessGroup, &mut State<S>) -> Result<T, E>,
+) -> Result<T, E>
+where
+    S: Parts,
+    E: From<Error> + Display,
+{
+    let mut membership = Membership::open(options.into())?;
+    state.commit_first()?;
+    let (mut lost, mut value, mut is_new) = (None, None, true);
+    loop {
+        let Some(pg) = membership.next(lost.as_ref())? else {
+            // All ranks have finished, this one included.
+            return value.ok_or_else(|| finished_without().into());
+        };
+        let trained = catch_unwind(AssertUnwindSafe(|| -> Result<T, E> {
+            synchronise::synchronise(state, &pg, is_new)?;
+            is_new = false;
+            if !membership.continues() {
+                // Nobody goes on without this rank.
+                state.shards.unlink();
+            }
+            train(&pg, state)
+        }));
+        state.shards.unlink();
+        lost = match trained {
+            Ok(Ok(done)) => {
+                let done = value.insert(done);
+                if membership.finish(&pg)? {
+                    let _ = done;
+                    return value.ok_or_else(|| finished_without().into());
+                }
+                failure_of(&pg)
+            }
+            Ok(Err(error)) => {
+                match failure_of(&pg).filter(|failure| membership.is_superseded() || is_lost_peer(failure, &pg)) {
+                    Some(failure) if membership.continues() => Some(failure),
+                    _ => {
+                        fail(&membership, &pg, &format!("{error:#}"));
+                        return Err(error);
+                    }
+                }
+            }
+            Err(panic) => {
+                fail(&membership, &pg, &panic_message(&*panic));
+                resume_unwind(panic)
+            }
+        };
+        if let Some(lost) = &lost {
+            let (rank, generation) = (membership.rank(), membership.generation());
+            log::warn!("rank {rank}: generation {generation} has ended: {lost}");
+        }
+        membership.leave(pg);
+    }
+}
+
+fn finished_without() -> Error {
+    Error::RankFailed { rank: 0, reason: "all other ranks have finished before this one began".to_string() }
+}
+
+/// The failure of the group, of which this rank may learn a moment after a group that was split off has failed.
+fn failure_of(pg: &ProcessGroup) -> Option<Error> {
+    const PATIENCE: Duration = Duration::from_millis(500);
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let failure = pg.failure();
+        if failure.is_some() || Instant::now() >= until {
+            return failure;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether the group may have failed because a peer is gone. A peer's own error looks the same here: the log has it.
+fn is_lost_peer(failure: &Error, pg: &ProcessGroup) -> bool {
+    match failure {
+        Error::Group(Failure::Desync { .. } | Failure::TimedOut { .. }) => false,
+        Error::Group(Failure::PeerFailed { peer, .. }) => *peer != pg.rank() || !pg.was_aborted(),
+        _ => true,
+    }
+}
+
+/// Ends the run on all ranks.
+fn fail(membership: &Membership, pg: &ProcessGroup, reason: &str) {
+    // First the log, so that whoever sees the group fail finds the reason there.
+    membership.fail(reason);
+    pg.abort(reason);
+    let _ = membership.hear_last();
+}

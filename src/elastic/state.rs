@@ -1,0 +1,240 @@
+//! What a training run consists of, and its last commit.
+use super::shards::Shards;
+use crate::state::{Dict, StateDict};
+use crate::tensor::copy::copy_all;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::{Deref, DerefMut};
+
+/// What has to be the same on all ranks for training to go on: the variables, the optimizer, schedules, generators, how far it
+/// has come. Each part has a name of its own, without a slash.
+///
+/// Parts that depend on the group, such as a [`GradScaler`](crate::GradScaler), are made in the training loop:
+/// [`State::restore`] and [`State::commit_with`] are for them.
+pub trait Parts {
+    /// The parts with their names, always the same ones.
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)>;
+}
+
+/// A training run with its last commit, to which the ranks that are left go back when one is gone: Horovod's
+/// `hvd.elastic.State`. It dereferences to what it was made of.
+///
+/// A commit is a copy of all parts on their own devices: it takes as much memory as the variables and the states of the
+/// optimizer, and the time to copy them. Where a step is much faster than that, commit every few steps; what came after the
+/// last commit is then done again.
+#[derive(Debug)]
+pub struct State<S> {
+    inner: S,
+    commits: u64,
+    /// `part/key` of all parts that are the same on all ranks. In storage of its own.
+    committed: Dict,
+    /// The parts that are spread over the ranks.
+    pub(super) shards: Shards,
+}
+
+impl<S: Parts> State<S> {
+    /// A run that begins with `inner`: new, or loaded from a checkpoint.
+    pub fn new(inner: S) -> Self {
+        Self { inner, commits: 0, committed: Dict::new(), shards: Shards::default() }
+    }
+
+    /// How many commits there were, on all ranks and over all generations.
+    pub fn commits(&self) -> u64 {
+        self.commits
+    }
+
+    /// Ends a step: from here on the ranks go on when one is gone. Call it on all ranks, after the optimizer's step and
+    /// whatever belongs to it, such as that of the schedule and counting the samples. There must be a collective of all ranks
+    /// between two commits, as in a backward pass of DDP: then a commit is one of all ranks, or one of a rank that is ahead of
+    /// the others by one, whose state they get.
+    ///
+    /// # Errors
+    /// The parts', and the device's when memory runs out.
+    pub fn commit(&mut self) -> Result<()> {
+        self.commit_with(&[])
+    }
+
+    /// [`commit`](Self::commit) with parts that belong to the present group, under names of their own; always the same.
+    ///
+    /// Parts that are spread over the ranks, such as a [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)
+    /// ([`StateDict::sharded_state_dict`]), are mirrored: each rank sends its shard to the next rank, on another host where
+    /// there are several, and keeps that of the one before. When a rank dies, the rank that mirrors it has its shard. This
+    /// rank then needs memory for four shards, its own and the other one of the last two commits, and sends and receives one
+    /// in each commit.
+    ///
+    /// # Errors
+    /// As with `commit`; with sharded parts also those of the group.
+    pub fn commit_with(&mut self, more: &[(&str, &dyn StateDict)]) -> Result<()> {
+        self.take(self.commits + 1, more)?;
+        self.commits += 1;
+        Ok(())
+    }
+
+    /// Gives `part`, which [`commit_with`](Self::commit_with) commits under this name, its state as of the last commit; call
+    /// it when the part has been made. Returns false before the first such commit.
+    ///
+    /// Every rank must call it for a part that is spread over the ranks. Where their number has changed, each rank needs memory
+    /// for the whole of such a state for a moment.
+    ///
+    /// # Errors
+    /// The part's; with sharded parts also those of the group.
+    pub fn restore(&self, name: &str, part: &mut dyn StateDict) -> Result<bool> {
+        if part.sharded_state_dict()?.is_some() {
+            return self.shards.restore(self.commits, name, part);
+        }
+        let dict = self.committed_part(name)?;
+        if dict.is_empty() {
+            return Ok(false);
+        }
+        part.load_state_dict(&dict)?;
+        Ok(true)
+    }
+
+    /// What it was made of.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+
+    /// The state before the first step, unless there were commits.
+    pub(super) fn commit_first(&mut self) -> Result<()> {
+        if self.committed.is_empty() { self.take(self.commits, &[]) } else { Ok(()) }
+    }
+
+    /// Copies everything, as commit `commit`.
+    fn take(&mut self, commit: u64, more: &[(&str, &dyn StateDict)]) -> Result<()> {
+        let (mut live, mut sharded) = (Named::default(), Named::default());
+        for (name, part) in self.inner.parts() {
+            live.add(name, part.state_dict()?)?;
+        }
+        for (name, part) in more {
+            match part.sharded_state_dict()? {
+                Some(shard) => sharded.add(name, shard)?,
+                None => live.add(name, part.state_dict()?)?,
+            }
+        }
+        if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
+            return Err(twice(name));
+        }
+        self.shards.commit(commit, &sharded.tensors)?;
+        // Nothing changes before all is known to fit.
+        let mut copies = Vec::new();
+        let mut committed = Dict::new();
+        for (key, tensor) in live.tensors {
+            let fits = |old: &&Tensor| {
+                (old.shape(), old.dtype()) == (tensor.shape(), tensor.dtype())
+                    && old.device().same_device(tensor.device())
+            };
+            match self.committed.get(&key).filter(fits) {
+                Some(old) => {
+                    copies.push((old.clone(), tensor));
+                    committed.insert(key, old.clone());
+                }
+                None => {
+                    committed.insert(key, tensor.detach().copy()?);
+                }
+            }
+        }
+        copy_all(copies.iter().map(|(old, new)| (old, new)))?;
+        self.committed = committed;
+        Ok(())
+    }
+
+    /// A copy, since a part may keep what it is given, and the next commit overwrites what this one has.
+    fn committed_part(&self, name: &str) -> Result<Dict> {
+        let prefix = format!("{name}/");
+        let of_the_part = self.committed.iter().filter_map(|(key, tensor)| Some((key.strip_prefix(&prefix)?, tensor)));
+        of_the_part.map(|(key, tensor)| Ok((key.to_string(), tensor.copy()?))).collect()
+    }
+
+    /// The last commit.
+    pub(super) fn committed(&self) -> &Dict {
+        &self.committed
+    }
+
+    /// Takes over another rank's commit, and goes back to it.
+    pub(super) fn adopt(&mut self, commits: u64, committed: Dict) -> Result<()> {
+        (self.commits, self.committed) = (commits, committed);
+        self.roll_back()
+    }
+
+    /// Goes back to the last commit.
+    pub(super) fn roll_back(&mut self) -> Result<()> {
+        let names: Vec<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
+        for name in names {
+            let dict = self.committed_part(&name)?;
+            if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name) {
+                part.load_state_dict(&dict)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The tensors of several parts, by keys `part/key`.
+#[derive(Default)]
+struct Named {
+    names: BTreeSet<String>,
+    tensors: BTreeMap<String, Tensor>,
+}
+
+impl Named {
+    fn add(&mut self, name: &str, dict: Dict) -> Result<()> {
+        if name.contains('/') || name.is_empty() {
+            return Err(Error::invalid("parts", format!("{name:?} is no name: it is empty or has a slash")));
+        }
+        if !self.names.insert(name.to_string()) {
+            return Err(twice(name));
+        }
+        self.tensors.extend(dict.into_iter().map(|(key, tensor)| (format!("{name}/{key}"), tensor)));
+        Ok(())
+    }
+}
+
+fn twice(name: &str) -> Error {
+    Error::invalid("parts", format!("two parts have the name {name}"))
+}
+
+const COMMITS: &str = "commits";
+
+/// The last commit: for a checkpoint, from which a run can begin that has lost all its ranks.
+impl<S: Parts> StateDict for State<S> {
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks: no rank has them whole, and a
+    /// [`Checkpointer`](crate::checkpoint::Checkpointer) writes them.
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        if self.shards.has(self.commits) {
+            let reason = "its last commit has parts that are spread over the ranks, of which this rank has one shard: save the \
+                          parts themselves with a Checkpointer";
+            return Err(Error::invalid("state", reason));
+        }
+        let mut dict = self.committed.clone();
+        dict.insert(COMMITS.to_string(), crate::state::count(self.commits)?);
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        let commits =
+            state.get(COMMITS).and_then(|commits| commits.to_device(&Device::Cpu).ok()?.to_vec1::<i64>().ok());
+        let Some(commits) = commits.and_then(|commits| u64::try_from(*commits.first()?).ok()) else {
+            return Err(Error::parameter(COMMITS, "it is missing: this is not the state of an elastic run"));
+        };
+        let rest = state.iter().filter(|(key, _)| *key != COMMITS);
+        let committed = rest.map(|(key, tensor)| Ok((key.clone(), tensor.copy()?))).collect::<Result<_>>()?;
+        self.adopt(commits, committed)
+    }
+}
+
+impl<S> Deref for State<S> {
+    type Target = S;
+
+    fn deref(&self) -> &S {
+        &self.inner
+    }
+}
+
+impl<S> DerefMut for State<S> {
+    fn deref_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+}

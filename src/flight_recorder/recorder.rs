@@ -1,0 +1,125 @@
+//! The groups of one rank, and the file of their calls.
+use super::record::{CallRecord, GroupRecord, RankRecord};
+use super::{FlightRecorderOptions, files, now_ns, signal};
+use crate::host::host_name;
+use crate::panic::lock;
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Weak};
+
+/// A group whose calls are remembered.
+pub(crate) trait Recorded: Send + Sync {
+    /// Returns the group's calls, channel by channel, and its failure.
+    fn record(&self) -> (Vec<CallRecord>, Option<String>);
+}
+
+/// What one rank of a job remembers of the calls of all its groups.
+pub(crate) struct FlightRecorder {
+    options: FlightRecorderOptions,
+    rank: usize,
+    world_size: usize,
+    groups: Mutex<Vec<Registered>>,
+    /// Held while the file is written: several groups may fail at once.
+    writing: Mutex<()>,
+}
+
+struct Registered {
+    name: String,
+    ranks: Vec<usize>,
+    group: Weak<dyn Recorded>,
+}
+
+/// How the calls of one group are recorded.
+#[derive(Clone)]
+pub(crate) struct Recording {
+    pub(crate) recorder: Arc<FlightRecorder>,
+    /// The group's name, the same on all ranks.
+    pub(crate) name: String,
+    /// The group's ranks, as they are numbered in the group of all.
+    pub(crate) ranks: Vec<usize>,
+}
+
+impl FlightRecorder {
+    /// Returns `None` if the recorder is turned off.
+    ///
+    /// # Errors
+    /// Returns an error if a handler for SIGUSR1 cannot be installed, or has no folder to write to.
+    pub(crate) fn new(options: FlightRecorderOptions, rank: usize, world_size: usize) -> Result<Option<Arc<Self>>> {
+        if options.entries == 0 {
+            return Ok(None);
+        }
+        let on_sigusr1 = options.on_sigusr1;
+        if on_sigusr1 && options.folder.is_none() {
+            let reason = "on_sigusr1 needs a folder: set `folder`, or CANDLE_DDP_FLIGHT_RECORDER";
+            return Err(Error::invalid("flight_recorder", reason));
+        }
+        let (groups, writing) = (Mutex::default(), Mutex::default());
+        let recorder = Arc::new(Self { options, rank, world_size, groups, writing });
+        if on_sigusr1 {
+            let weak = Arc::downgrade(&recorder);
+            let write = move || weak.upgrade().map(|recorder| recorder.write_because("SIGUSR1")).is_some();
+            signal::on_sigusr1(Box::new(write))?;
+        }
+        Ok(Some(recorder))
+    }
+
+    /// Returns how many calls a group remembers.
+    pub(crate) fn entries(&self) -> usize {
+        self.options.entries
+    }
+
+    /// Writes the file after a failure or on a signal, if there is a folder. A failure to write it is only logged.
+    pub(crate) fn write_because(&self, reason: &str) {
+        let Some(folder) = &self.options.folder else { return };
+        match self.write(folder, reason) {
+            Ok(path) => log::info!("rank {}: wrote its last calls to {}", self.rank, path.display()),
+            Err(error) => log::warn!("rank {}: its last calls are lost: {error}", self.rank),
+        }
+    }
+
+    /// Writes this rank's file into `folder`, and returns its path.
+    pub(crate) fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
+        let _turn = lock(&self.writing);
+        let groups: Vec<_> = {
+            let mut groups = lock(&self.groups);
+            groups.retain(|registered| registered.group.strong_count() > 0);
+            let group =
+                |Registered { name, ranks, group }: &Registered| Some((name.clone(), ranks.clone(), group.upgrade()?));
+            groups.iter().filter_map(group).collect()
+        };
+        let record = |(name, ranks, group): (String, Vec<usize>, Arc<dyn Recorded>)| {
+            let (calls, failure) = group.record();
+            GroupRecord { name, ranks, failure, calls }
+        };
+        let record = RankRecord {
+            version: files::VERSION,
+            rank: self.rank,
+            world_size: self.world_size,
+            host: host_name(),
+            pid: std::process::id(),
+            reason: reason.to_string(),
+            written_ns: now_ns(),
+            groups: groups.into_iter().map(record).collect(),
+        };
+        files::write(folder, &record)
+    }
+}
+
+impl Recording {
+    /// Returns the recording of the group of all ranks.
+    pub(crate) fn of_world(recorder: Arc<FlightRecorder>, world_size: usize) -> Self {
+        Self { recorder, name: "world".to_string(), ranks: (0..world_size).collect() }
+    }
+
+    /// Registers `group`, whose calls are written from now on.
+    pub(crate) fn register(&self, group: Weak<dyn Recorded>) {
+        let Self { name, ranks, .. } = self.clone();
+        lock(&self.recorder.groups).push(Registered { name, ranks, group });
+    }
+
+    /// Returns the recording of a group that is made out of this one; `ranks` are numbered as in this one.
+    pub(crate) fn of_subgroup(&self, name: &str, ranks: &[usize]) -> Self {
+        let ranks = ranks.iter().filter_map(|rank| self.ranks.get(*rank).copied()).collect();
+        Self { recorder: Arc::clone(&self.recorder), name: format!("{}/{name}", self.name), ranks }
+    }
+}

@@ -1,0 +1,67 @@
+//! What the fuzz targets in `fuzz/` run, and the tests of their seeds: each takes any bytes, and panics where the code under
+//! test panics or contradicts itself. It is part of no build but theirs.
+
+/// The bytes that a store's server gets from its clients.
+#[cfg_attr(test, allow(unreachable_pub))]
+pub fn store_protocol(data: &[u8]) {
+    crate::rendezvous::fuzz_store_protocol(data);
+}
+
+/// The frames, handshakes and headers that ranks send each other.
+#[cfg_attr(test, allow(unreachable_pub))]
+pub fn mesh(data: &[u8]) {
+    crate::backend::cpu::fuzz_mesh(data);
+}
+
+/// Files of weights.
+#[cfg_attr(test, allow(unreachable_pub))]
+pub fn checkpoint_file(data: &[u8]) {
+    crate::checkpoint::fuzz_checkpoint_file(data);
+}
+
+/// The pickle in a file of weights.
+#[cfg_attr(test, allow(unreachable_pub))]
+pub fn pickle(data: &[u8]) {
+    crate::checkpoint::fuzz_pickle(data);
+}
+
+/// The indexes of checkpoints, the flight recorder's files, and traces; the first byte says which.
+#[cfg_attr(test, allow(unreachable_pub))]
+pub fn json(data: &[u8]) {
+    let Some((kind, text)) = data.split_first() else { return };
+    match kind % 3 {
+        0 => crate::checkpoint::fuzz_index(text),
+        1 => crate::flight_recorder::fuzz_records(text),
+        _ => crate::trace::fuzz_events(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// The seeds that the fuzzer starts from, and what it has found since.
+    #[test]
+    fn no_seed_of_the_fuzz_targets_fails() {
+        type Target = (&'static str, fn(&[u8]));
+        let targets: [Target; 5] = [
+            ("store_protocol", store_protocol),
+            ("mesh", mesh),
+            ("checkpoint_file", checkpoint_file),
+            ("pickle", pickle),
+            ("json", json),
+        ];
+        for (name, target) in targets {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(name);
+            let files = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
+            let mut count = 0;
+            for file in files {
+                println!("{}", file.display());
+                target(&std::fs::read(&file).unwrap());
+                count += 1;
+            }
+            assert!(count > 0, "{} is empty", folder.display());
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Groups that are made out of another one.
+use super::engine::{self, Settings};
+use super::{Backend, ProcessGroup};
+use crate::backend::{Communicator, Construction, Split};
+use crate::error::Failure;
+use crate::flight_recorder::Recording;
+use crate::rendezvous::{PrefixStore, Store};
+use crate::{Error, Result};
+use candle_core::Device;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+impl ProcessGroup {
+    /// Creates a group of some of this group's ranks. Rank `i` of the new group is rank `ranks[i]` of this one.
+    ///
+    /// Every rank of this group must call it with the same `ranks`. Ranks that are not in `ranks` get `None`.
+    ///
+    /// # Errors
+    /// Returns [`Error::RankOutOfRange`] for a rank that does not exist, [`Error::InvalidArgument`] for an empty list
+    /// or a rank given twice, an error if ranks do not arrive within the time-out, and, at once, the failure of this
+    /// group if it has failed.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
+            return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
+        }
+        let mut seen = vec![false; self.world_size()];
+        for &rank in ranks {
+            if std::mem::replace(&mut seen[rank], true) {
+                return Err(Error::invalid("ranks", format!("rank {rank} is in {ranks:?} twice")));
+            }
+        }
+        if ranks.is_empty() {
+            return Err(Error::invalid("ranks", "a group needs at least one rank"));
+        }
+        let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
+        let place = ranks.iter().position(|rank| *rank == self.rank());
+        // The ranks are part of the key, so that processes that were given different ranks do not connect by accident.
+        let members = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join("-");
+        let store: Arc<dyn Store> =
+            Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
+        let settings = self.0.settings.clone();
+        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings))?;
+        let recording = self.recording_of(&format!("group{number}"), ranks);
+        let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref())?;
+        let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
+        Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings, recording)))
+    }
+
+    /// A second group of the same ranks, for collectives inside a model's forward and backward passes. DDP launches
+    /// buckets in the first group at times that differ between ranks, but ranks must make the calls of a group in the
+    /// same order. All layers share it. The first call creates it and waits for all other ranks; it ends with this
+    /// group.
+    pub(crate) fn companion(&self) -> Result<Self> {
+        let mut companion = self.0.companion.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(companion) = &*companion {
+            return Ok(companion.clone());
+        }
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new("companion", Arc::clone(&self.0.store)));
+        let (settings, global_ranks) = (self.0.settings.clone(), self.0.global_ranks.clone());
+        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings))?;
+        let recording = self.recording_of("companion", &self.all_ranks());
+        let (rank, world_size) = (Some(self.rank()), self.world_size());
+        let Some(made) = self.member(duplicate, &store, rank, world_size, recording.as_ref())? else {
+            let reason = "Communicator::duplicate must make an engine for every rank".to_string();
+            return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
+        };
+        Ok(companion.insert(Self::around(made, store, global_ranks, settings, recording)).clone())
+    }
+
+    /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
+    /// `"cpu:gloo,cuda:nccl"`. If this group works on the CPU, it returns this group. The first call creates the second
+    /// group and waits for all other ranks; it ends with this group.
+    ///
+    /// # Errors
+    /// Returns an error if ranks do not arrive within the time-out, or, at once, the failure of this group.
+    pub fn cpu_group(&self) -> Result<Self> {
+        if self.device().is_cpu() {
+            return Ok(self.clone());
+        }
+        let mut cpu = self.0.cpu.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cpu) = &*cpu {
+            return Ok(cpu.clone());
+        }
+        Ok(cpu.insert(self.connect_cpu("cpu-group")?).clone())
+    }
+
+    /// A group of the same ranks for tensors in host memory, over the CPU engine, whose calls a thread in the background
+    /// makes: it has connections of its own, and goes on when this one fails or is aborted. Every call makes another one, and
+    /// waits for that of every other rank.
+    ///
+    /// # Errors
+    /// As with [`cpu_group`](Self::cpu_group).
+    pub(crate) fn background_group(&self) -> Result<Self> {
+        let number = self.0.subgroups.fetch_add(1, Ordering::Relaxed);
+        self.connect_cpu(&format!("background{number}"))
+    }
+
+    /// A group of the same ranks over the CPU engine. `prefix` is that of its keys.
+    fn connect_cpu(&self, prefix: &str) -> Result<Self> {
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
+        let settings = Settings { backend: Backend::Cpu, device: Device::Cpu, ..self.0.settings.clone() };
+        let failed = || self.failed();
+        let recording = self.recording_of(prefix, &self.all_ranks());
+        let construction =
+            Construction { cancelled: Some(&failed), recording: recording.as_ref(), ..Default::default() };
+        Self::connect(construction, store, self.0.global_ranks.clone(), self.rank(), settings)
+    }
+
+    /// This rank's handle to a group that was split off, in which it has the number `place`. If this group's engine
+    /// cannot split, the new group gets its own connections.
+    fn member(
+        &self,
+        split: Split,
+        store: &Arc<dyn Store>,
+        place: Option<usize>,
+        world_size: usize,
+        recording: Option<&Recording>,
+    ) -> Result<Option<Box<dyn Communicator>>> {
+        match (split, place) {
+            (Split::Member(communicator), _) => Ok(Some(communicator)),
+            (Split::NotMember, _) | (Split::Unsupported, None) => Ok(None),
+            (Split::Unsupported, Some(rank)) => {
+                let failed = || self.failed();
+                let construction = Construction { cancelled: Some(&failed), recording, ..Default::default() };
+                let store = Arc::clone(store);
+                engine::communicator(construction, store, rank, world_size, &self.0.settings).map(Some)
+            }
+        }
+    }
+
+    fn all_ranks(&self) -> Vec<usize> {
+        (0..self.world_size()).collect()
+    }
+
+    /// Returns how the calls of a group of these `ranks` are recorded.
+    fn recording_of(&self, name: &str, ranks: &[usize]) -> Option<Recording> {
+        self.0.recording.as_ref().map(|recording| recording.of_subgroup(name, ranks))
+    }
+}

@@ -1,0 +1,158 @@
+//! States of programs: numbers, what serde can write, and states behind a lock.
+use super::state_dict::{Dict, Loader, StateDict, begin, list};
+use crate::panic::lock;
+use crate::{Error, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::sync::{Arc, Mutex};
+
+/// The key of a state that is one value.
+const VALUE: &str = "value";
+
+/// Numbers are saved bit for bit, infinities and NaN as well. One that has another type in the file is refused.
+macro_rules! numbers {
+    ($($number:ty as $saved:ty),*) => {$(
+        impl StateDict for $number {
+            fn state_dict(&self) -> Result<Dict> {
+                let mut dict = begin(stringify!($number))?;
+                dict.insert(VALUE.to_string(), list(&[*self as $saved])?);
+                Ok(dict)
+            }
+
+            fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
+                let mut loader = Loader::new(state, stringify!($number))?;
+                let value = loader.list::<$saved>(VALUE, 1)?[0];
+                loader.finish()?;
+                *self = value as $number;
+                Ok(())
+            }
+        }
+    )*};
+}
+
+numbers!(f64 as f64, f32 as f32, u64 as i64, usize as i64, i64 as i64, u32 as u32, i32 as i32);
+
+/// Makes a [`StateDict`] of anything that serde can write: it is saved as JSON. JSON has no NaN and no infinities, and an
+/// `Option` of one is loaded as `None`; plain numbers, which are states themselves, may be these.
+///
+/// ```
+/// use candle_ddp::checkpoint::{Json, StateDict};
+/// use std::collections::BTreeMap;
+///
+/// # fn main() -> candle_ddp::Result<()> {
+/// let mut accuracies = Json(BTreeMap::from([(100, 0.5)]));
+/// let state = accuracies.state_dict()?;
+/// accuracies.0.insert(200, 0.75);
+/// accuracies.load_state_dict(&state)?;
+/// assert_eq!(accuracies.0, [(100, 0.5)].into());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Json<T>(pub T);
+
+const JSON: &str = "JSON";
+
+impl<T: Serialize + DeserializeOwned> StateDict for Json<T> {
+    /// # Errors
+    /// [`Error::InvalidArgument`] for what could not be read again.
+    fn state_dict(&self) -> Result<Dict> {
+        let invalid = |error: serde_json::Error| {
+            Error::invalid("value", format!("it cannot be saved as JSON, which has no NaN and no infinities: {error}"))
+        };
+        let text = serde_json::to_vec(&self.0).map_err(invalid)?;
+        serde_json::from_slice::<T>(&text).map_err(invalid)?;
+        let mut dict = begin(JSON)?;
+        dict.insert(VALUE.to_string(), list(&text)?);
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
+        let mut loader = Loader::new(state, JSON)?;
+        let text = loader.values::<u8>(VALUE)?;
+        loader.finish()?;
+        self.0 = serde_json::from_slice(&text)
+            .map_err(|error| Error::parameter(VALUE, format!("it is JSON of another type: {error}")))?;
+        Ok(())
+    }
+}
+
+/// Calls the methods of the state inside.
+macro_rules! forward {
+    ($self:ident => $shared:expr, $exclusive:expr) => {
+        fn state_dict(&$self) -> Result<Dict> {
+            $shared.state_dict()
+        }
+
+        fn load_state_dict(&mut $self, state: &Dict) -> Result<()> {
+            $exclusive.load_state_dict(state)
+        }
+
+        fn sharded_state_dict(&$self) -> Result<Option<Dict>> {
+            $shared.sharded_state_dict()
+        }
+
+        fn load_sharded_state_dict(&mut $self, shards: &[Dict]) -> Result<()> {
+            $exclusive.load_sharded_state_dict(shards)
+        }
+    };
+}
+
+impl<S: StateDict + ?Sized> StateDict for Box<S> {
+    forward!(self => (**self), (**self));
+}
+
+/// For states that several parts of a program share, such as the [`Generator`](crate::seed::Generator) of dropout layers.
+impl<S: StateDict + ?Sized> StateDict for Arc<Mutex<S>> {
+    forward!(
+        self => lock(self),
+        lock(self)
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::seed::Generator;
+    use std::fmt::Debug;
+
+    #[track_caller]
+    fn check<S: StateDict + Debug>(saved: S, mut other: S) {
+        other.load_state_dict(&saved.state_dict().unwrap()).unwrap();
+        assert_eq!(format!("{other:?}"), format!("{saved:?}"));
+    }
+
+    #[test]
+    fn values_are_saved_bit_for_bit() {
+        for value in [f64::NEG_INFINITY, 0.1 + 0.2, -0.0, f64::NAN] {
+            check(value, 1.0);
+        }
+        check(0.1f32, 1.0);
+        check(u64::MAX, 1);
+        check(usize::MAX, 1);
+        check(i64::MIN, 1);
+        check(u32::MAX, 1);
+        check(i32::MIN, 1);
+        check(Json((1.5, "a".to_string(), vec![Some(2u8), None])), Json(Default::default()));
+        let generator = |offset| {
+            let mut generator = Generator::new(7);
+            generator.set_offset(offset);
+            Arc::new(Mutex::new(generator))
+        };
+        check(generator(3), generator(4));
+        check(Box::new(generator(3)), Box::new(generator(4)));
+    }
+
+    #[test]
+    fn what_is_of_another_kind_is_refused() {
+        let state = 1.5f64.state_dict().unwrap();
+        assert!(1u64.load_state_dict(&state).unwrap_err().to_string().contains("this is the state of f64"));
+        let text = Json(vec![1.5]).state_dict().unwrap();
+        let error = Json(String::new()).load_state_dict(&text).unwrap_err().to_string();
+        assert!(error.contains("JSON of another type"), "{error}");
+        let error = Json(f64::INFINITY).state_dict().unwrap_err().to_string();
+        assert!(error.contains("no infinities"), "{error}");
+        let error = 1u64.load_sharded_state_dict(&[state.clone(), state]).unwrap_err().to_string();
+        assert!(error.contains("in 2 parts"), "{error}");
+    }
+}
