@@ -11,10 +11,13 @@ use candle_core::Tensor;
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
 use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
 use clap::Parser;
+use median::median;
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
+#[path = "../examples/common/median.rs"]
+mod median;
 mod models;
 
 #[global_allocator]
@@ -105,17 +108,6 @@ fn row(name: &str, times: impl Iterator<Item = (f64, f64)> + Clone) {
     let ddp = median(times.clone().map(|(_, ddp)| ddp));
     let ratio = median(times.map(|(plain, ddp)| ddp / plain));
     println!("| {name} | {plain:.2} | {ddp:.2} | {ratio:.3} |");
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => f64::NAN,
-        len if len % 2 == 1 => values[middle],
-        _ => (values[middle - 1] + values[middle]) / 2.,
-    }
 }
 
 /// The model, trained with plain candle.

@@ -14,6 +14,9 @@ use clap::Parser;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
+#[path = "../examples/common/median.rs"]
+mod median;
+
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -95,11 +98,7 @@ fn compare(
     for _ in 0..rounds {
         times.push((time(&candles)?, time(&fused)?));
     }
-    let median = |value: fn(&([f64; 2], [f64; 2])) -> f64| {
-        let mut values: Vec<f64> = times.iter().map(value).collect();
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
+    let median = |value: fn(&([f64; 2], [f64; 2])) -> f64| median::median(times.iter().map(value));
     // The median of the ratios of neighbouring measurements.
     let ratio = median(|(candle, fused)| (candle[0] + candle[1]) / (fused[0] + fused[1]));
     println!(

@@ -13,8 +13,12 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::optim::{self, Adam, Lamb, ParamsAdam, ParamsLamb, ParamsSgd, Sgd};
 use candle_nn::{Optimizer, ParamsAdamW};
+use median::median;
 use std::process::ExitCode;
 use std::time::Instant;
+
+#[path = "../examples/common/median.rs"]
+mod median;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -79,9 +83,8 @@ fn bench(width: usize, rounds: usize) -> Result<()> {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
     }
-    for (name, _, times) in &mut candidates {
-        times.sort_by(f64::total_cmp);
-        println!("{name}: {:.2} ms", times[times.len() / 2]);
+    for (name, _, times) in candidates {
+        println!("{name}: {:.2} ms", median(times));
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ use common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, 
 
 const WIDTH: usize = 512;
 
-/// Deep enough that a stream which is not waited for still has much work left.
+/// So deep that a stream that is not waited for still has much work left.
 struct Deep(Vec<Linear>);
 
 fn build(vb: VarBuilder) -> candle_core::Result<Deep> {
@@ -161,8 +161,8 @@ fn pending_inputs_are_waited_for() {
 }
 
 #[test]
-fn no_replica_computes_before_all_have_the_buffers() {
-    for devices in lists("no_replica_computes_before_all_have_the_buffers") {
+fn no_replica_computes_before_all_have_read_the_buffers() {
+    for devices in lists("no_replica_computes_before_all_have_read_the_buffers") {
         assert_buffers_are_read_first(&devices, 5);
     }
 }

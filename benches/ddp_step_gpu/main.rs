@@ -13,13 +13,18 @@
 //! with `CANDLE_DDP_TRACE`, or run it under NVIDIA's `nsys profile --trace=cuda`.
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::nccl;
-use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
+use median::median;
 use models::{MODELS, Model, Net, loss};
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
+#[path = "../gpu/mod.rs"]
+mod gpu;
+#[path = "../../examples/common/median.rs"]
+mod median;
 mod models;
 
 #[derive(Parser)]
@@ -42,32 +47,11 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    if let Err(reason) = nccl::device_count() {
-        println!("skipped: {reason}");
-        return ExitCode::SUCCESS;
-    }
-    // Other arguments are for cargo test's own harness, which only runs a smoke test.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let smoke = Options { bench: false, rounds: 1, steps: 1, model: String::new(), divide_batch: 16 };
-    let options = if measure { Options::parse() } else { smoke };
-    match bench_all(&options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    gpu::main(Options { bench: false, rounds: 1, steps: 1, model: String::new(), divide_batch: 16 }, bench_all)
 }
 
 fn bench_all(options: &Options) -> Result<()> {
-    let store = std::env::temp_dir().join(format!("candle-ddp-bench-{}", std::process::id()));
-    let pg = init_process_group(InitOptions {
-        backend: Backend::Nccl,
-        init_method: format!("file://{}", store.display()),
-        rank: Some(0),
-        world_size: Some(1),
-        ..Default::default()
-    })?;
+    let pg = gpu::world_of_one()?;
     let query = ["--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"];
     let card = Command::new("nvidia-smi").args(query).output();
     let card = card.map_or_else(|_| String::new(), |output| String::from_utf8_lossy(&output.stdout).trim().to_string());
@@ -113,12 +97,6 @@ fn bench(pg: &ProcessGroup, model: &Model, options: &Options) -> Result<()> {
     let ratio = median(times.iter().map(|(plain, ddp)| ddp / plain));
     println!("| {} | {batch} | {plain:.2} | {ddp:.2} | {ratio:.3} |", model.name);
     Ok(())
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn adamw() -> ParamsAdamW {

@@ -3,25 +3,15 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::{DataParallel, ProcessGroup, Result, SpawnOptions, spawn_with};
 use candle_nn::{VarBuilder, VarMap};
-use std::net::TcpListener;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+
+mod port;
+#[allow(unused_imports)] // as above
+pub(crate) use port::free_port;
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(30) }, work)
-}
-
-/// Returns a port outside the ephemeral range, so that no other process takes it in the meantime.
-pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    loop {
-        let offset = std::process::id() * 31 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 20_000 + (offset % 10_000) as u16;
-        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
-            return port;
-        }
-    }
 }
 
 /// Returns reproducible values in -1..1, different for every seed.
@@ -55,20 +45,21 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns a command that runs the test `name` of this test binary in a separate process, with `variable` set to
-/// `value`.
-pub(crate) fn in_a_process(module: &str, name: &str, variable: &str, value: &std::path::Path) -> std::process::Command {
+/// Returns a command that runs the test `name` of the module `module` (`module_path!()`) in a separate process. The test
+/// may be ignored otherwise.
+pub(crate) fn test_process(module: &str, name: &str) -> std::process::Command {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", &test_name(module, name), "--nocapture"]).env(variable, value);
+    command.args(test_arguments(module, name));
     command
 }
 
-/// Returns libtest's name for the test `name` in the module with the path `module` (`module_path!()`).
-pub(crate) fn test_name(module: &str, name: &str) -> String {
-    match module.split_once("::") {
+/// Returns the arguments with which this test binary runs only the test `name` of the module `module`.
+pub(crate) fn test_arguments(module: &str, name: &str) -> [String; 5] {
+    let name = match module.split_once("::") {
         Some((_, module)) => format!("{module}::{name}"),
         None => name.to_string(),
-    }
+    };
+    ["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"].map(str::to_string)
 }
 
 /// Returns the peak memory of `work` in addition to what this process already uses.

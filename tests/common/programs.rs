@@ -1,5 +1,5 @@
-//! Programs with several models: under DDP, on a part of each batch, and in one process on the whole of it.
-#![allow(dead_code, clippy::unwrap_used)] // each test file uses its part, and a failed test may panic
+//! Programs with several models, each under DDP on a part of every batch and in one process on the whole batch.
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses only some programs, and a failed test may panic
 use crate::common::{fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
@@ -25,7 +25,7 @@ pub(crate) const NAMES: [&str; 4] = ["in.weight", "in.bias", "out.weight", "out.
 const STEPS: usize = 8;
 const BATCH: usize = 6;
 
-/// A model in one process.
+/// A model trained in one process.
 struct Plain {
     module: Mlp,
     vars: Vec<Var>,
@@ -61,7 +61,7 @@ fn bce(output: &Tensor, label: f64) -> Result<Tensor> {
     Ok(binary_cross_entropy_with_logit(output, &output.ones_like()?.detach().affine(label, 0.)?)?)
 }
 
-/// What rank `rank` has of the batch of a step; without a rank, the whole.
+/// Rank `rank`'s part of a step's batch; without a rank, the whole batch.
 fn batch(world_size: usize, rank: Option<usize>, columns: usize, seed: usize) -> Tensor {
     let whole = tensor(&[world_size * BATCH, columns], seed as u64);
     rank.map_or(whole.clone(), |rank| whole.i(rank * BATCH..(rank + 1) * BATCH).unwrap())
@@ -70,7 +70,7 @@ fn batch(world_size: usize, rank: Option<usize>, columns: usize, seed: usize) ->
 const G: ([usize; 3], u64) = ([3, 8, 4], 21);
 const D: ([usize; 3], u64) = ([4, 9, 1], 22);
 
-/// DCGAN's loop, as PyTorch's tutorial has it.
+/// The training loop of PyTorch's DCGAN tutorial.
 pub(crate) fn gan(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
     let (g, d) = (wrap(pg, G.0, G.1, options)?, wrap(pg, D.0, D.1, options)?);
     let (mut optimizer_g, mut optimizer_d) = (SGD::new(g.parameters(), 0.2)?, SGD::new(d.parameters(), 0.2)?);
@@ -109,7 +109,8 @@ const SMALL: ([usize; 3], u64) = ([4, 7, 3], 31);
 const LARGE: ([usize; 3], u64) = ([4, 12, 5], 32);
 const ADAPTER: ([usize; 3], u64) = ([3, 6, 5], 33);
 
-/// A student and an adapter learn what a teacher says; with `with_adapter` false the teacher's adapter is not trained.
+/// A student and an adapter learn from a teacher's outputs; if `with_adapter` is false, the teacher's adapter is not
+/// trained.
 pub(crate) fn distillation(pg: &ProcessGroup, options: &DdpOptions, with_adapter: bool) -> Result<Vec<f32>> {
     let student = wrap(pg, SMALL.0, SMALL.1, options)?;
     let teacher = wrap(pg, LARGE.0, LARGE.1, options)?;
@@ -169,7 +170,7 @@ pub(crate) fn plain_autoencoder(world_size: usize) -> Vec<f32> {
     all_floats(&[encoder.vars, decoder.vars].concat())
 }
 
-/// The gradients of `vars`, which all have one.
+/// The gradients of `vars`, all of which must have one.
 pub(crate) fn gradients(grads: &GradStore, vars: &[Var]) -> Vec<f32> {
     vars.iter().flat_map(|var| floats(grads.get(var).expect("a gradient"))).collect()
 }

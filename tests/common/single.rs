@@ -14,7 +14,8 @@ impl ModuleT for Net {
     }
 }
 
-/// Three steps of DDP over a layer that communicates in its forward pass; the final weights of the first layer.
+/// Trains three steps of DDP with a layer that communicates in its forward pass; returns the first layer's final
+/// weights.
 fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net> {
@@ -33,7 +34,7 @@ fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     Ok(floats(&var(&varmap, "first.weight")))
 }
 
-/// A group of one rank on `device` trains like one of the CPU engine, and can do all that groups can.
+/// A group of one rank on `device` trains like one of the CPU engine and supports every operation of a group.
 pub(crate) fn works_on(device: &Device, backend: Backend) {
     let folder = tempfile::tempdir().unwrap();
     let options = InitOptions {

@@ -27,7 +27,7 @@ pub(crate) fn backward(ddp: &Model, gradients: &[Option<Tensor>]) -> Result<Vec<
         // are rebuilt.
         for (weight, gradient) in net.0.iter().zip(gradients).rev() {
             if let Some(gradient) = gradient {
-                // In the wider of both dtypes.
+                // Multiplies in the wider of the two dtypes.
                 let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
                 let product = (weight.to_dtype(dtype)? * gradient.to_dtype(dtype)?)?.sum_all()?;
                 loss = (loss + product.to_dtype(DType::F64)?)?;

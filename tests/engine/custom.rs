@@ -1,5 +1,5 @@
-//! An engine from outside of the crate, which moves tensors through a store. It passes the suite for engines, but for what
-//! needs calls that go on in the background, and DDP trains over it.
+//! An engine defined outside the crate, which moves tensors through a store. DDP trains over it, and it passes the
+//! conformance suite except for cases that need calls in the background.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::backend::{Collective, Communicator, ReduceOp, Split, Work};
@@ -17,9 +17,9 @@ struct StoreCommunicator {
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
-    /// How many collectives there have been.
+    /// Number of collectives so far.
     calls: AtomicU64,
-    /// How many messages were sent to each rank, and received from it.
+    /// For each rank, the number of messages sent to it and received from it.
     messages: Vec<[AtomicU64; 2]>,
 }
 
@@ -42,19 +42,19 @@ impl StoreCommunicator {
         Ok(Tensor::from_vec(values, count, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
     }
 
-    /// Every rank's tensor, in rank order.
+    /// Returns every rank's tensor, in rank order.
     fn exchange(&self, own: &Tensor) -> Result<Vec<Tensor>> {
         let call = self.calls.fetch_add(1, Ordering::Relaxed);
         self.put(&format!("{call}/{}", self.rank), own)?;
         if call >= 2 {
-            // All ranks have come to the last call, and so are through with the one before it.
+            // All ranks have started the last call, so they have finished the one before it.
             self.store.delete(&format!("{}/{}", call - 2, self.rank))?;
         }
         (0..self.world_size).map(|rank| self.take(&format!("{call}/{rank}"), own.dtype())).collect()
     }
 
     fn reduce(&self, own: &Tensor, op: ReduceOp) -> Result<Tensor> {
-        // f64 holds what the other dtypes' sums are before they are rounded.
+        // f64 holds the unrounded sums of the other dtypes.
         let all = self.exchange(own)?.iter().map(|part| part.to_dtype(DType::F64)).collect::<Result<Vec<_>, _>>()?;
         let reduced = all[1..].iter().try_fold(all[0].clone(), |reduced, part| match op {
             ReduceOp::Sum | ReduceOp::Avg => reduced + part,
@@ -66,7 +66,7 @@ impl StoreCommunicator {
         Ok(reduced.to_dtype(own.dtype())?)
     }
 
-    /// This rank's part of what all ranks, or one after the other, have for each.
+    /// This rank's `count` elements of a tensor that holds every rank's part in rank order.
     fn part(&self, whole: &Tensor, count: usize) -> Result<Tensor> {
         Ok(whole.flatten_all()?.narrow(0, self.rank * count, count)?)
     }
@@ -146,7 +146,7 @@ impl Communicator for StoreCommunicator {
     }
 }
 
-/// Small, since every rank reads every other's tensors from the store.
+/// Small cases, since every rank reads all others' tensors from the store.
 fn options() -> ConformanceOptions {
     let mut options = ConformanceOptions {
         world_sizes: vec![1, 2, 3],
@@ -154,7 +154,7 @@ fn options() -> ConformanceOptions {
         timeout: TIMEOUT,
         ..Default::default()
     };
-    // Its calls are over when they return.
+    // This engine's calls are complete when they return.
     options.cases.retain(|case| {
         !matches!(case, Case::MessagesPassCollectives | Case::LargeMessages | Case::TwoGroups | Case::Halos)
     });
@@ -169,7 +169,7 @@ fn an_engine_from_outside_conforms() {
     conformance::run(&options(), make).unwrap();
 }
 
-/// Carries out everything as the engine above does, but one thing.
+/// Works like the engine above, with deliberate faults.
 struct Faulty(StoreCommunicator);
 
 impl Communicator for Faulty {
@@ -201,9 +201,9 @@ impl Communicator for Faulty {
 }
 
 #[test]
-fn what_an_engine_does_wrong_is_named() {
+fn faults_of_an_engine_are_named() {
     let fault = |case| {
-        // Its `abort` tells nobody: the other ranks wait that long.
+        // Its `abort` does not reach the other ranks, so they wait until this time-out.
         let timeout = Duration::from_secs(1);
         let options = ConformanceOptions { cases: vec![case], counts: vec![7], timeout, ..options() };
         let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
@@ -255,12 +255,12 @@ fn ddp_trains_over_an_engine_from_outside() {
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for (here, there) in here.iter().zip(ranks(3, |pg| train(&pg)).unwrap()) {
-        assert_close(here, &there, 1e-5, "as over the crate's own engine");
+        assert_close(here, &there, 1e-5, "as with the crate's own engine");
     }
 }
 
 #[test]
-fn an_engine_that_makes_no_groups_says_so() {
+fn an_engine_without_subgroups_says_so() {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
     let group = |options| {
         let communicator = Box::new(Faulty(StoreCommunicator::new(store.clone(), 0, 1)));

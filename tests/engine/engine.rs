@@ -1,55 +1,56 @@
-//! The CPU engine under test, and how the ranks of a test get their communicators.
+//! The CPU engine under test, and the creation of communicators for a test's ranks.
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 use candle_ddp::backend::{Collective, Communicator};
-use candle_ddp::conformance::{self, ConformanceOptions};
+use candle_ddp::conformance::{self, Case, ConformanceOptions};
 use candle_ddp::rendezvous::{HashStore, Store};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The engine, with one set of options.
+/// The engine with one set of options.
 pub(crate) struct Engine {
     pub(crate) name: &'static str,
-    /// By rank: the host that it is on.
+    /// Maps a rank to its host.
     pub(crate) host: fn(usize) -> usize,
     options: CpuOptions,
 }
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const TINY_SEGMENTS: &str = "in tiny segments";
+const AT_ONCE: &str = "all at once";
 
-/// Over shared memory.
+/// All ranks on one host, over shared memory.
 pub(crate) fn shared_memory() -> [Engine; 3] {
     engines(CpuTransport::SharedMemory, |_| 0)
 }
 
-/// Over TCP.
+/// All ranks connected over TCP.
 pub(crate) fn tcp() -> [Engine; 3] {
     engines(CpuTransport::Tcp, |rank| rank)
 }
 
-/// Between hosts of two neighbouring ranks: 2 + 1, 2 + 2, 2 + 2 + 2 + 1.
+/// Two neighbouring ranks per host: 2 + 1, 2 + 2, 2 + 2 + 2 + 1.
 pub(crate) fn pairs() -> [Engine; 3] {
     engines(CpuTransport::Auto, |rank| rank / 2)
 }
 
-/// Between two hosts that share out the ranks in turn: 2 + 1, 2 + 2, 4 + 3.
+/// Two hosts with alternating ranks: 2 + 1, 2 + 2, 4 + 3.
 pub(crate) fn two_hosts() -> [Engine; 3] {
     engines(CpuTransport::Auto, |rank| rank % 2)
 }
 
-/// Between three hosts of very different size: 2 + 1, 2 + 1 + 1, 5 + 1 + 1.
+/// Three hosts of very different sizes: 2 + 1, 2 + 1 + 1, 5 + 1 + 1.
 pub(crate) fn uneven_hosts() -> [Engine; 3] {
     engines(CpuTransport::Auto, |rank| if matches!(rank, 1 | 3) { rank } else { 0 })
 }
 
-/// As it is, and with sizes that lead through the other algorithms with little data.
+/// Default options, and sizes that select the other algorithms with little data.
 fn engines(transport: CpuTransport, host: fn(usize) -> usize) -> [Engine; 3] {
     let usual = CpuOptions { timeout: TIMEOUT, transport, ..CpuOptions::default() };
     let tiny = CpuOptions { segment_bytes: Some(100), small_bytes: Some(0), ..usual.clone() };
     let at_once = CpuOptions { small_bytes: Some(usize::MAX), ..usual.clone() };
-    [("as it is", usual), (TINY_SEGMENTS, tiny), ("all at once", at_once)].map(|(name, options)| Engine {
+    [("with default options", usual), (TINY_SEGMENTS, tiny), (AT_ONCE, at_once)].map(|(name, options)| Engine {
         name,
         host,
         options,
@@ -62,20 +63,25 @@ impl Engine {
         CpuCommunicator::new(store, rank, world_size, options)
     }
 
-    /// Passes the suite for engines.
+    /// Runs the conformance suite.
     pub(crate) fn conforms(&self) {
         let mut options =
             ConformanceOptions { average_is_rounded_once: true, timeout: TIMEOUT, ..ConformanceOptions::default() };
         if self.name == TINY_SEGMENTS {
-            // Ten thousand elements are many segments.
+            // Ten thousand elements would be too many segments.
             options.counts.retain(|count| *count <= 1000);
+        }
+        if self.name == AT_ONCE {
+            // Only these have another algorithm for little data, and with default options they use it up to 1000 elements.
+            options.counts.retain(|count| *count > 1000);
+            options.cases = vec![Case::AllReduce, Case::Broadcast, Case::SameBits, Case::InOrder, Case::TwoGroups];
         }
         let conforms =
             conformance::run(&options, |store, rank, world_size| Ok(Box::new(self.connect(store, rank, world_size)?)));
         conforms.unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
 
-    /// Runs `body` on every rank of a world, each on a thread of its own; what they return, by rank.
+    /// Runs `body` on every rank of a world, each on its own thread; returns the results by rank.
     pub(crate) fn on_ranks<T: Send>(&self, world_size: usize, body: impl Fn(&CpuCommunicator) -> T + Sync) -> Vec<T> {
         let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
         std::thread::scope(|scope| {
@@ -88,7 +94,7 @@ impl Engine {
         })
     }
 
-    /// The same, with a second group of the same ranks.
+    /// Like `on_ranks`, with a second group of the same ranks.
     pub(crate) fn in_two_groups<T: Send>(
         &self,
         world_size: usize,

@@ -1,21 +1,25 @@
-//! The CPU engine in all its arrangements: through the suite for engines, and beyond it what only this engine promises.
+//! The CPU engine in all its arrangements: the conformance suite, and what only this engine guarantees.
 #![allow(clippy::unwrap_used)] // a failed test may panic
-#![allow(clippy::duplicate_mod)] // `failures` are the same tests over each kind of connection
+#![allow(clippy::duplicate_mod)] // `failures` runs the same tests over each kind of connection
 #[path = "../common/mod.rs"]
 mod common;
 mod custom;
 mod engine;
 mod failures;
+mod flight_recorder;
+mod monitored_barrier;
 mod nccl;
+mod network;
 mod objects;
 mod process_group;
 mod processes;
 mod reproducible;
+mod secret;
 #[path = "../common/single.rs"]
 mod single;
 mod slices;
 
-/// One `#[test]` for each arrangement and case.
+/// Defines one `#[test]` for each arrangement and case.
 macro_rules! suite {
     ($($arrangement:ident),*: $cases:tt) => {
         $(suite!(@ $arrangement $cases);)*
@@ -36,7 +40,7 @@ macro_rules! suite {
 
 suite!(shared_memory, tcp, pairs, two_hosts, uneven_hosts: [
     crate::engine::Engine::conforms = conforms,
-    crate::reproducible::bits_do_not_depend_on_where_an_element_stands = bits_do_not_depend_on_where_an_element_stands,
+    crate::reproducible::bits_do_not_depend_on_an_elements_position = bits_do_not_depend_on_an_elements_position,
     crate::slices::overlapping_slices_are_refused_while_one_is_in_flight =
         overlapping_slices_are_refused_while_one_is_in_flight,
     crate::engine::dropping_the_communicator_waits_for_dropped_works =

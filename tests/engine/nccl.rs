@@ -1,12 +1,12 @@
-//! The GPU engine where there is no GPU: what it says, and that `Backend::Auto` does without it.
+//! The NCCL engine without a GPU: its errors, and the fallback of `Backend::Auto`.
 //!
-//! With the feature `nccl`, on a machine without a GPU; `tests/gpu` has the rest.
+//! Runs with the feature `nccl` on machines without a GPU; `tests/gpu` covers the rest.
 use candle_core::Device;
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, InitOptions, init_process_group};
 use std::time::Duration;
 
-/// Options for a world of one in a store of its own.
+/// Options for a world of one with a store of its own.
 fn alone(folder: &std::path::Path, backend: Backend) -> InitOptions {
     InitOptions {
         backend,
@@ -18,14 +18,14 @@ fn alone(folder: &std::path::Path, backend: Backend) -> InitOptions {
     }
 }
 
-/// Says that `test` is skipped when there is a GPU.
+/// Returns whether there is no GPU. Otherwise reports that `test` is skipped.
 #[cfg(feature = "nccl")]
 fn no_gpu(test: &str) -> bool {
     if nccl::device_count().is_err() {
         return true;
     }
-    // Not `eprintln!`, which the test harness would swallow.
-    let line = format!("SKIPPED {test}: it is about machines without a GPU\n");
+    // `eprintln!` would be captured by the test harness.
+    let line = format!("SKIPPED {test}: it needs a machine without a GPU\n");
     let _ = std::io::Write::write_all(&mut std::io::stderr().lock(), line.as_bytes());
     false
 }
@@ -39,8 +39,8 @@ fn nccl_is_linked_and_tells_its_version() {
 
 #[cfg(feature = "nccl")]
 #[test]
-fn without_a_gpu_every_rank_hears_what_to_do() {
-    if !no_gpu("without_a_gpu_every_rank_hears_what_to_do") {
+fn without_a_gpu_every_rank_is_told_what_to_do() {
+    if !no_gpu("without_a_gpu_every_rank_is_told_what_to_do") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -76,7 +76,7 @@ fn without_a_gpu_auto_takes_the_cpu_engine() {
 
 #[cfg(feature = "nccl")]
 #[test]
-fn ranks_whose_device_is_none_all_hear_of_it() {
+fn ranks_without_a_device_all_report_it() {
     use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
     use candle_ddp::rendezvous::{HashStore, Store};
     let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(HashStore::new(Duration::from_secs(20)));
@@ -94,7 +94,7 @@ fn ranks_whose_device_is_none_all_hear_of_it() {
 }
 
 #[test]
-fn a_tensor_device_that_is_no_gpu_is_refused() {
+fn a_tensor_device_that_is_not_a_gpu_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let options = InitOptions { device: Some(Device::Cpu), ..alone(folder.path(), Backend::Nccl) };
     let error = init_process_group(options).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Metrics and values of the program, from rank to rank.
+//! Sending metrics and other values between ranks.
 use crate::common::ranks;
 use candle_ddp::{Error, ReduceOp};
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ fn a_few_numbers_are_reduced_in_one_call() {
 type Metrics = BTreeMap<String, Vec<f64>>;
 
 fn metrics(rank: usize) -> Metrics {
-    // Any f64 survives, and text that is longer on each rank.
+    // Any f64 must arrive unchanged; the text is longer on each rank.
     let values = (0..100 * rank as u64).map(|seed| f64::from_bits(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
     BTreeMap::from([("Größe \"λ\"".repeat(rank), values.filter(|value| value.is_finite()).collect())])
 }
@@ -41,13 +41,13 @@ fn every_rank_gets_the_roots_object() {
     let found = ranks(3, |pg| {
         let own = metrics(pg.rank() + 1);
         let first = pg.broadcast_object((pg.rank() == 2).then_some(&own), 2)?;
-        // What the others give does not count.
+        // The values of the other ranks are ignored.
         Ok((first, pg.broadcast_object(Some(&pg.rank()), 1)?, pg.broadcast_object(Some(&()), 0)?))
     });
     assert_eq!(found.unwrap(), vec![(metrics(3), 1, ()); 3]);
 }
 
-/// JSON objects have texts as keys.
+/// JSON objects need strings as keys.
 type Unwritable = BTreeMap<(u32, u32), u32>;
 
 #[test]

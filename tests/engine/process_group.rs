@@ -1,4 +1,4 @@
-//! Process groups as users meet them: every collective by its name, sub-groups, ranks as threads, and what is refused.
+//! The process group's public methods: every collective, subgroups, ranks as threads, and refused arguments.
 use crate::common::{floats, ranks};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::error::Failure;
@@ -6,7 +6,7 @@ use candle_ddp::rendezvous::Store;
 use candle_ddp::{Backend, Error, InitOptions, ProcessGroup, ReduceOp, SpawnOptions, init_process_group, spawn_with};
 use std::time::{Duration, Instant};
 
-/// Rank r's `count` values: r·100, r·100 + 1, …
+/// Rank r's values: r·100, r·100 + 1, …
 fn mine(pg: &ProcessGroup, count: usize) -> Tensor {
     let start = pg.rank() as f32 * 100.0;
     Tensor::arange(start, start + count as f32, &Device::Cpu).unwrap()
@@ -45,7 +45,7 @@ fn two_ranks_need_an_engine() {
 }
 
 #[test]
-fn a_timeout_may_be_endless() {
+fn a_timeout_may_be_infinite() {
     let options = SpawnOptions { world_size: 2, timeout: Duration::MAX };
     let work = |pg: ProcessGroup| {
         let (now, later) = (mine(&pg, 2), mine(&pg, 3));
@@ -98,7 +98,7 @@ fn every_collective_does_what_its_name_says() {
         pg.scatter(&output, (rank == 2).then(|| mine(&pg, 6)).as_ref(), 2)?;
         assert_eq!(floats(&output), [200.0 + 2.0 * rank as f32, 201.0 + 2.0 * rank as f32]);
 
-        // Around the ring: everybody receives while it sends.
+        // Around a ring: every rank receives while it sends.
         let received = zeros(2);
         let sending = pg.isend(&mine(&pg, 2), (rank + 1) % 3)?;
         pg.recv(&received, (rank + 2) % 3)?;
@@ -138,7 +138,7 @@ fn sub_groups_have_ranks_and_collectives_of_their_own() {
             let tensor = mine(&pg, 1);
             odd.all_reduce(&tensor, ReduceOp::Sum)?;
             assert_eq!(floats(&tensor), [400.0]);
-            // The ranks of a group's group are still those of the job.
+            // A subgroup of a subgroup still reports the job's ranks.
             let alone = odd.new_group(&[0])?;
             assert_eq!(alone.map(|group| group.global_ranks().to_vec()), (pg.rank() == 3).then(|| vec![3]));
         }
@@ -160,7 +160,7 @@ fn impossible_sub_groups_are_refused() {
             let error = pg.new_group(bad).map(|_| ()).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
         }
-        // They count for nothing: the next one meets.
+        // Refused groups do not count: the next one works.
         pg.new_group(&[0, 1])?.unwrap().barrier()
     })
     .unwrap();
@@ -184,7 +184,7 @@ fn a_group_has_a_store_of_its_own() {
 #[test]
 fn spawn_returns_results_in_rank_order_and_the_first_error() {
     assert_eq!(ranks(3, |pg| Ok(pg.rank() * 10)).unwrap(), [0, 10, 20]);
-    // The others wait for rank 1, and fail because of it: theirs are echoes.
+    // The others wait for rank 1 and fail because of it, so their errors are not the cause.
     let error = ranks(3, |pg| match pg.rank() {
         1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => pg.barrier(),
@@ -196,22 +196,22 @@ fn spawn_returns_results_in_rank_order_and_the_first_error() {
 }
 
 #[test]
-fn what_cannot_be_reduced_is_refused_before_anything_is_sent() {
+fn invalid_tensors_are_refused_before_anything_is_sent() {
     ranks(2, |pg| {
         let integers = Tensor::zeros(4, DType::I64, &Device::Cpu)?;
-        assert!(pg.all_reduce(&integers, ReduceOp::Avg).is_err(), "there is no average of integers");
+        assert!(pg.all_reduce(&integers, ReduceOp::Avg).is_err(), "integers have no average");
         let transposed = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?.t()?;
         let error = pg.all_reduce(&transposed, ReduceOp::Sum).unwrap_err().to_string();
         assert!(error.contains("contiguous"), "{error}");
         assert!(matches!(pg.broadcast(&integers, 2), Err(Error::RankOutOfRange { rank: 2, .. })));
         assert!(pg.all_gather(&zeros(5), &zeros(2)).is_err(), "5 is not 2 × 2");
-        pg.barrier() // the group is none the worse
+        pg.barrier() // the group remains usable
     })
     .unwrap();
 }
 
 #[test]
-fn engines_that_are_not_there_say_how_to_get_them() {
+fn unavailable_engines_say_how_to_get_them() {
     let init = |backend| {
         let options = InitOptions { backend, rank: Some(0), world_size: Some(1), ..Default::default() };
         init_process_group(InitOptions { init_method: "tcp://127.0.0.1:0".into(), ..options })
@@ -227,9 +227,9 @@ fn engines_that_are_not_there_say_how_to_get_them() {
     }
 }
 
-/// One rank ends the group in place of making another one out of it.
+/// One rank ends the group instead of creating a subgroup of it.
 #[test]
-fn making_a_group_ends_with_the_group_it_is_made_of() {
+fn creating_a_group_fails_if_its_parent_ends() {
     for absent in 0..3 {
         let all_know = std::sync::Barrier::new(3);
         ranks(3, |pg| {
@@ -239,16 +239,16 @@ fn making_a_group_ends_with_the_group_it_is_made_of() {
                 pg.abort("no disk");
                 vec![]
             } else {
-                // The second time, it has ended before.
+                // At the second attempt, the group has already ended.
                 [(); 2].map(|()| pg.new_group(&[2, 0, 1]).map(drop).unwrap_err().to_string()).into()
             };
             let took = start.elapsed();
-            // It is not by leaving that a rank is heard of.
+            // The reason must reach the other ranks before this rank leaves.
             all_know.wait();
             for error in errors {
                 assert_eq!(error, format!("rank {absent} ended the group: no disk"));
             }
-            assert!(took < Duration::from_secs(10), "only the time-out ended it");
+            assert!(took < Duration::from_secs(10), "it ended only at the time-out");
             Ok(())
         })
         .unwrap();
@@ -256,7 +256,7 @@ fn making_a_group_ends_with_the_group_it_is_made_of() {
 }
 
 #[test]
-fn peers_hear_why_a_rank_ended() {
+fn peers_are_told_why_a_rank_ended() {
     let expect = |pg: &ProcessGroup, reason: &str| {
         for _ in 0..2 {
             let error = pg.barrier().unwrap_err();
@@ -265,7 +265,7 @@ fn peers_hear_why_a_rank_ended() {
             assert!(heard, "rank {}: {error}", pg.rank());
         }
     };
-    // An error of the program's own.
+    // An error of the program.
     ranks(3, |pg| {
         if pg.rank() == 1 {
             let error = pg.abort_on_error(|| Err::<(), String>("no disk".to_string()));
@@ -275,7 +275,7 @@ fn peers_hear_why_a_rank_ended() {
         Ok(())
     })
     .unwrap();
-    // A panic goes on afterwards.
+    // A panic continues after its reason was sent.
     ranks(3, |pg| {
         if pg.rank() == 1 {
             let body = || -> Result<(), String> { panic!("out of luck") };
@@ -285,7 +285,7 @@ fn peers_hear_why_a_rank_ended() {
         Ok(())
     })
     .unwrap();
-    // The failure of another rank keeps its name, also where it ends this one.
+    // The rank that failed is still named if another rank ends because of it.
     ranks(3, |pg| {
         let ended = pg.abort_on_error(|| match pg.rank() {
             1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
@@ -296,7 +296,7 @@ fn peers_hear_why_a_rank_ended() {
         Ok(())
     })
     .unwrap();
-    // Ranks that are threads do so by themselves.
+    // Ranks that are threads report their errors without `abort_on_error`.
     let error = ranks(3, |pg| match pg.rank() {
         1 => Err(Error::Io { context: "reading data".into(), error: std::io::Error::other("no disk") }),
         _ => {
@@ -305,13 +305,13 @@ fn peers_hear_why_a_rank_ended() {
         }
     });
     assert_eq!(error.unwrap_err().to_string(), "reading data: no disk");
-    // All is well.
+    // Without an error, the results are returned.
     assert_eq!(ranks(2, |pg| pg.abort_on_error(|| Ok::<_, Error>(pg.rank()))).unwrap(), [0, 1]);
 }
 
-/// Rank 1 gathers numbers of its own, in a call that looks like the first one of rank 0's but for what it is for.
+/// Rank 1 gathers its own numbers, in a call that differs from rank 0's first one only in its purpose.
 #[test]
-fn a_member_in_another_call_is_an_error_and_no_panic() {
+fn a_rank_in_another_call_is_an_error_and_not_a_panic() {
     let error = ranks(2, |pg| {
         if pg.rank() == 1 {
             let all = Tensor::zeros(2, DType::I64, &Device::Cpu)?;

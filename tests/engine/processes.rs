@@ -1,6 +1,7 @@
-//! The CPU engine with a process for each rank, some of which are killed or stopped.
+//! The CPU engine with one process per rank, some of which are killed or stopped.
 //!
-//! The test binary runs itself again as its ranks; they meet through files in a temporary folder.
+//! The test binary starts itself as each rank; ranks meet through files in a temporary folder.
+use crate::common::test_process;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};
@@ -8,7 +9,7 @@ use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, ReduceOp, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,14 +17,14 @@ const TIMEOUT: Duration = Duration::from_secs(6);
 const WORLD_SIZE: usize = 4;
 const VICTIM: usize = 2;
 
-/// What the ranks' data travels through, as the environment variable says it, and how many ranks a host has.
+/// The transports as the environment variable names them, and the number of ranks per host.
 const TRANSPORTS: [(&str, usize); 3] = [("shm", WORLD_SIZE), ("tcp", WORLD_SIZE), ("auto", 2)];
 
 const RANK: &str = "CANDLE_DDP_TEST_RANK";
 const SCENARIO: &str = "CANDLE_DDP_TEST_SCENARIO";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
-/// The part of a store that the construction of a group needs: a file for each key.
+/// The part of a store that creating a group needs, with one file per key.
 struct Files(PathBuf);
 
 impl Files {
@@ -53,7 +54,7 @@ impl Store for Files {
                     operation: format!("wait({keys:?})"),
                     store: self.0.display().to_string(),
                     timeout,
-                    reason: "a test's rank has not come".into(),
+                    reason: "a rank of this test did not write it".into(),
                 });
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -89,7 +90,7 @@ impl Store for Files {
     }
 }
 
-/// One rank, when the environment says so: all-reduces 4 MiB again and again until an error, which it writes down.
+/// A rank, if the environment says so: repeats all-reduces of 4 MiB until one fails, and writes down the error.
 #[test]
 fn rank_process() {
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
@@ -113,7 +114,7 @@ fn rank_process() {
     }
 }
 
-/// Processes that end with the test.
+/// Processes that are killed when the test ends.
 struct Ranks(Vec<Child>);
 
 impl Drop for Ranks {
@@ -125,8 +126,8 @@ impl Drop for Ranks {
     }
 }
 
-/// One rank, when the environment says so: gives an inner part of its tensor to the next rank, which receives it into the
-/// part before, and writes down that it did.
+/// A rank, if the environment says so: sends the second half of its tensor to the next rank, receives into the first
+/// half, and reports when done.
 #[test]
 fn halo_process() {
     const COUNT: usize = 1 << 18;
@@ -138,7 +139,7 @@ fn halo_process() {
     let part = |index: usize| field.narrow(0, index * COUNT, COUNT).unwrap();
     let (left, right) = ((rank + WORLD_SIZE - 1) % WORLD_SIZE, (rank + 1) % WORLD_SIZE);
     let halo = communicator.start(Collective::Recv { tensor: part(0), peer: left }).unwrap();
-    // By then all ranks wait for what they receive.
+    // By then, all ranks are waiting to receive.
     std::thread::sleep(Duration::from_millis(300));
     let inner = communicator.start(Collective::Send { tensor: part(1), peer: right }).unwrap();
     halo.wait().and_then(|()| inner.wait()).unwrap();
@@ -146,15 +147,11 @@ fn halo_process() {
     files.set(&format!("ready/{rank}"), b"").unwrap();
 }
 
-/// Starts the ranks in the given test, and returns once all of them are ready.
+/// Starts the ranks in the given test and returns once all are ready.
 fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (&str, usize)) -> Ranks {
     let rank = |rank: usize| {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["--exact", &format!("processes::{test}")])
-            .env(RANK, rank.to_string())
-            .env(FOLDER, folder)
-            .env(SCENARIO, scenario);
+        let mut command = test_process(module_path!(), test);
+        command.env(RANK, rank.to_string()).env(FOLDER, folder).env(SCENARIO, scenario);
         command.env("CANDLE_DDP_CPU_TRANSPORT", transport);
         command.env("CANDLE_DDP_CPU_HOST", (rank / host_size).to_string());
         command.stdout(Stdio::null()).spawn().unwrap()
@@ -170,7 +167,7 @@ fn start(folder: &Path, transport: (&str, usize)) -> Ranks {
     start_in("rank_process", "", folder, transport)
 }
 
-/// The errors of all ranks but the victim, which must come within `limit`.
+/// Returns the errors of all ranks but the victim, which must come within `limit`.
 fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
     let start = Instant::now();
     let files = Files(folder.into());
@@ -196,15 +193,15 @@ fn every_survivor_names_a_killed_rank_at_once() {
     for (transport, segments) in TRANSPORTS.into_iter().zip([WORLD_SIZE, 0, 2]) {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start(folder.path(), transport);
-        // They map the memory of their host, each one's once, and nothing else.
+        // Each rank maps the shared memory of every rank on its host once, and no more.
         for rank in &ranks.0 {
             let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
             assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
         }
-        // Kills it in the middle of something else every time.
+        // The victim is at a different point each time.
         std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
         ranks.0[VICTIM].kill().unwrap();
-        // Much less than the time-out, which would end it, too; the rest is for slow machines.
+        // Much less than the time-out, which would end the call too, but long enough for slow machines.
         for error in survivors(folder.path(), TIMEOUT / 2) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
             assert!(error.contains("closed during all_reduce(f32[1048576])"), "{transport:?}: {error}");
@@ -214,7 +211,7 @@ fn every_survivor_names_a_killed_rank_at_once() {
 
 #[test]
 fn every_survivor_names_a_stopped_rank_in_time() {
-    // All at once: most of it is waiting.
+    // All transports at once, since most of the test is waiting.
     let stopped = TRANSPORTS.map(|transport| {
         let folder = tempfile::tempdir().unwrap();
         let ranks = start(folder.path(), transport);
@@ -232,7 +229,7 @@ fn every_survivor_names_a_stopped_rank_in_time() {
     }
 }
 
-/// Shared memory has no name that could stay behind, and no descriptor that a child could inherit.
+/// Shared memory has no name that could be left behind, and no open descriptor that a child could inherit.
 #[test]
 fn nothing_is_left_of_killed_ranks() {
     let named = || -> Vec<String> {
@@ -258,8 +255,8 @@ fn nothing_is_left_of_killed_ranks() {
     assert!(left.iter().all(|name| !name.contains("candle")), "{left:?}");
 }
 
-/// One rank, when the environment says so, in a scenario in which processes end without dropping their group. It ends
-/// that way itself, after it has written down its error, or nothing.
+/// A rank, if the environment says so, in a scenario in which processes end without dropping their group. It writes
+/// down its error, or an empty text, and ends in the same way.
 #[test]
 fn ending_rank_process() {
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
@@ -289,7 +286,7 @@ fn assert_values(tensor: &Tensor, expected: &[f32]) {
     assert_eq!(tensor.to_vec1::<f32>().unwrap(), expected);
 }
 
-/// The last rank receives everything when the others are gone already, and fails when it needs more.
+/// The last rank receives everything after the others are gone, and fails when it needs more.
 fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
     let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
     if rank == last {
@@ -319,11 +316,11 @@ fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> 
         communicator.run(Collective::Recv { tensor: received.clone(), peer })?;
         assert_values(&received, &[peer as f32]);
     }
-    // A second message was not sent.
+    // Rank 1 did not send a second message.
     communicator.run(Collective::Recv { tensor: own, peer: 1 })
 }
 
-/// The last rank is in the call when ranks 1 and 2, which have taken part in it, end, and rank 0 has not come yet.
+/// Ranks 1 and 2 take part in the call and end while the last rank is still in it; rank 0 comes later.
 fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
     let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
     if rank == 0 {
@@ -338,8 +335,8 @@ fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
     Ok(())
 }
 
-/// Rank 0 comes to a broadcast of its own when a receiver has been killed; the others wait for it. A rank that is through
-/// with it before anybody has heard of the death hears of it in its next call.
+/// Rank 0 starts a broadcast, for which the others wait, after one receiver was killed. A rank that completes it before
+/// the death is noticed gets the error in its next call.
 fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
     match communicator.rank() {
         0 => files.wait(&["gone"], Some(Duration::from_secs(60)))?,
@@ -350,7 +347,7 @@ fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Res
     communicator.run(Collective::Barrier)
 }
 
-/// What the given ranks wrote down, within `limit`.
+/// Returns what the given ranks wrote down, within `limit`.
 fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>, limit: Duration) -> Vec<String> {
     let (start, files) = (Instant::now(), Files(folder.into()));
     let error = |rank| {
@@ -362,7 +359,7 @@ fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>, limit: Durat
 }
 
 #[test]
-fn what_a_rank_has_given_arrives_when_its_process_is_gone() {
+fn sent_data_arrives_after_the_senders_process_is_gone() {
     for transport in TRANSPORTS {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start_in("ending_rank_process", "given", folder.path(), transport);
@@ -377,7 +374,7 @@ fn what_a_rank_has_given_arrives_when_its_process_is_gone() {
 }
 
 #[test]
-fn a_rank_may_end_while_others_are_in_the_call_that_it_took_part_in() {
+fn a_rank_may_end_while_others_finish_a_call_it_took_part_in() {
     for transport in TRANSPORTS {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start_in("ending_rank_process", "waiting", folder.path(), transport);

@@ -1,10 +1,10 @@
-//! The same bits, whoever computes them, and when.
+//! Results are bit-identical on all ranks and in all runs.
 use crate::engine::Engine;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
 use candle_ddp::backend::{Collective, Communicator};
 
-/// Values of many magnitudes from a linear congruential generator, so that the order of additions shows in the bits.
+/// Values of many magnitudes from a linear congruential generator, so that the order of additions changes the bits.
 fn random(seed: usize, count: usize) -> Vec<f32> {
     let mut state = seed as u64;
     let mut next = || {
@@ -14,7 +14,7 @@ fn random(seed: usize, count: usize) -> Vec<f32> {
     (0..count).map(|_| next() * 10_f32.powf(next() * 8.0)).collect()
 }
 
-/// The bits of bf16 and f32 fit into f32.
+/// f32 represents bf16 and f32 exactly.
 fn bits(tensor: &Tensor) -> Vec<u32> {
     let values: Vec<f32> = tensor.to_dtype(DType::F32).unwrap().to_vec1().unwrap();
     values.into_iter().map(f32::to_bits).collect()
@@ -22,9 +22,9 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 
 const COUNT: usize = 40_000;
 
-/// An element's result depends on its values alone: neither on the size of the message nor on the chunk it is in. Here
-/// that is the sum in rank order on each host, rounded, and then that of the hosts' sums.
-pub(crate) fn bits_do_not_depend_on_where_an_element_stands(engine: &Engine) {
+/// An element's result depends only on its values, not on the size of the message or on its chunk. Here it is the sum
+/// in rank order on each host, rounded, and then the sum over hosts.
+pub(crate) fn bits_do_not_depend_on_an_elements_position(engine: &Engine) {
     let world_size = 5;
     let mut hosts: Vec<Vec<usize>> = Vec::new();
     for rank in 0..world_size {

@@ -1,4 +1,4 @@
-//! Slices of one tensor in several calls at once: those that overlap are refused.
+//! Slices of one tensor in several calls at once; overlapping slices are refused.
 use crate::engine::Engine;
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::{Collective, Communicator};
@@ -12,7 +12,7 @@ pub(crate) fn overlapping_slices_are_refused_while_one_is_in_flight(engine: &Eng
         let received = first.start(Collective::Recv { tensor: part(0), peer }).unwrap();
         let send = |start| Collective::Send { tensor: part(start), peer };
         let reduce = |start| Collective::AllReduce { tensor: part(start), op: ReduceOp::Sum };
-        // What each receives is only sent after both have been refused.
+        // Neither rank sends what the other receives until both have checked the refusals.
         let refusals = [
             first.run(send(9)).err(),
             first.start(send(5)).err(),
@@ -27,13 +27,13 @@ pub(crate) fn overlapping_slices_are_refused_while_one_is_in_flight(engine: &Eng
             assert!(text.contains("wait for that call before this one, or use slices that do not overlap"), "{text}");
         }
         second.run(Collective::Barrier).unwrap();
-        // Two may read at once, and neighbours may be sent; calls of one channel follow each other.
+        // Several calls may read at once, and neighbouring slices may be sent; calls of one channel run in order.
         let more = [first.start(send(10)).unwrap(), second.start(send(15)).unwrap()];
         second.run(Collective::Recv { tensor: tensor.zeros_like().unwrap().narrow(0, 0, 10).unwrap(), peer }).unwrap();
         for work in more.iter().chain([&received]) {
             work.wait().unwrap();
         }
-        // All are over.
+        // All calls are complete.
         first.run(reduce(5)).unwrap();
     });
 }

@@ -1,15 +1,16 @@
 //! Failures if either fence between candle's stream and NCCL's is missing.
+use super::left_out;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
 use std::time::{Duration, Instant};
 
-/// 64 MiB: large enough that reading without waiting comes too early.
+/// 64 MiB: so large that reading without waiting comes too early.
 const COUNT: usize = 16 << 20;
 const ROUNDS: usize = 3;
 
-/// Keeps candle's stream busy for at least a tenth of a second, however fast the GPU; the host does not wait for it.
-fn keep_busy(device: &Device) -> Result<Tensor> {
+/// Keeps candle's stream busy for at least a tenth of a second on any GPU; the host does not wait for it.
+pub(crate) fn keep_busy(device: &Device) -> Result<Tensor> {
     const LEAST: Duration = Duration::from_millis(150);
     let matrix = (Tensor::ones((1024, 1024), DType::F32, device)? / 1024.0)?;
     let mut product = matrix.matmul(&matrix)?; // the first product takes longer
@@ -24,14 +25,14 @@ fn keep_busy(device: &Device) -> Result<Tensor> {
     Ok(product)
 }
 
-fn assert_all(tensor: &Tensor, expected: f32, what: &str) -> Result<()> {
+pub(crate) fn assert_all(tensor: &Tensor, expected: f32, what: &str) -> Result<()> {
     let (low, high) =
         (tensor.flatten_all()?.min(0)?.to_vec0::<f32>()?, tensor.flatten_all()?.max(0)?.to_vec0::<f32>()?);
     assert_eq!((low, high), (expected, expected), "{what}");
     Ok(())
 }
 
-/// Delays rank 0, while the others have already started their part.
+/// Delays rank 0 while the others have already started.
 fn come_late(pg: &ProcessGroup) {
     if pg.rank() == 0 {
         std::thread::sleep(Duration::from_millis(300));
@@ -40,6 +41,7 @@ fn come_late(pg: &ProcessGroup) {
 
 /// The data is written after a lot of other work and reduced at once.
 pub(crate) fn first(pg: &ProcessGroup) -> Result<()> {
+    left_out::begin(pg.device());
     for round in 1..=ROUNDS {
         let source = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;
         let tensor = Tensor::zeros(COUNT, DType::F32, pg.device())?;
@@ -54,8 +56,9 @@ pub(crate) fn first(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// The result is read at once, although the all-reduce has not even begun, because rank 0 is late.
+/// The result is read at once, although the all-reduce has not begun because rank 0 is late.
 pub(crate) fn second(pg: &ProcessGroup) -> Result<()> {
+    left_out::begin(pg.device());
     for round in 1..=ROUNDS {
         let tensor = Tensor::full(round as f32, COUNT, pg.device())?;
         pg.device().synchronize()?;
@@ -63,7 +66,7 @@ pub(crate) fn second(pg: &ProcessGroup) -> Result<()> {
         come_late(pg);
         let work = pg.all_reduce_async(&tensor, ReduceOp::Sum)?;
         work.wait()?;
-        // Runs on candle's stream: without the fence, it runs now.
+        // This copy runs on candle's stream: without the fence it would run now.
         let seen = tensor.copy()?;
         assert_all(&seen, (round * pg.world_size()) as f32, "the result was read before it was complete")?;
     }
@@ -77,6 +80,7 @@ pub(crate) fn backward(pg: &ProcessGroup) -> Result<()> {
         Ok(Net(vb.get_with_hints(COUNT, "a", Init::Const(0.5))?, vb.get_with_hints(COUNT, "b", Init::Const(0.5))?))
     };
     let ddp = DistributedDataParallel::new(pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;
+    left_out::begin(pg.device());
     for round in 1..=ROUNDS {
         let x = Tensor::full((pg.rank() + round) as f32, COUNT, pg.device())?;
         pg.barrier()?;

@@ -1,8 +1,9 @@
 //! Ranks as processes, on one or several GPUs.
+use crate::common::test_process;
 use candle_ddp::backend::nccl::device_count;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -55,15 +56,15 @@ pub(crate) fn emulated(test: &str) -> bool {
     emulated
 }
 
-/// A rank's parameters.
-pub(crate) struct Place {
+/// A rank's process: its job and its parameters.
+pub(crate) struct Worker {
     pub(crate) job: String,
     folder: PathBuf,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
 }
 
-impl Place {
+impl Worker {
     /// Returns `None` in the test's own process.
     pub(crate) fn of_this_process() -> Option<Self> {
         let number = |name| std::env::var(name).unwrap().parse().unwrap();
@@ -139,8 +140,7 @@ impl Ranks {
         let folder = tempfile::tempdir().unwrap();
         let start = |rank: usize| {
             let output = File::create(folder.path().join(format!("output{rank}"))).unwrap();
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            command.args(["rank_of_another_test", "--exact", "--nocapture", "--test-threads=1"]);
+            let mut command = test_process("gpu", "rank_of_another_test");
             command.env(JOB, job).env(FOLDER, folder.path());
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", world_size.to_string());

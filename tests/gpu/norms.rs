@@ -5,7 +5,7 @@ use candle_ddp::nn::{LayerNorm, sync_batch_norm};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 use candle_nn::{VarBuilder, VarMap, batch_norm};
 
-/// Sizes around the threads of a block, with more rows than are summed together, and without rows.
+/// Sizes around the number of threads of a block, more rows than are summed together, and no rows.
 const SHAPES: [[usize; 2]; 7] = [[1, 1], [3, 15], [40, 256], [33, 257], [20_000, 3], [4096, 1024], [0, 8]];
 
 pub(crate) fn norms_alike(gpu: &Device) {
@@ -17,7 +17,7 @@ pub(crate) fn norms_alike(gpu: &Device) {
                     let values = tensor(shape, seed).to_dtype(dtype).unwrap().to_device(device).unwrap();
                     Var::from_tensor(&values).unwrap()
                 };
-                // An input that begins in the middle of its storage.
+                // This input begins in the middle of its storage.
                 let (x, dy) = (var(&[shape[0] + 1, shape[1]], 1), var(&shape, 2));
                 let (weight, bias) = (var(&[shape[1]], 3), var(&[shape[1]], 4));
                 let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
@@ -31,7 +31,7 @@ pub(crate) fn norms_alike(gpu: &Device) {
                 let vars = [&x, &weight, &bias];
                 let gradients = vars.into_iter().filter_map(|var| grads.get(var)).map(floats);
                 assert_eq!(y.dims(), shape);
-                // candle cannot convert a tensor without elements on a GPU.
+                // candle cannot convert an empty tensor on a GPU.
                 let y = if shape[0] == 0 { Vec::new() } else { floats(&y) };
                 std::iter::once(y).chain(gradients).collect::<Vec<_>>()
             };
@@ -73,7 +73,7 @@ pub(crate) fn batches_join(pg: &ProcessGroup) -> Result<()> {
             for (name, gpu, cpu) in [("y", &y, &y_there), ("dx", dx, grads_there.get(&x_there).unwrap())] {
                 let cpu = mine(cpu)?;
                 assert_eq!((gpu.dims(), gpu.dtype()), (cpu.dims(), dtype), "{what}: {name}");
-                // candle cannot convert a tensor without elements on a GPU.
+                // candle cannot convert an empty tensor on a GPU.
                 if rows > 0 {
                     assert_close(&floats(gpu), &floats(&cpu), tolerance, &format!("{what}: {name}"));
                 }

@@ -23,7 +23,7 @@ fn vars(dtype: DType, device: &Device) -> Vec<Var> {
     SIZES.iter().enumerate().map(var).collect()
 }
 
-/// Returns gradients of `vars`, the same for a GPU and the CPU. In odd steps the second variable has none.
+/// Returns the same gradients of `vars` for a GPU and the CPU. In odd steps the second variable has none.
 fn gradients(vars: &[Var], step: u64) -> GradStore {
     let mut store = Var::new(0f32, &Device::Cpu).unwrap().sqr().unwrap().backward().unwrap();
     for (number, var) in vars.iter().enumerate() {
@@ -49,7 +49,8 @@ fn train<R: UpdateRule>(groups: &[R; 2], dtype: DType, device: &Device) -> (Vec<
     (vars, optimizer)
 }
 
-/// `exact` says whether elements do not depend on sums. The kernels are compiled without fused multiply-adds.
+/// With `exact`, elements do not depend on sums and must be equal. The kernels are compiled without fused
+/// multiply-adds.
 pub(crate) fn trains_alike<R: UpdateRule>(gpu: &Device, groups: [R; 2], exact: bool) {
     let tolerances = [(DType::F32, 1e-5), (DType::F64, 1e-7), (DType::F16, 1e-2), (DType::BF16, 5e-2)];
     for (dtype, tolerance) in tolerances {

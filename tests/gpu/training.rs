@@ -25,7 +25,7 @@ pub(crate) const NAMES: [&str; 4] = ["a.weight", "a.bias", "b.weight", "b.bias"]
 const STEPS: usize = 20;
 const PER_RANK: usize = 5;
 
-/// Trains twenty steps with tiny buckets, every second step in two parts; returns the final parameters.
+/// Trains twenty steps with tiny buckets, every second step accumulating two parts; returns the final parameters.
 pub(crate) fn train(pg: &ProcessGroup, mixed_precision: Option<MixedPrecision>) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, mixed_precision, ..Default::default() };
@@ -59,13 +59,13 @@ impl Module for Split {
     }
 }
 
-/// As many steps as [`train`] makes, of a model on two devices; with `hook` through a communication hook.
+/// Trains a model on two devices for as many steps as [`train`], with a communication hook if `hook` is set.
 pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() };
     let build = |vb: VarBuilder| {
         let on_cpu = vb.pp("a").set_device(Device::Cpu);
-        // A buffer travels from where it is as well.
+        // Buffers on the CPU are broadcast too.
         on_cpu.get_with_hints(3, "running_mean", candle_nn::Init::Const(0.))?;
         Ok::<_, candle_core::Error>(Split(linear(4, 8, on_cpu)?, linear(8, 2, vb.pp("b"))?, pg.device().clone()))
     };
@@ -108,7 +108,7 @@ pub(crate) fn assert_like_plain_candle(reports: &[Vec<f32>]) {
     assert_close(&reports[0], &expected, 1e-4, &format!("{world_size} ranks"));
 }
 
-/// Compares with two ranks on the CPU, which round differently; 16 bits are few.
+/// Compares with two ranks on the CPU; the tolerance allows for the different rounding of 16-bit numbers.
 pub(crate) fn assert_like_the_cpu(dtype: DType, reports: &[Vec<f32>]) {
     let expected = spawn(reports.len(), |pg| train_mixed(&pg, dtype)).unwrap();
     assert!(reports.iter().all(|other| *other == reports[0]), "ranks must agree bit for bit");

@@ -2,6 +2,7 @@
 //! message if that has no PyTorch.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod checkpoint;
+mod checkpointer;
 mod launch;
 #[path = "../common/pytorch.rs"]
 mod pytorch;

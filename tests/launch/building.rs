@@ -1,5 +1,5 @@
 //! Building and running cargo targets.
-use crate::{Place, Ran};
+use crate::{Ran, Sandbox};
 use std::path::Path;
 use std::process::Command;
 
@@ -29,38 +29,39 @@ fn cargo_environment(command: &mut Command) -> &mut Command {
 
 #[test]
 fn an_example_is_built_and_run() {
-    let place = Place::new();
-    package(place.folder.path(), "alone", "examples/hello.rs");
-    let mut command = place.ddprun(&["--nproc-per-node", "2", "--example", "hello", "--", "--epochs", "3", "--", "x"]);
-    let ran = Ran::new(cargo_environment(&mut command).env("CARGO_TARGET_DIR", place.path("elsewhere")));
+    let sandbox = Sandbox::new();
+    package(sandbox.folder.path(), "alone", "examples/hello.rs");
+    let mut command =
+        sandbox.ddprun(&["--nproc-per-node", "2", "--example", "hello", "--", "--epochs", "3", "--", "x"]);
+    let ran = Ran::new(cargo_environment(&mut command).env("CARGO_TARGET_DIR", sandbox.path("elsewhere")));
     assert_eq!(ran.code, Some(0), "{ran:?}");
     let line = |rank: usize| format!(r#"alone {rank} ["--epochs", "3", "--", "x"] false"#);
     assert_eq!(ran.sorted(), [line(0), line(1)]);
     ran.says("Compiling alone");
-    assert!(place.path("elsewhere/release").is_dir());
+    assert!(sandbox.path("elsewhere/release").is_dir());
 }
 
 #[test]
 fn a_binary_of_a_workspace_is_built_and_run() {
-    let place = Place::new();
-    std::fs::write(place.path("Cargo.toml"), "[workspace]\nmembers = [\"a\", \"b\"]\nresolver = \"3\"\n").unwrap();
+    let sandbox = Sandbox::new();
+    std::fs::write(sandbox.path("Cargo.toml"), "[workspace]\nmembers = [\"a\", \"b\"]\nresolver = \"3\"\n").unwrap();
     for name in ["a", "b"] {
-        package(&place.path(name), name, "src/bin/train.rs");
+        package(&sandbox.path(name), name, "src/bin/train.rs");
     }
     let args = ["--bin", "train", "-p", "b", "--features", "extra", "--debug", "--", "--lr=1"];
-    let mut command = place.ddprun(&args);
-    let ran = Ran::new(cargo_environment(&mut command).current_dir(place.path("a")));
+    let mut command = sandbox.ddprun(&args);
+    let ran = Ran::new(cargo_environment(&mut command).current_dir(sandbox.path("a")));
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "b 0 [\"--lr=1\"] true\n"), "{ran:?}");
-    assert!(place.path("target/debug/train").is_file());
+    assert!(sandbox.path("target/debug/train").is_file());
 }
 
 #[test]
 fn a_failed_build_shows_the_reason_and_returns_cargos_code() {
-    let place = Place::new();
-    package(place.folder.path(), "alone", "examples/hello.rs");
-    std::fs::write(place.path("examples/broken.rs"), "fn main() { no_such_function() }\n").unwrap();
+    let sandbox = Sandbox::new();
+    package(sandbox.folder.path(), "alone", "examples/hello.rs");
+    std::fs::write(sandbox.path("examples/broken.rs"), "fn main() { no_such_function() }\n").unwrap();
     for (example, hint) in [("broken", "no_such_function"), ("missing", "missing")] {
-        let mut command = place.ddprun(&["--example", example, "--debug"]);
+        let mut command = sandbox.ddprun(&["--example", example, "--debug"]);
         let ran = Ran::new(cargo_environment(&mut command));
         assert_eq!(ran.code, Some(101), "{ran:?}");
         ran.says(hint);
@@ -70,8 +71,8 @@ fn a_failed_build_shows_the_reason_and_returns_cargos_code() {
 
 #[test]
 fn cargo_itself_may_be_missing() {
-    let place = Place::new();
-    let ran = Ran::new(place.ddprun(&["--example", "x"]).env("CARGO", "/no/such/cargo"));
+    let sandbox = Sandbox::new();
+    let ran = Ran::new(sandbox.ddprun(&["--example", "x"]).env("CARGO", "/no/such/cargo"));
     assert_eq!(ran.code, Some(127));
     ran.says("CARGO");
 }

@@ -1,35 +1,35 @@
 //! How runs end: exit codes, failures and signals, and that no process is left behind.
-use crate::{Place, Ran, Running, is_alive, wait_until};
+use crate::{Ran, Running, Sandbox, is_alive, wait_until};
 use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Read};
 use std::time::Duration;
 
 #[test]
 fn success_is_silent() {
-    let place = Place::new();
-    let ran = place.run(&[], "echo fine");
+    let sandbox = Sandbox::new();
+    let ran = sandbox.run(&[], "echo fine");
     assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "fine\n", ""));
-    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
+    assert_eq!(std::fs::read_dir(sandbox.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
 }
 
 #[test]
 fn the_first_failure_decides_the_exit_code_and_ends_the_others() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = r#"
         if [ $RANK = 1 ]; then while [ ! -e 0 ]; do sleep 0.01; done; echo last words >&2; exit 42; fi
         : >$RANK; exec sleep 1000"#;
-    let ran = place.run(&["--nproc-per-node", "3"], script);
+    let ran = sandbox.run(&["--nproc-per-node", "3"], script);
     assert_eq!(ran.code, Some(42));
     ran.says("rank 1 failed first: it exited with code 42");
     ran.says("its last lines:\n    last words\n");
     ran.says("rank 0 was killed by SIGTERM after ddprun asked it to exit");
     ran.says("rank 2 was killed by SIGTERM after ddprun asked it to exit");
-    assert_eq!(std::fs::read_dir(place.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
+    assert_eq!(std::fs::read_dir(sandbox.path("tmp")).unwrap().count(), 0, "a temporary folder was left behind");
 }
 
 #[test]
 fn a_worker_killed_by_a_signal_counts_as_128_and_the_signal() {
-    let ran = Place::new().run(&[], "echo out; kill -SEGV $$");
+    let ran = Sandbox::new().run(&[], "echo out; kill -SEGV $$");
     assert_eq!(ran.code, Some(139));
     ran.says("was killed by SIGSEGV");
     ran.says("its last lines:\n    out\n");
@@ -37,43 +37,43 @@ fn a_worker_killed_by_a_signal_counts_as_128_and_the_signal() {
 
 #[test]
 fn the_summary_shows_twenty_lines_and_prefers_stderr() {
-    let ran = Place::new().run(&[], "seq 100 >&2; echo out; exit 1");
+    let ran = Sandbox::new().run(&[], "seq 100 >&2; echo out; exit 1");
     let lines: String = (81..=100).map(|n| format!("\n    {n}")).collect();
     ran.says(&format!("its last lines:{lines}\n"));
     assert!(!ran.stderr.contains("    out"), "{}", ran.stderr);
-    assert!(Place::new().run(&[], "exit 1").stderr.contains("it wrote no output"));
+    assert!(Sandbox::new().run(&[], "exit 1").stderr.contains("it wrote no output"));
 }
 
 #[test]
 fn the_error_file_is_shown_as_the_cause() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let json = r#"{"message":{"message":"ValueError: bad\nbatch","extraInfo":{"py_callstack":"","timestamp":"1"}}}"#;
-    let ran = place.run(&[], &format!("printf '%s' '{json}' >$TORCHELASTIC_ERROR_FILE; exit 1"));
+    let ran = sandbox.run(&[], &format!("printf '%s' '{json}' >$TORCHELASTIC_ERROR_FILE; exit 1"));
     ran.says("its error:\n    ValueError: bad\n    batch\n");
-    let ran = place.run(&[], "echo 'no JSON' >$TORCHELASTIC_ERROR_FILE; exit 1");
+    let ran = sandbox.run(&[], "echo 'no JSON' >$TORCHELASTIC_ERROR_FILE; exit 1");
     ran.says("its error:\n    no JSON\n");
 }
 
 #[test]
 fn the_grace_period_is_respected() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = r#"
         if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
         trap 'sleep 1; echo checkpoint >saved; exit 0' TERM
         : >armed; while :; do sleep 0.01; done"#;
-    let ran = place.run(&["--nproc-per-node", "2", "--shutdown-timeout", "600"], script);
+    let ran = sandbox.run(&["--nproc-per-node", "2", "--shutdown-timeout", "600"], script);
     assert_eq!(ran.code, Some(3));
-    assert_eq!(place.wait_for("saved"), "checkpoint");
+    assert_eq!(sandbox.wait_for("saved"), "checkpoint");
     assert!(!ran.stderr.contains("SIGKILL after ddprun"), "{}", ran.stderr);
 }
 
 #[test]
 fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = r#"
         if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
         trap '' TERM; : >armed; while :; do sleep 0.01; done"#;
-    let ran = place.run(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2"], script);
+    let ran = sandbox.run(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2"], script);
     assert_eq!(ran.code, Some(3));
     ran.says("rank 0 was killed by SIGKILL after ddprun asked it to exit");
 }
@@ -93,18 +93,18 @@ fn signals_are_forwarded_and_ddprun_exits_after_the_workers() {
             println!("SKIPPED for SIG{name}, because the tests were started with it ignored");
             continue;
         }
-        let place = Place::new();
+        let sandbox = Sandbox::new();
         let script = format!(
             "trap 'sleep 0.3; echo {name} >got$RANK; exit 0' {name}; echo >armed$RANK; while :; do sleep 0.01; done"
         );
-        let mut child = place.start(&["--nproc-per-node", "2"], &script);
-        place.wait_for("armed0");
-        place.wait_for("armed1");
+        let mut child = sandbox.start(&["--nproc-per-node", "2"], &script);
+        sandbox.wait_for("armed0");
+        sandbox.wait_for("armed1");
         child.send(signal);
         let ran = Ran::of(child);
         assert_eq!(ran.code, Some(code), "{ran:?}");
         for rank in [0, 1] {
-            assert_eq!(std::fs::read_to_string(place.path(&format!("got{rank}"))).unwrap(), format!("{name}\n"));
+            assert_eq!(std::fs::read_to_string(sandbox.path(&format!("got{rank}"))).unwrap(), format!("{name}\n"));
         }
         assert!(!ran.stderr.contains("failed"), "{}", ran.stderr);
     }
@@ -119,10 +119,10 @@ fn a_second_signal_kills_at_once() {
             println!("SKIPPED for {first:?} and {second:?}, because the tests were started with one of them ignored");
             continue;
         }
-        let place = Place::new();
+        let sandbox = Sandbox::new();
         let script = "trap '' INT TERM HUP; echo >armed; while :; do sleep 0.01; done";
-        let mut child = place.start(&["--shutdown-timeout", "100000"], script);
-        place.wait_for("armed");
+        let mut child = sandbox.start(&["--shutdown-timeout", "100000"], script);
+        sandbox.wait_for("armed");
         let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
         child.send(first);
         let mut line = String::new();
@@ -140,60 +140,60 @@ fn a_second_signal_kills_at_once() {
 /// `timeout` signals both the process and its group.
 #[test]
 fn a_signal_that_comes_twice_is_one_request() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "trap 'sleep 0.3; echo >saved; exit 0' TERM; echo >armed; while :; do sleep 0.01; done";
-    let mut child = place.start(&[], script);
-    place.wait_for("armed");
+    let mut child = sandbox.start(&[], script);
+    sandbox.wait_for("armed");
     let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
     child.send(Signal::TERM);
     stderr.read_line(&mut String::new()).unwrap();
     child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
-    assert!(place.path("saved").exists());
+    assert!(sandbox.path("saved").exists());
 }
 
 /// A signal from outside, while ddprun ends the run because of a failure, counts as the first one.
 #[test]
 fn a_signal_after_a_failure_leaves_the_grace_period() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = r#"
         if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
         trap 'echo >told; while [ ! -e go ]; do sleep 0.01; done; echo >saved; exit 0' TERM
         : >armed; while :; do sleep 0.01; done"#;
-    let mut child = place.start(&["--nproc-per-node", "2"], script);
-    place.wait_for("told");
+    let mut child = sandbox.start(&["--nproc-per-node", "2"], script);
+    sandbox.wait_for("told");
     let mut stderr = BufReader::new(child.child().stderr.take().unwrap());
     child.send(Signal::TERM);
     let mut lines = (&mut stderr).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("SIGTERM: the workers were already asked to exit")));
-    std::fs::write(place.path("go"), "").unwrap();
+    std::fs::write(sandbox.path("go"), "").unwrap();
     let mut rest = String::new();
     stderr.read_to_string(&mut rest).unwrap();
     assert_eq!(Ran::of(child).code, Some(3));
-    assert!(place.path("saved").exists(), "{rest}");
+    assert!(sandbox.path("saved").exists(), "{rest}");
 }
 
 #[test]
 fn a_signal_that_was_ignored_at_start_stays_ignored() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "trap 'exit 0' TERM; trap 'echo >hung_up' HUP; echo >armed; while :; do sleep 0.01; done";
-    let ddprun = place.ddprun(&["sh", "-c", script]);
+    let ddprun = sandbox.ddprun(&["sh", "-c", script]);
     let mut command = std::process::Command::new("sh");
     command.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(ddprun.get_program()).args(ddprun.get_args());
-    let mut child = Running::new(command.current_dir(place.folder.path()).stderr(std::process::Stdio::null()));
-    place.wait_for("armed");
+    let mut child = Running::new(command.current_dir(sandbox.folder.path()).stderr(std::process::Stdio::null()));
+    sandbox.wait_for("armed");
     child.send(Signal::HUP);
     child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
-    assert!(!place.path("hung_up").exists());
+    assert!(!sandbox.path("hung_up").exists());
 }
 
 #[test]
 fn workers_die_when_ddprun_is_killed() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; exec sleep 1000";
-    let mut child = place.start(&["--nproc-per-node", "2"], script);
-    let pids = [place.pid("pid0"), place.pid("pid1")];
+    let mut child = sandbox.start(&["--nproc-per-node", "2"], script);
+    let pids = [sandbox.pid("pid0"), sandbox.pid("pid1")];
     assert!(pids.iter().all(|&pid| is_alive(pid)));
     child.child().kill().unwrap();
     child.child().wait().unwrap();
@@ -203,38 +203,38 @@ fn workers_die_when_ddprun_is_killed() {
 #[test]
 fn processes_started_by_workers_end_with_the_run() {
     for end in ["exit 0", "exit 5", "kill -KILL $$"] {
-        let place = Place::new();
-        let ran = place.run(&[], &format!("sleep 1000 & echo $! >pid; {end}"));
+        let sandbox = Sandbox::new();
+        let ran = sandbox.run(&[], &format!("sleep 1000 & echo $! >pid; {end}"));
         assert_ne!(ran.code, None);
-        assert!(!is_alive(place.pid("pid")), "{end}");
+        assert!(!is_alive(sandbox.pid("pid")), "{end}");
     }
 }
 
 /// A wrapper script that does not use `exec` dies at once from SIGTERM; the program it started keeps its grace period.
 #[test]
 fn the_grace_period_also_applies_to_processes_started_by_workers() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let inner = "trap \"sleep 0.5; echo >saved; exit 0\" TERM; echo >armed; while :; do sleep 0.01; done";
-    let mut child = place.start(&[], &format!("sh -c '{inner}'; true"));
-    place.wait_for("armed");
+    let mut child = sandbox.start(&[], &format!("sh -c '{inner}'; true"));
+    sandbox.wait_for("armed");
     child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
-    assert!(place.path("saved").exists());
+    assert!(sandbox.path("saved").exists());
 }
 
 #[test]
 fn a_stopped_run_stops_its_workers_and_continues_with_them() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     // No `sleep`: a shell whose child is stopped between vfork and exec waits for the child and is not stopped itself.
-    let mut child = place.start(&[], "echo $$ >pid; while [ ! -e go ]; do :; done; echo end");
-    let worker = place.pid("pid");
+    let mut child = sandbox.start(&[], "echo $$ >pid; while [ ! -e go ]; do :; done; echo end");
+    let worker = sandbox.pid("pid");
     let state = |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") T ");
     let ddprun = rustix::process::Pid::from_child(child.child());
     child.send(Signal::TSTP);
     wait_until("both to stop", || state(worker) && state(ddprun));
     child.send(Signal::CONT);
     wait_until("the worker to go on", || !state(worker));
-    std::fs::write(place.path("go"), "").unwrap();
+    std::fs::write(sandbox.path("go"), "").unwrap();
     let mut stdout = String::new();
     child.child().stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
     assert_eq!(stdout, "end\n");
@@ -244,12 +244,12 @@ fn a_stopped_run_stops_its_workers_and_continues_with_them() {
 /// When ddprun looks, both are zombies: one is reported as the first, the other is listed.
 #[test]
 fn workers_that_fail_at_the_same_time_are_all_named() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "echo $$ >pid.new$RANK; mv pid.new$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done; exit 7";
-    let mut child = place.start(&["--nproc-per-node", "2"], script);
-    let pids = [place.pid("pid0"), place.pid("pid1")];
+    let mut child = sandbox.start(&["--nproc-per-node", "2"], script);
+    let pids = [sandbox.pid("pid0"), sandbox.pid("pid1")];
     child.send(Signal::STOP);
-    std::fs::write(place.path("go"), "").unwrap();
+    std::fs::write(sandbox.path("go"), "").unwrap();
     wait_until("both to fail", || !pids.iter().any(|&pid| is_alive(pid)));
     child.send(Signal::CONT);
     let ran = Ran::of(child);
@@ -267,7 +267,7 @@ fn the_cause_is_named_rather_than_the_first_to_exit() {
         1) while [ ! -e other ]; do sleep 0.01; done; sleep 0.2; echo 'no such file' >&2; exit 3;;
         2) : >other; exec sleep 1000;;
         esac"#;
-    let ran = Place::new().run(&["--nproc-per-node", "3"], script);
+    let ran = Sandbox::new().run(&["--nproc-per-node", "3"], script);
     assert_eq!(ran.code, Some(3), "{ran:?}");
     ran.says("rank 1 failed first: it exited with code 3");
     ran.says("its last lines:\n    no such file\n");
@@ -278,7 +278,7 @@ fn the_cause_is_named_rather_than_the_first_to_exit() {
 /// For example because of a memory shortage: the kernel takes a while to reclaim the memory.
 #[test]
 fn a_worker_that_was_killed_is_the_cause() {
-    let ran = Place::new().run(&["--nproc-per-node", "2"], "[ $RANK = 0 ] && exit 1; sleep 0.2; kill -KILL $$");
+    let ran = Sandbox::new().run(&["--nproc-per-node", "2"], "[ $RANK = 0 ] && exit 1; sleep 0.2; kill -KILL $$");
     assert_eq!(ran.code, Some(137), "{ran:?}");
     ran.says("rank 1 failed first: it was killed by SIGKILL");
     ran.says("rank 0 exited with code 1 by itself");
@@ -286,19 +286,22 @@ fn a_worker_that_was_killed_is_the_cause() {
 
 #[test]
 fn a_worker_that_ended_too_early_is_named() {
-    let script = "[ $RANK = 1 ] && exit 0; sleep 0.3; exit 5";
-    let ran = Place::new().run(&["--nproc-per-node", "2"], script);
+    // Rank 0 fails when ddprun has seen rank 1's end, and has no zombie of it any more.
+    let script = r#"
+        if [ $RANK = 1 ]; then echo $$ >pid.new; mv pid.new pid; exit 0; fi
+        while [ ! -e pid ] || kill -0 $(cat pid) 2>/dev/null; do sleep 0.01; done; exit 5"#;
+    let ran = Sandbox::new().run(&["--nproc-per-node", "2"], script);
     assert_eq!(ran.code, Some(5), "{ran:?}");
     ran.says("rank 1 exited with code 0 by itself");
 }
 
 #[test]
 fn orphans_of_workers_do_not_become_zombies() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "(sh -c 'echo $$ >pid; exit 1' &); while [ ! -e go ]; do sleep 0.01; done";
-    let child = place.start(&[], script);
-    let orphan = place.pid("pid");
+    let child = sandbox.start(&[], script);
+    let orphan = sandbox.pid("pid");
     wait_until("the orphan to be gone", || rustix::process::test_kill_process(orphan).is_err());
-    std::fs::write(place.path("go"), "").unwrap();
+    std::fs::write(sandbox.path("go"), "").unwrap();
     assert_eq!(Ran::of(child).code, Some(0));
 }

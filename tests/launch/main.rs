@@ -3,14 +3,21 @@
 #![allow(clippy::unwrap_used)]
 mod building;
 mod cause;
+mod elastic_nodes;
 mod ending;
 mod environment;
 mod leftovers;
+mod nodes;
 mod output;
+#[path = "../common/port.rs"]
+mod port;
+mod restarts;
+mod secret;
 mod terminal;
 mod unread;
 mod usage;
 
+use port::free_port;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -21,11 +28,11 @@ use tempfile::TempDir;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A separate folder for each test: the workers' current folder, and the parent of ddprun's temporary folders.
-struct Place {
+struct Sandbox {
     folder: TempDir,
 }
 
-impl Place {
+impl Sandbox {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();

@@ -1,16 +1,17 @@
 //! Where the workers' output goes, and in which form.
-use crate::{Place, Ran, Running};
+use crate::nodes::Nodes;
+use crate::{Ran, Running, Sandbox};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 
 #[test]
 fn lines_of_different_ranks_never_tear() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     // Every line takes two writes, so a launcher that forwards bytes as they arrive would tear lines.
     let script =
         r#"i=0; while [ $i -lt 10000 ]; do printf "rank $RANK "; echo "line $i of ten thousand"; i=$((i + 1)); done"#;
-    let ran = place.run(&["--nproc-per-node", "2"], script);
+    let ran = sandbox.run(&["--nproc-per-node", "2"], script);
     assert_eq!(ran.code, Some(0));
     let mut next = [0, 0];
     for line in ran.stdout.lines() {
@@ -24,23 +25,23 @@ fn lines_of_different_ranks_never_tear() {
 
 #[test]
 fn streams_stay_separate_and_unfinished_lines_are_shown() {
-    let ran = Place::new().run(&[], "printf out; printf err >&2");
+    let ran = Sandbox::new().run(&[], "printf out; printf err >&2");
     assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("out", "err"));
 }
 
 #[test]
 fn an_endless_line_is_shown_completely() {
-    let ran = Place::new().run(&[], "head -c 5000000 /dev/zero | tr '\\0' x");
+    let ran = Sandbox::new().run(&[], "head -c 5000000 /dev/zero | tr '\\0' x");
     assert_eq!(ran.stdout.len(), 5_000_000);
     assert!(ran.stdout.bytes().all(|byte| byte == b'x'));
 }
 
 #[test]
 fn stdout_and_stderr_in_one_place_keep_their_order() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "i=0; while [ $i -lt 1000 ]; do echo $i; echo $i >&2; i=$((i + 1)); done";
     let (mut reader, writer) = std::io::pipe().unwrap();
-    let mut command = place.ddprun(&["sh", "-c", script]);
+    let mut command = sandbox.ddprun(&["sh", "-c", script]);
     let mut child = Running::new(command.stdout(writer.try_clone().unwrap()).stderr(writer));
     drop(command);
     let mut text = String::new();
@@ -52,13 +53,13 @@ fn stdout_and_stderr_in_one_place_keep_their_order() {
 
 #[test]
 fn redirects_go_to_files_in_the_layout_of_torchrun() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "echo out $RANK; echo err $RANK >&2";
-    let ran = place.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "--redirects=0:1,1:3"], script);
+    let ran = sandbox.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "--redirects=0:1,1:3"], script);
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), ""));
     ran.says("err 0\n");
     assert!(!ran.stderr.contains("err 1"), "{}", ran.stderr);
-    let read = |name: &str| read_to_string(place.path("logs/a/attempt_0").join(name)).ok();
+    let read = |name: &str| read_to_string(sandbox.path("logs/a/attempt_0").join(name)).ok();
     assert_eq!(read("0/stdout.log").as_deref(), Some("out 0\n"));
     assert_eq!(read("0/stderr.log"), None);
     assert_eq!(read("1/stdout.log").as_deref(), Some("out 1\n"));
@@ -67,54 +68,53 @@ fn redirects_go_to_files_in_the_layout_of_torchrun() {
 
 #[test]
 fn tee_goes_to_files_and_is_shown_with_a_prefix() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = "echo one; printf two; echo err >&2";
-    let ran = place.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "-t", "1", "--role=t"], script);
+    let ran = sandbox.run(&["--nproc-per-node=2", "--log-dir=logs", "--run-id=a", "-t", "1", "--role=t"], script);
     // An unfinished last line is not continued by another rank.
     assert_eq!(ran.sorted(), ["[t0]:one", "[t0]:two", "[t1]:one", "[t1]:two"]);
     ran.says("\nerr\n");
-    let log = read_to_string(place.path("logs/a/attempt_0/1/stdout.log")).unwrap();
+    let log = read_to_string(sandbox.path("logs/a/attempt_0/1/stdout.log")).unwrap();
     assert_eq!(log, "one\ntwo");
 }
 
 #[test]
 fn a_template_prefixes_all_shown_lines() {
-    let args = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--nproc-per-node=1"];
-    let template = ["--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
-    let ran = Place::new().run(&[&args[..], &template[..]].concat(), "echo out; echo err >&2");
-    assert_eq!(ran.stdout, "<default 0 1> out\n");
-    assert_eq!(ran.stderr, "<default 0 1> err\n");
+    let template = ["--nproc-per-node=1", "--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
+    let all = Nodes::new(2).run(&template, "echo out; echo err >&2");
+    assert_eq!(all[1].stdout, "<default 0 1> out\n");
+    assert_eq!(all[1].stderr, "<default 0 1> err\n");
 }
 
 #[test]
 fn earlier_logs_are_not_overwritten() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     for text in ["first", "second"] {
-        place.run(&["--log-dir=logs", "--run-id=a", "-r3"], &format!("echo {text}"));
+        sandbox.run(&["--log-dir=logs", "--run-id=a", "-r3"], &format!("echo {text}"));
     }
-    assert_eq!(read_to_string(place.path("logs/a/attempt_0/0/stdout.log")).unwrap(), "first\n");
-    assert_eq!(read_to_string(place.path("logs/a_2/attempt_0/0/stdout.log")).unwrap(), "second\n");
+    assert_eq!(read_to_string(sandbox.path("logs/a/attempt_0/0/stdout.log")).unwrap(), "first\n");
+    assert_eq!(read_to_string(sandbox.path("logs/a_2/attempt_0/0/stdout.log")).unwrap(), "second\n");
 }
 
 #[test]
 fn log_files_in_the_default_folder_are_kept_and_named() {
-    let place = Place::new();
-    let ran = place.run(&["-r3"], "echo text");
+    let sandbox = Sandbox::new();
+    let ran = sandbox.run(&["-r3"], "echo text");
     let (_, folder) = ran.stderr.trim().split_once("log files are in ").unwrap();
     assert_eq!(read_to_string(format!("{folder}/attempt_0/0/stdout.log")).unwrap(), "text\n");
 }
 
 #[test]
 fn the_summary_also_quotes_redirected_output() {
-    let place = Place::new();
-    let ran = place.run(&["-r3"], "echo words >&2; exit 1");
+    let sandbox = Sandbox::new();
+    let ran = sandbox.run(&["-r3"], "echo words >&2; exit 1");
     ran.says("its last lines:\n    words\n");
 }
 
 #[test]
 fn a_reader_that_leaves_ends_the_run() {
-    let place = Place::new();
-    let mut child = place.start(&["--nproc-per-node", "2"], "exec yes");
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.start(&["--nproc-per-node", "2"], "exec yes");
     let mut line = String::new();
     BufReader::new(child.child().stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "y\n");
@@ -127,16 +127,16 @@ fn a_reader_that_leaves_ends_the_run() {
 #[test]
 #[cfg(target_os = "linux")]
 fn unwritable_output_is_reported_and_still_drained() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     // More than a pipe holds, on both streams.
     let script = "i=0; while [ $i -lt 20000 ]; do echo line $i; echo line $i >&2; i=$((i + 1)); done; echo > done";
     let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let run = |args: &[&str], out: Stdio, err: Stdio| {
-        let _ = std::fs::remove_file(place.path("done"));
-        let mut command = place.ddprun(&[args, &["sh", "-c", script]].concat());
+        let _ = std::fs::remove_file(sandbox.path("done"));
+        let mut command = sandbox.ddprun(&[args, &["sh", "-c", script]].concat());
         let ran = Ran::of(Running::new(command.stdout(out).stderr(err)));
         assert_eq!(ran.code, Some(0), "{ran:?}");
-        assert!(place.path("done").exists());
+        assert!(sandbox.path("done").exists());
         ran
     };
     let ran = run(&[], full().into(), Stdio::piped());
@@ -148,9 +148,9 @@ fn unwritable_output_is_reported_and_still_drained() {
     // Log files remain complete.
     let ran = run(&["--log-dir=logs", "--run-id=a", "-t1"], full().into(), Stdio::piped());
     assert_eq!(ran.stderr.matches("cannot write the workers' output to stdout").count(), 1);
-    assert!(read_to_string(place.path("logs/a/attempt_0/0/stdout.log")).unwrap().ends_with("\nline 19999\n"));
+    assert!(read_to_string(sandbox.path("logs/a/attempt_0/0/stdout.log")).unwrap().ends_with("\nline 19999\n"));
     // Output lost at the very end is reported as well.
-    let mut command = place.ddprun(&["sh", "-c", "printf unfinished"]);
+    let mut command = sandbox.ddprun(&["sh", "-c", "printf unfinished"]);
     let ran = Ran::of(Running::new(command.stdout(full()).stderr(Stdio::piped())));
     assert_eq!(ran.code, Some(0));
     ran.says("cannot write the workers' output to stdout: No space left");

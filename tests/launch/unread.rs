@@ -1,5 +1,5 @@
 //! Unread output never keeps a run from ending.
-use crate::{Place, Ran, Running};
+use crate::{Ran, Running, Sandbox};
 use rustix::process::Signal;
 use std::process::Stdio;
 
@@ -8,10 +8,10 @@ const FLOOD: &str = "head -c 150000 /dev/zero; echo >armed; head -c 4000000 /dev
 
 #[test]
 fn a_signal_ends_a_run_with_unread_output() {
-    let place = Place::new();
-    let mut child = place.start(&["--shutdown-timeout=0.5"], FLOOD);
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.start(&["--shutdown-timeout=0.5"], FLOOD);
     let _unread = child.child().stdout.take();
-    place.wait_for("armed");
+    sandbox.wait_for("armed");
     child.send(Signal::TERM);
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(143));
@@ -21,12 +21,12 @@ fn a_signal_ends_a_run_with_unread_output() {
 
 #[test]
 fn a_failure_ends_a_run_with_unread_output() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let script = format!(
         "[ $RANK = 0 ] && {{ {FLOOD}; }}; while [ ! -s armed ]; do sleep 0.01; done; sleep 0.3; \
                           echo 'Error: no data' >&2; exit 5"
     );
-    let mut child = place.start(&["--nproc-per-node=2", "--shutdown-timeout=0.5"], &script);
+    let mut child = sandbox.start(&["--nproc-per-node=2", "--shutdown-timeout=0.5"], &script);
     let _unread = child.child().stdout.take();
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(5));
@@ -37,8 +37,8 @@ fn a_failure_ends_a_run_with_unread_output() {
 /// Output that the workers could still write is counted as lost.
 #[test]
 fn a_success_ends_a_run_with_unread_output() {
-    let place = Place::new();
-    let mut child = place.start(&["--shutdown-timeout=0.5"], "head -c 300000 /dev/zero; echo last >&2");
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.start(&["--shutdown-timeout=0.5"], "head -c 300000 /dev/zero; echo last >&2");
     let _unread = child.child().stdout.take();
     let ran = Ran::of(child);
     assert_eq!(ran.code, Some(0));
@@ -52,8 +52,8 @@ fn a_success_ends_a_run_with_unread_output() {
 /// A slow reader gets everything.
 #[test]
 fn a_slow_reader_is_waited_for() {
-    let place = Place::new();
-    let mut child = place.start(&["--shutdown-timeout=1"], "head -c 300000 /dev/zero | tr '\\0' x");
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.start(&["--shutdown-timeout=1"], "head -c 300000 /dev/zero | tr '\\0' x");
     let mut stdout = child.child().stdout.take().unwrap();
     let reader = std::thread::spawn(move || {
         let (mut text, mut piece) = (Vec::new(), [0; 40_000]);
@@ -70,23 +70,23 @@ fn a_slow_reader_is_waited_for() {
 /// Not even ddprun's own messages are read.
 #[test]
 fn unread_messages_do_not_block_ddprun() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let (unread, writer) = std::io::pipe().unwrap();
-    let mut command = place.ddprun(&["--shutdown-timeout=0.5", "sh", "-c", FLOOD]);
+    let mut command = sandbox.ddprun(&["--shutdown-timeout=0.5", "sh", "-c", FLOOD]);
     let mut child = Running::new(command.stdout(writer.try_clone().unwrap()).stderr(writer));
     drop(command);
-    place.wait_for("armed");
+    sandbox.wait_for("armed");
     child.send(Signal::TERM);
     assert_eq!(Ran::of(child).code, Some(143));
     drop(unread);
 
     // The pipe is full before ddprun starts.
     let (unread, writer) = std::io::pipe().unwrap();
-    let mut command = place.ddprun(&["no-such-program"]);
+    let mut command = sandbox.ddprun(&["no-such-program"]);
     let full = r#"head -c 65536 /dev/zero >&2; exec "$0" "$@""#;
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", full]).arg(command.get_program()).args(command.get_args());
-    let child = Running::new(shell.current_dir(place.folder.path()).stdout(Stdio::null()).stderr(writer));
+    let child = Running::new(shell.current_dir(sandbox.folder.path()).stdout(Stdio::null()).stderr(writer));
     drop((command.stdin(Stdio::null()), shell));
     assert_eq!(Ran::of(child).code, Some(127));
     drop(unread);

@@ -1,13 +1,13 @@
 //! Invalid command lines, and programs that do not exist.
-use crate::{Place, Ran};
+use crate::{Ran, Sandbox};
 
-fn run(place: &Place, args: &[&str]) -> Ran {
-    Ran::new(&mut place.ddprun(args))
+fn run(sandbox: &Sandbox, args: &[&str]) -> Ran {
+    Ran::new(&mut sandbox.ddprun(args))
 }
 
 #[test]
 fn invalid_command_lines_exit_with_code_2() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let cases: &[(&[&str], &str)] = &[
         (&[], "give a program to run"),
         (&["--nproc-per-node", "0", "x"], "expected a positive number"),
@@ -15,19 +15,19 @@ fn invalid_command_lines_exit_with_code_2() {
         (&["--example", "a", "--bin", "b"], "cannot be used with"),
         (&["--nnodes", "2", "--node-rank", "0", "x"], "--master-addr"),
         (&["-m", "train"], "python -m"),
-        (&["--max-restarts", "3", "x"], "not supported yet"),
-        (&["--rdzv-backend", "c10d", "x"], "--master-addr and --master-port"),
-        (&["--rdzv_endpoint=a:1", "x"], "--master-addr and --master-port"),
-        (&["--rdzv-conf", "timeout=9", "x"], "omit this option"),
+        (&["--rdzv-backend", "etcd", "x"], "use static or c10d"),
+        (&["--nnodes", "1:2", "x"], "needs --rdzv-backend c10d"),
+        (&["--nnodes", "1:2", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
+        (&["--rdzv-conf", "timeout=never", "x"], "a positive number of seconds"),
         (&["--local-addr", "a", "x"], "omit this option"),
         (&["--local_ranks_filter", "0", "x"], "--redirects"),
-        (&["--numa-binding", "node", "x"], "numactl"),
-        (&["--virtual_local_rank", "x"], "CUDA_VISIBLE_DEVICES=$LOCAL_RANK"),
+        (&["--numa-binding", "cores", "x"], "expected node, socket, exclusive or core-complex"),
         (&["--merge-traces", "x", "y"], "cannot be used with"),
+        (&["--explain", "x", "--merge-traces", "y"], "cannot be used with"),
         (&["--redirects", "7", "x"], "expected 0 (none)"),
     ];
     for (args, hint) in cases {
-        let ran = run(&place, args);
+        let ran = run(&sandbox, args);
         assert_eq!(ran.code, Some(2), "{args:?}: {ran:?}");
         ran.says(hint);
     }
@@ -35,16 +35,16 @@ fn invalid_command_lines_exit_with_code_2() {
 
 #[test]
 fn invalid_variables_are_named() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     for (name, value, hint) in [
         ("PET_NNODES", "none", "\"none\" is not a positive number of machines"),
         ("PET_NPROC_PER_NODE", "many", "expected a positive number"),
-        ("PET_RDZV_BACKEND", "c10d", "--master-addr and --master-port"),
-        ("PET_RDZV_ENDPOINT", "a:1", "--master-addr and --master-port"),
-        ("PET_MAX_RESTARTS", "3", "not supported yet"),
+        ("PET_RDZV_BACKEND", "etcd", "use static or c10d"),
+        ("PET_RDZV_ENDPOINT", "a:b", "does not end with a port"),
+        ("PET_MAX_RESTARTS", "many", "invalid digit"),
         ("PET_MODULE", "1", "python -m"),
     ] {
-        let ran = Ran::new(place.ddprun(&["true"]).env(name, value));
+        let ran = Ran::new(sandbox.ddprun(&["true"]).env(name, value));
         assert_eq!(ran.code, Some(2), "{name}: {ran:?}");
         ran.says(hint);
         ran.says(&format!("options also come from the environment: {name}={value}\n"));
@@ -54,15 +54,15 @@ fn invalid_variables_are_named() {
 /// Root has no such limit, so as root the test uses that of another user.
 #[test]
 fn a_lack_of_threads_names_the_limit_to_raise() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let root = rustix::process::geteuid().is_root();
     let user = 59_713;
     if root {
         for folder in ["", "tmp"] {
-            std::os::unix::fs::chown(place.path(folder), Some(user), None).unwrap();
+            std::os::unix::fs::chown(sandbox.path(folder), Some(user), None).unwrap();
         }
         // The binary may be in a folder that only root can read.
-        std::fs::copy(env!("CARGO_BIN_EXE_ddprun"), place.path("ddprun")).unwrap();
+        std::fs::copy(env!("CARGO_BIN_EXE_ddprun"), sandbox.path("ddprun")).unwrap();
     }
     let mut reported = 0;
     for limit in if root { 1..8 } else { 1..2 } {
@@ -75,7 +75,7 @@ fn a_lack_of_threads_names_the_limit_to_raise() {
         };
         let mut command = std::process::Command::new("env");
         command.args(args).args(["sh", "-c", "exit 0"]);
-        command.current_dir(place.folder.path()).env("TMPDIR", place.path("tmp"));
+        command.current_dir(sandbox.folder.path()).env("TMPDIR", sandbox.path("tmp"));
         let ran = Ran::new(&mut command);
         if ["env:", "setpriv:", "prlimit:"].iter().any(|program| ran.stderr.starts_with(program)) {
             println!("SKIPPED, because such a limit cannot be set here: {ran:?}");
@@ -91,45 +91,45 @@ fn a_lack_of_threads_names_the_limit_to_raise() {
 
 #[test]
 fn gpus_are_needed_for_one_worker_per_gpu() {
-    let place = Place::new();
-    let mut command = place.ddprun(&["--nproc-per-node", "gpu", "true"]);
+    let sandbox = Sandbox::new();
+    let mut command = sandbox.ddprun(&["--nproc-per-node", "gpu", "true"]);
     let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", ""));
     assert_eq!(ran.code, Some(2));
     ran.says("no GPU is visible");
-    let mut command = place.ddprun(&["--nproc-per-node", "gpu", "sh", "-c", "echo x"]);
+    let mut command = sandbox.ddprun(&["--nproc-per-node", "gpu", "sh", "-c", "echo x"]);
     let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", "0,1,2"));
     assert_eq!(ran.stdout, "x\nx\nx\n");
 }
 
 #[test]
 fn help_and_version_go_to_stdout() {
-    let place = Place::new();
-    let ran = run(&place, &["--help"]);
+    let sandbox = Sandbox::new();
+    let ran = run(&sandbox, &["--help"]);
     assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
     assert!(ran.stdout.contains("--nproc-per-node"));
-    assert!(run(&place, &["--version"]).stdout.starts_with("ddprun "));
+    assert!(run(&sandbox, &["--version"]).stdout.starts_with("ddprun "));
 }
 
 #[test]
 fn a_missing_program_gives_advice() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     for (program, hint) in [("./nothing", "Build it first"), ("no-such-program", "--example NAME")] {
-        let ran = run(&place, &["--nproc-per-node", "2", program]);
+        let ran = run(&sandbox, &["--nproc-per-node", "2", program]);
         assert_eq!(ran.code, Some(127), "{ran:?}");
         ran.says(&format!("cannot start {program}: "));
         ran.says(hint);
     }
-    std::fs::write(place.path("here"), "#!/bin/sh\n").unwrap();
-    run(&place, &["here"]).says("./here");
+    std::fs::write(sandbox.path("here"), "#!/bin/sh\n").unwrap();
+    run(&sandbox, &["here"]).says("./here");
 }
 
 #[test]
 fn a_program_that_cannot_be_run_gives_the_reason() {
-    let place = Place::new();
-    std::fs::write(place.path("script"), "#!/bin/sh\n").unwrap();
-    std::fs::write(place.path("train.py"), "").unwrap();
+    let sandbox = Sandbox::new();
+    std::fs::write(sandbox.path("script"), "#!/bin/sh\n").unwrap();
+    std::fs::write(sandbox.path("train.py"), "").unwrap();
     for (program, hint) in [("./script", "chmod +x"), ("./train.py", "python ./train.py"), ("./tmp", "folder")] {
-        let ran = run(&place, &[program]);
+        let ran = run(&sandbox, &[program]);
         assert_eq!(ran.code, Some(126), "{ran:?}");
         ran.says(hint);
     }
@@ -137,30 +137,30 @@ fn a_program_that_cannot_be_run_gives_the_reason() {
 
 #[test]
 fn a_port_that_is_taken_is_named() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let ran = run(&place, &["--master-port", &port, "true"]);
+    let ran = run(&sandbox, &["--master-port", &port, "true"]);
     assert_eq!(ran.code, Some(1));
     ran.says(&port);
 }
 
 #[test]
 fn options_without_effect_are_accepted() {
-    let place = Place::new();
-    let ran = run(&place, &["--monitor-interval", "0.1", "--start_method=fork", "--no-python", "sh", "-c", "echo x"]);
+    let sandbox = Sandbox::new();
+    let ran = run(&sandbox, &["--monitor-interval", "0.1", "--start_method=fork", "--no-python", "sh", "-c", "echo x"]);
     assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "x\n", ""));
 }
 
 #[test]
 fn too_many_workers_name_the_limit_to_raise() {
-    let place = Place::new();
+    let sandbox = Sandbox::new();
     // Depending on the limit, pipes, the threads' descriptors or the start of a process hit it.
     for limit in 30..36 {
         let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
         let mut command = std::process::Command::new("sh");
         command.args(["-c", &script, env!("CARGO_BIN_EXE_ddprun"), "--nproc-per-node=30", "sleep", "60"]);
-        let ran = Ran::new(command.env("TMPDIR", place.path("tmp")));
+        let ran = Ran::new(command.env("TMPDIR", sandbox.path("tmp")));
         assert_eq!(ran.code, Some(1), "{ran:?}");
         ran.says("ulimit -n");
         ran.says("Too many open files");

@@ -1,7 +1,7 @@
 //! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that are killed.
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
-use crate::common::{assert_close, fill, floats, free_port, tensor, var};
+use crate::common::{assert_close, fill, floats, free_port, tensor, test_arguments, var};
 use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
@@ -143,16 +143,19 @@ fn rank_command(program: &Path, job: &str, folder: &Path) -> Command {
     command
 }
 
-const RANK_ARGUMENTS: [&str; 4] = ["ddp::rank_of_another_test", "--exact", "--nocapture", "--test-threads=1"];
+/// The arguments with which this test binary becomes a rank.
+fn rank_arguments() -> [String; 5] {
+    test_arguments(module_path!(), "rank_of_another_test")
+}
 
-/// As under torchrun, which gives its workers no parent-death signal.
+/// torchrun, too, gives its workers no parent-death signal.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
     for (job, dies) in [("orphan", true), ("left_alone", false)] {
         let folder = tempfile::tempdir().unwrap();
         let mut parent = rank_command(Path::new("sh"), job, folder.path());
-        parent.args(["-c", r#""$0" "$@"; true"#]).arg(std::env::current_exe().unwrap()).args(RANK_ARGUMENTS);
+        parent.args(["-c", r#""$0" "$@"; true"#]).arg(std::env::current_exe().unwrap()).args(rank_arguments());
         parent.envs([("RANK", "0"), ("WORLD_SIZE", "1")]);
         parent.env("INIT_METHOD", format!("file://{}", folder.path().join("store").display())).stdout(Stdio::null());
         let mut parent = parent.spawn().unwrap();
@@ -184,12 +187,12 @@ fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
     }
 }
 
-/// What `world` ranks, started by the launcher, report of `job`: the same numbers, bit for bit.
+/// Returns the reports of `world` ranks that the launcher started with `job`; they must agree bit for bit.
 fn launched(job: &str, world: usize) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = rank_command(Path::new(env!("CARGO_BIN_EXE_ddprun")), job, folder.path());
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]);
-    let output = launcher.arg(std::env::current_exe().unwrap()).args(RANK_ARGUMENTS).output().unwrap();
+    let output = launcher.arg(std::env::current_exe().unwrap()).args(rank_arguments()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let report = |rank| std::fs::read_to_string(folder.path().join(format!("{job}-rank{rank}"))).unwrap();
     let found: Vec<String> = (0..world).map(report).collect();
@@ -227,7 +230,7 @@ fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
     let mut ranks: Vec<Child> = (0..3)
         .map(|rank| {
             let mut command = rank_command(&this, job, folder.path());
-            command.args(RANK_ARGUMENTS).env("INIT_METHOD", &init_method);
+            command.args(rank_arguments()).env("INIT_METHOD", &init_method);
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", "3");
             command.stdout(Stdio::null()).spawn().unwrap()
         })
@@ -274,7 +277,7 @@ fn a_frozen_rank_is_a_time_out_that_names_it_on_all_others() {
 /// Returns the command of a rank that joins the group.
 fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size: usize) -> Command {
     let mut command = rank_command(&std::env::current_exe().unwrap(), job, folder);
-    command.args(RANK_ARGUMENTS).env("INIT_METHOD", init_method).stdout(Stdio::null()).stderr(Stdio::null());
+    command.args(rank_arguments()).env("INIT_METHOD", init_method).stdout(Stdio::null()).stderr(Stdio::null());
     command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
     command
 }
@@ -320,7 +323,7 @@ fn initialisation_times_out_if_the_stores_host_is_suspended() {
 
 #[test]
 fn the_death_of_a_rank_during_initialisation_is_noticed() {
-    // In the rendezvous, and while connecting: ranks wait for its address, and for its connection.
+    // One job dies in the rendezvous, the other while connecting: ranks wait for its address and for its connection.
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let meeting = waiting_for_the_last("init", folders[0].path(), 3);
     let init_method = format!("file://{}", folders[1].path().join("store").display());

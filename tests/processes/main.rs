@@ -1,9 +1,21 @@
 //! Ranks as processes: under the real launcher, and killed.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
+mod char_gpt;
+mod checkpointer;
 #[path = "../common/mod.rs"]
 mod common;
+mod custom_loop;
+mod data;
 mod ddp;
+mod diagnostics;
 mod digits;
+mod elastic;
+mod elastic_zero;
+mod examples;
+mod faults;
+mod image_programs;
+mod load;
 #[path = "../common/programs.rs"]
 mod programs;
+mod small_data;

@@ -1,10 +1,11 @@
 //! File stores after a crash, after an earlier run, and with files of other users or kinds.
+use crate::common::test_process;
 use candle_ddp::rendezvous::{FileStore, Store};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -138,9 +139,8 @@ fn user_process() {
 fn leftovers_of_a_killed_run_are_cleared() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "file_store::user_process", "--ignored"]).env("STORE", &path).stdout(Stdio::null());
-    let mut run = command.spawn().unwrap();
+    let mut command = test_process(module_path!(), "user_process");
+    let mut run = command.env("STORE", &path).stdout(Stdio::null()).spawn().unwrap();
     while !path.exists() {
         std::thread::sleep(Duration::from_millis(5));
     }

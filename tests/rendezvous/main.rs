@@ -4,5 +4,6 @@
 mod common;
 mod file_store;
 mod meeting;
+mod secret;
 mod server;
 mod store;

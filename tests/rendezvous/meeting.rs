@@ -1,17 +1,17 @@
 //! Ranks that rendezvous: threads of this process, and processes with a launcher's environment.
-use crate::common::free_port;
+use crate::common::{free_port, test_process};
 use candle_ddp::error::Failure;
 use candle_ddp::rendezvous::{Rendezvous, RendezvousOptions, Store, TcpStore, TcpStoreServer, rendezvous};
 use candle_ddp::{Error, Result};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn options(init_method: &str, rank: usize, world_size: usize) -> RendezvousOptions {
     let init_method = init_method.to_string();
-    RendezvousOptions { init_method, rank: Some(rank), world_size: Some(world_size), timeout: TIMEOUT }
+    RendezvousOptions { init_method, rank: Some(rank), world_size: Some(world_size), timeout: TIMEOUT, secret: None }
 }
 
 fn meet(options: Vec<RendezvousOptions>) -> Vec<Result<Rendezvous>> {
@@ -215,8 +215,7 @@ fn rank_process() {
 }
 
 fn start(variables: &[(&str, String)]) -> Child {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "meeting::rank_process", "--ignored", "--nocapture"]);
+    let mut command = test_process(module_path!(), "rank_process");
     for (name, _) in
         std::env::vars().filter(|(name, _)| ["RANK", "SLURM_", "ELASTIC_"].iter().any(|part| name.contains(part)))
     {

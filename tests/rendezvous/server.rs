@@ -1,4 +1,5 @@
 //! The server with misbehaving clients, over raw sockets.
+use crate::common::test_arguments;
 use candle_ddp::rendezvous::{Store, TcpStore, TcpStoreServer, TcpStoreServerOptions};
 use candle_ddp::{Error, Result};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -281,11 +282,9 @@ fn server_process() {
 
 #[test]
 fn a_flood_leaves_descriptors_and_room_for_ranks() {
-    let executable = std::env::current_exe().unwrap();
     let mut command = Command::new("sh");
-    command
-        .args(["-c", "ulimit -n 128; exec \"$0\" --exact server::server_process --ignored --nocapture"])
-        .arg(executable);
+    command.args(["-c", r#"ulimit -n 128; exec "$0" "$@""#]).arg(std::env::current_exe().unwrap());
+    command.args(test_arguments(module_path!(), "server_process"));
     let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(|line| line.unwrap());
     let port = lines.find_map(|line| line.strip_prefix("port ").map(|port| port.parse().unwrap())).unwrap();

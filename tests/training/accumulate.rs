@@ -1,4 +1,4 @@
-//! The gradients of several losses before one step.
+//! Gradients of several losses, accumulated before one step.
 use crate::common::{assert_close, floats, ranks, tensor};
 use crate::programs::{Ddp, gradients, wrap};
 use candle_core::backprop::GradStore;
@@ -12,12 +12,12 @@ fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
     wrap(pg, [4, 5, 2], 3, &DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() })
 }
 
-/// The loss of one of several batches of a rank.
+/// The loss of one of a rank's batches.
 fn loss(ddp: &Ddp, pg: &ProcessGroup, batch: usize) -> Result<Tensor> {
     Ok(ddp.forward(&tensor(&[3, 4], (10 * batch + pg.rank()) as u64))?.sqr()?.mean_all()?)
 }
 
-/// The gradients of the sum of the losses of `batches`, which DDP averages.
+/// The averaged gradients of the sum of the losses of `batches`.
 fn of_the_sum(ddp: &Ddp, pg: &ProcessGroup, batches: &[usize]) -> Result<Vec<f32>> {
     let losses = batches.iter().map(|batch| loss(ddp, pg, *batch)).collect::<Result<Vec<_>>>()?;
     let sum = losses.into_iter().try_fold(Tensor::zeros((), DType::F32, pg.device())?, |sum, loss| sum + loss)?;
@@ -39,7 +39,7 @@ fn gradients_of_several_losses_add_up() {
             ddp.backward_into(&loss(&ddp, &pg, 2)?, &mut grads)?;
             ddp.backward_into(&loss(&ddp, &pg, 3)?, &mut grads)?;
             let four = gradients(&grads, &ddp.parameters());
-            // Into an empty one, where another is alive.
+            // Accumulates into an empty store while another store is alive.
             let mut others = GradStore::default();
             for batch in 0..2 {
                 ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut others)?;
@@ -56,7 +56,7 @@ fn gradients_of_several_losses_add_up() {
     }
 }
 
-/// As PyTorch users write micro-batches: all but the last without synchronisation.
+/// Micro-batches as PyTorch users write them: all but the last without synchronisation.
 #[test]
 fn sums_of_no_sync_are_added_once() {
     let found = ranks(2, |pg| {
@@ -67,7 +67,10 @@ fn sums_of_no_sync_are_added_once() {
         for batch in 1..4 {
             let _guard = (batch < 3).then(|| ddp.no_sync());
             ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
-            assert!(batch == 3 || gradients(&grads, &ddp.parameters()) == first, "still in the buckets");
+            assert!(
+                batch == 3 || gradients(&grads, &ddp.parameters()) == first,
+                "unsynchronised gradients must stay in the buckets"
+            );
         }
         Ok((expected, gradients(&grads, &ddp.parameters())))
     })
@@ -94,7 +97,7 @@ fn sums_of_no_sync_cannot_be_handed_on() {
 }
 
 #[test]
-fn a_failed_pass_leaves_what_was_there() {
+fn a_failed_pass_does_not_change_the_store() {
     ranks(1, |pg| {
         let ddp = ddp(&pg)?;
         let mut grads = ddp.backward(&loss(&ddp, &pg, 0)?)?;
@@ -128,7 +131,7 @@ fn gradients_stay_as_they_are_while_their_store_lives() {
     .unwrap();
 }
 
-/// Nothing is left of inputs' gradients, which candle computes, however many passes there are.
+/// The store keeps no gradients of inputs, which candle computes too, however many passes there are.
 #[test]
 fn a_store_does_not_grow_with_the_number_of_losses() {
     ranks(1, |pg| {
@@ -137,7 +140,7 @@ fn a_store_does_not_grow_with_the_number_of_losses() {
         for batch in 0..5 {
             ddp.backward_into(&loss(&ddp, &pg, batch)?, &mut grads)?;
         }
-        // One more says that somebody holds them; sums have memory of their own.
+        // Sums own their memory, so the store needs no mark that the gradients are views of buckets.
         assert_eq!(grads.get_ids().count(), ddp.parameters().len());
         Ok(())
     })
@@ -153,7 +156,7 @@ fn gradients_of_an_optimizer_in_shards_add_up() {
             let mut plain = AdamW::from_named(ddp.named_parameters(), options.clone())?;
             let mut shards = if sharded { Some(ZeroRedundancyOptimizer::new(&ddp, options)?) } else { None };
             for step in 0..4 {
-                // What an earlier pass has left is not added to a new store's, also where sums came after it.
+                // A new store must not contain gradients of an earlier pass, even after sums were accumulated on it.
                 let mut dropped = ddp.backward(&loss(&ddp, &pg, 9)?)?;
                 if step == 3 {
                     let _guard = ddp.no_sync();

@@ -1,11 +1,12 @@
-//! DistributedDataParallel in mixed precision: which dtype is where, and that masters keep what replicas cannot hold.
+//! DistributedDataParallel in mixed precision: which dtype is used where, and f32 masters that keep updates too small
+//! for the replicas.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 
-/// Two layers, the second of which may be left out.
+/// Two layers; the second may be left out.
 type Net = (Linear, Linear);
 const NAMES: [&str; 4] = ["first.weight", "first.bias", "second.weight", "second.bias"];
 
@@ -37,7 +38,7 @@ fn batch(rank: usize) -> Tensor {
     tensor(&[5, 4], 100 + rank as u64)
 }
 
-/// The gradients of candle's own model whose variables, in `dtype`, are rounded from those of `wrap`.
+/// The gradients of plain candle's model, whose variables are those of `wrap` rounded to `dtype`.
 fn reference(dtype: DType, rank: usize) -> Vec<Tensor> {
     let varmap = VarMap::new();
     let net = net(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
@@ -54,7 +55,7 @@ fn gradients_of_low_precision_replicas_are_averaged_in_the_reduce_dtype() {
     {
         let held = param.unwrap_or(f);
         let reduced = reduce.unwrap_or(held);
-        // Each rank's gradient is halved in the reduce dtype; their sum is rounded once more.
+        // Each rank's gradient is halved in the reduce dtype; the sum is rounded once more.
         let parts: Vec<Vec<Tensor>> = (0..2).map(|rank| reference(held, rank)).collect();
         let half = |t: &Tensor| (t.to_dtype(f).unwrap() * 0.5).unwrap().to_dtype(reduced).unwrap().to_dtype(f).unwrap();
         let expected: Vec<Vec<f32>> = (0..NAMES.len())
@@ -62,7 +63,7 @@ fn gradients_of_low_precision_replicas_are_averaged_in_the_reduce_dtype() {
             .collect();
         ranks(2, |pg| {
             let (ddp, varmap) = wrap(&pg, options(param, reduce, None))?;
-            // The first pass lays the buckets out anew; a second one must find the same.
+            // The first pass rebuilds the buckets; a second one must give the same result.
             for _ in 0..2 {
                 let output = ddp.call(|net| forward(net, &batch(pg.rank()).to_dtype(held)?))?;
                 assert_eq!(output.dtype(), held);
@@ -82,14 +83,14 @@ fn gradients_of_low_precision_replicas_are_averaged_in_the_reduce_dtype() {
 }
 
 #[test]
-fn masters_add_up_what_replicas_cannot_hold() {
+fn masters_accumulate_updates_too_small_for_the_replicas() {
     ranks(2, |pg| {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| vb.get_with_hints(1, "w", candle_nn::Init::Const(1.0));
         let options = options(Some(DType::BF16), Some(DType::F32), None);
         let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
         let mut optimizer = SGD::new(ddp.parameters(), 0.001)?;
-        // bf16 knows 1 and 1.0078, and nothing in between: a thousandth at a time it would never get there.
+        // bf16 has no value between 1 and 1.0078: steps of a thousandth would all be rounded away.
         for _ in 0..8 {
             let loss = ddp.call(|w| w.neg()?.sum_all())?;
             optimizer.step(&ddp.backward(&loss)?)?;
@@ -119,8 +120,8 @@ fn accumulation_and_unused_parameters_work_in_every_reduce_dtype() {
             let twice: Vec<f32> = once.iter().map(|once| 2.0 * once).collect();
             let tolerance = if reduce == DType::F32 { 1e-6 } else { 1e-2 };
             assert_close(&floats(grads.get(&var(&varmap, "first.weight")).unwrap()), &twice, tolerance, "twice");
-            assert!(grads.get(&var(&varmap, "second.weight")).is_none(), "nobody has used it");
-            // Rank 1 alone uses the second layer: half of its gradient is everybody's.
+            assert!(grads.get(&var(&varmap, "second.weight")).is_none(), "no rank has used it");
+            // Only rank 1 uses the second layer, so the average is half of its gradient.
             let y = ddp.call(|net| if pg.rank() == 1 { forward(net, &x) } else { net.0.forward(&x) })?;
             let grads = ddp.backward(&loss(&y)?)?;
             let half: Vec<f32> = floats(&reference(DType::BF16, 1)[2]).iter().map(|value| value / 2.0).collect();
@@ -203,7 +204,7 @@ fn a_normalised_model_trains_as_in_f32() {
                 losses.push(loss.to_scalar::<f32>()?);
                 optimizer.step(&ddp.backward(&loss)?)?;
             }
-            // candle's own norm could not take these dtypes together.
+            // candle's own norm does not accept these dtypes together.
             ddp.forward_t(&x, false)?;
             Ok(losses)
         });
@@ -221,7 +222,7 @@ fn a_normalised_model_trains_as_in_f32() {
 }
 
 #[test]
-fn what_cannot_be_honoured_is_refused_by_name() {
+fn unsupported_options_are_refused_by_name() {
     ranks(2, |pg| {
         let error = |options: DdpOptions| wrap(&pg, options).err().unwrap();
         let refused = error(options(None, Some(DType::U8), None));
@@ -231,19 +232,19 @@ fn what_cannot_be_honoured_is_refused_by_name() {
         let refused = error(options(Some(DType::BF16), Some(reduce), None));
         assert!(matches!(refused, Error::Mismatch { what: "model", rank: 1, .. }), "{refused}");
         assert!(refused.to_string().contains("reduce_dtype bf16, buffer_dtype none on rank 1"), "{refused}");
-        // A buffer that is there already.
+        // A buffer that exists before DDP wraps the model.
         let varmap = VarMap::new();
         Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
         let bf16_buffers = options(Some(DType::BF16), None, Some(DType::BF16));
         let refused = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, bf16_buffers).err().unwrap();
         assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
-        // A model that holds its variables themselves.
+        // A model that holds the variables themselves instead of replicas.
         let vars = || Ok::<_, Error>(vec![("w".to_string(), Var::from_tensor(&batch(0))?)]);
         let refused =
             DistributedDataParallel::from_vars(&pg, (), vars()?, options(Some(DType::BF16), None, None)).err().unwrap();
         assert!(matches!(refused, Error::InvalidArgument { argument: "mixed_precision", .. }), "{refused}");
-        // Its gradients may be averaged in another dtype, though.
+        // Its gradients can still be averaged in another dtype.
         let vars = vars()?;
         let w = vars[0].1.clone();
         let ddp = DistributedDataParallel::from_vars(&pg, (), vars, options(None, Some(DType::BF16), None))?;

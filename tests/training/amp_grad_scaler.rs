@@ -1,4 +1,4 @@
-//! The gradient scaler: PyTorch's scales, one decision for all ranks, and no call out of order.
+//! The gradient scaler: the same scales as PyTorch's, one decision for all ranks, and errors for calls out of order.
 use crate::common::{floats, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
@@ -15,7 +15,7 @@ fn weight(value: f32) -> Vec<(String, Var)> {
     vec![("w".to_string(), Var::new(&[value], &Device::Cpu).unwrap())]
 }
 
-/// The gradient of the scaled sum of `var`, made infinite where `overflow` says so.
+/// The gradient of the scaled sum of `var`, infinite if `overflow` is set.
 fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore> {
     let mut grads = scaler.scale(&var.sum_all()?)?.backward()?;
     if overflow {
@@ -24,7 +24,7 @@ fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore>
     Ok(grads)
 }
 
-/// What rank `rank` sees while the scaler trains one weight; `overflows` says on which step which rank overflows.
+/// Trains one weight and returns what this rank sees; `overflows` gives, for each step, the rank that overflows.
 fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Vec<f32>)> {
     let named = weight(0.0);
     let var = named[0].1.clone();
@@ -43,12 +43,12 @@ fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Ve
 }
 
 #[test]
-fn the_scale_moves_as_pytorchs_and_an_overflow_on_one_rank_counts_for_all() {
+fn the_scale_follows_pytorch_and_an_overflow_on_one_rank_counts_for_all() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
     let golden = safetensors::load(path, &Device::Cpu).unwrap();
     let golden = |name: &str| floats(&golden[&format!("scaler.{name}")]);
     for world in [1, 2, 3] {
-        // Another rank overflows each time.
+        // A different rank overflows each time.
         let culprit = |(step, overflow): (usize, &f32)| (*overflow > 0.0).then_some(step % world);
         let overflows: Vec<Option<usize>> = golden("overflows").iter().enumerate().map(culprit).collect();
         for (scales, weights) in ranks(world, |pg| train(&pg, &overflows)).unwrap() {
@@ -72,7 +72,7 @@ fn gradients_are_divided_once_and_nan_is_an_overflow() {
         assert!(scaler.step(&mut optimizer, &mut grads)?);
         assert_eq!(floats(&var), [1.5]);
         scaler.update()?;
-        // A gradient that is a strided view takes another way.
+        // A strided gradient takes another code path.
         for bad in [f32::NAN, f32::NEG_INFINITY] {
             let wide = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
             let mut scaler = GradScaler::new(&pg, vec![("wide".into(), wide.clone())], GradScalerOptions::default())?;
@@ -122,8 +122,8 @@ fn calls_out_of_order_are_refused() {
     .unwrap();
 }
 
-/// Two optimizers with half of the parameters each, against one with all: their gradients are divided once, and an overflow
-/// in those of one leaves out the step of both.
+/// Two optimizers, each with half of the parameters, match one with all: gradients are divided once, and an overflow in
+/// one half skips the step of both.
 #[test]
 fn two_optimizers_step_together() {
     let trained = ranks(2, |pg| {
@@ -202,7 +202,7 @@ fn gradients_in_f16_are_refused_by_name_and_nobody_hangs() {
 }
 
 #[test]
-fn a_scaler_goes_on_from_its_state() {
+fn a_scaler_resumes_from_its_state() {
     ranks(1, |pg| {
         let options = GradScalerOptions { init_scale: 8.0, growth_interval: 2, ..Default::default() };
         let named = weight(0.0);
@@ -256,7 +256,7 @@ fn a_scaler_that_is_not_enabled_does_nothing() {
 }
 
 #[test]
-fn gradients_that_are_refused_are_left_as_they_are() {
+fn refused_gradients_are_not_changed() {
     ranks(1, |pg| {
         let [wide, narrow] = [DType::F32, DType::F16].map(|dtype| Var::ones(1, dtype, pg.device()).unwrap());
         let named = vec![("wide".to_string(), wide.clone()), ("narrow".to_string(), narrow.clone())];
@@ -288,7 +288,7 @@ fn a_scaler_is_saved_and_loaded_like_an_optimizer() {
         assert_eq!(loaded.state(), state);
         assert_ne!(fresh, state);
 
-        // What does not fit is refused, and nothing has changed.
+        // A state that does not fit is refused and changes nothing.
         let dict = saved.state_dict()?;
         let with = |name: &str, value: Tensor| {
             let mut dict = dict.clone();
@@ -305,7 +305,7 @@ fn a_scaler_is_saved_and_loaded_like_an_optimizer() {
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "kind"), "{error}");
         assert_eq!(loaded.state(), state);
 
-        // An interval that never ends.
+        // A growth interval that is never reached.
         let never = GradScalerState { growth_interval: usize::MAX, ..state };
         saved.load_state(never)?;
         loaded.load_state_dict(&saved.state_dict()?)?;

@@ -1,5 +1,5 @@
 //! Checkpoints as files: dtypes that candle does not have, and what is there before and after writing.
-use crate::common::{floats, in_a_process, peak_memory, test_name, var};
+use crate::common::{floats, peak_memory, test_arguments, test_process, var};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::Error;
 use candle_ddp::checkpoint::{self, LoadOptions};
@@ -188,9 +188,9 @@ fn a_full_disk_leaves_the_old_file() {
     let file = folder.path().join("weights");
     checkpoint::save_tensors(&big(1.0), &file).unwrap();
     let output = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" --exact \"$1\""])
+        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
-        .arg(test_name(module_path!(), "a_full_disk_leaves_the_old_file"))
+        .args(test_arguments(module_path!(), "a_full_disk_leaves_the_old_file"))
         .env(FILE, &file)
         .output()
         .unwrap();
@@ -220,7 +220,7 @@ fn a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up() {
     // It may be killed just after it has renamed its file.
     while entries() == 1 {
         let name = "a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up";
-        let mut child = in_a_process(module_path!(), name, FILE, &file).stdout(Stdio::null()).spawn().unwrap();
+        let mut child = test_process(module_path!(), name).env(FILE, &file).stdout(Stdio::null()).spawn().unwrap();
         while entries() == 1 {
             assert!(Instant::now() < deadline, "nothing is saved");
             std::thread::sleep(Duration::from_millis(1));
@@ -249,7 +249,8 @@ fn reading_takes_little_more_memory_than_the_tensors() {
     let file = folder.path().join("weights");
     let tensor = |_| Tensor::full(1f32, 4 << 20, &Device::Cpu).unwrap();
     checkpoint::save_tensors(&(0..3).map(|number| (number.to_string(), tensor(number))).collect(), &file).unwrap();
-    let child = in_a_process(module_path!(), "reading_takes_little_more_memory_than_the_tensors", FILE, &file)
+    let child = test_process(module_path!(), "reading_takes_little_more_memory_than_the_tensors")
+        .env(FILE, &file)
         .output()
         .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));

@@ -1,4 +1,4 @@
-//! Communication hooks, with ranks as threads: the reducer's side, and the hooks of one stage.
+//! Communication hooks, with ranks as threads: the reducer's part, and hooks with one stage.
 use crate::common::{assert_close, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward};
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +14,7 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
     crate::weights::wrap(pg, SHAPES, DType::F32, options)
 }
 
-/// Rank `rank`'s gradients in step `step`, of all parameters.
+/// All gradients of rank `rank` in step `step`.
 fn all(rank: usize, step: usize) -> Vec<Option<Tensor>> {
     let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
         Some(tensor(shape, 1 + (rank * 1000 + step * 10 + index) as u64))
@@ -31,18 +31,18 @@ fn mean_of(world: usize, step: usize, index: usize) -> Vec<f32> {
     mean
 }
 
-/// The same value everywhere.
+/// Gradients whose elements all have the same value.
 fn constant(value: f64) -> Vec<Option<Tensor>> {
     SHAPES.iter().map(|(_, shape)| Some(Tensor::full(value as f32, *shape, &Device::Cpu).unwrap())).collect()
 }
 
-/// One bucket for each parameter.
+/// Gives each parameter a bucket of its own.
 fn tiny() -> DdpOptions {
     DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
 }
 
 #[test]
-fn the_all_reduce_hook_gives_what_ddp_gives_without_it() {
+fn the_all_reduce_hook_matches_ddp_without_a_hook() {
     for (world, options) in [(1, tiny()), (2, DdpOptions::default()), (3, tiny())] {
         ranks(world, |pg| {
             let (plain, hooked) = (wrap(&pg, options.clone())?, wrap(&pg, options.clone())?);
@@ -63,9 +63,9 @@ fn the_all_reduce_hook_gives_what_ddp_gives_without_it() {
 }
 
 #[test]
-fn compression_rounds_to_the_bits_of_its_dtype_and_no_further() {
+fn compression_rounds_to_its_dtype_only() {
     let (fine, coarse) = (1.0 + 1.0 / 1024.0, 1.0 + 1.0 / 64.0);
-    // What comes out where each of two ranks has the first value: f16 keeps 11 bits, and bf16 8 and the range of f32.
+    // Results when two ranks both have the first value: f16 keeps 11 bits; bf16 keeps 8 bits and the range of f32.
     let cases = [
         (coarse, coarse, coarse),
         (fine, fine, 1.0),
@@ -107,7 +107,7 @@ fn compressed_gradients_are_the_mean_within_their_precision_and_cost_half() {
                         assert_close(&gradient, &mean_of(world, step, index), tolerance, "compressed");
                     }
                 }
-                // Three steps of 48 elements, and one byte for each of the four parameters.
+                // Three steps of 48 elements, with one byte for each of the four parameters.
                 let traffic = ddp.comm_hook_traffic().unwrap();
                 assert_eq!((traffic.gradient_bytes, traffic.bytes_sent), (3 * 48 * 4, Some(3 * (48 * 2 + 4))));
             }
@@ -118,12 +118,13 @@ fn compressed_gradients_are_the_mean_within_their_precision_and_cost_half() {
 }
 
 #[test]
-fn noop_sends_nothing_and_leaves_each_rank_its_own() {
+fn noop_sends_nothing_and_keeps_local_gradients() {
     for world in [1, 3] {
         ranks(world, |pg| {
             let ddp = wrap(&pg, tiny())?;
             ddp.register_comm_hook(Noop)?;
-            // As many steps as the rank likes: nobody waits for it, and the group's next call finds no trace of them.
+            // The ranks run different numbers of steps: no rank waits for another, and the group's next call is
+            // unaffected.
             let steps = if world == 1 { 2 } else { pg.rank() };
             for step in 0..steps {
                 let mut gradients = all(pg.rank(), step);
@@ -148,8 +149,8 @@ fn ranks_may_use_different_parameters_with_a_hook() {
             let ddp = wrap(&pg, options.clone())?;
             ddp.register_comm_hook(Bf16Compress::default())?;
             for step in 0..4 {
-                // Everything in the slices first, which must not be mistaken for a gradient; then: nobody uses `d`,
-                // `c` is used by one rank alone, each time another one, and each rank leaves one of `a` and `b` out.
+                // First fill all slices, whose contents must not be mistaken for gradients. Then no rank uses `d`, a
+                // different rank each time is the only one to use `c`, and each rank leaves out `a` or `b`.
                 backward(&ddp, &constant(9.0))?;
                 let mut gradients = constant(3.0);
                 gradients[3] = None;
@@ -182,7 +183,7 @@ fn no_sync_hands_the_sum_to_the_hook() {
                 let _guard = ddp.no_sync();
                 backward(&ddp, &all(pg.rank(), 0))?;
             }
-            // The last one is not used in the synchronised pass: what has accumulated counts all the same.
+            // The last parameter is not used in the synchronised pass, but its accumulated gradient counts.
             let mut gradients = all(pg.rank(), 1);
             gradients[3] = None;
             let out = backward(&ddp, &gradients)?;
@@ -193,7 +194,7 @@ fn no_sync_hands_the_sum_to_the_hook() {
                 }
                 assert_close(&floats(got.as_ref().unwrap()), &expected, 1e-6, "the mean of the sums");
             }
-            assert_eq!(ddp.comm_hook_traffic().unwrap().gradient_bytes, 2 * 48 * 4, "of the synchronised passes");
+            assert_eq!(ddp.comm_hook_traffic().unwrap().gradient_bytes, 2 * 48 * 4, "only synchronised passes count");
             Ok(())
         })
         .unwrap();
@@ -228,7 +229,7 @@ fn mixed_precision_and_hooks_go_together() {
 }
 
 #[test]
-fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
+fn an_overflow_in_compression_reaches_the_scaler_on_all_ranks() {
     ranks(2, |pg| {
         let ddp = wrap(&pg, DdpOptions::default())?;
         ddp.register_comm_hook(Fp16Compress::default())?;
@@ -236,7 +237,7 @@ fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
         let options = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
         for (gradient, stepped) in [(1.0, true), (1000.0, false), (1.0, true)] {
-            // Only rank 1's gradient is large, and only in f16.
+            // Only rank 1's gradient overflows, and only in f16.
             let gradient = if pg.rank() == 1 { gradient } else { 1.0 };
             let before = floats(&ddp.parameters()[0]);
             let loss = ddp.call(|net| Ok::<_, Error>((net.0[0].sum_all()? * gradient)?))?;
@@ -252,11 +253,11 @@ fn an_overflow_in_compression_is_one_for_the_scaler_on_all_ranks() {
     .unwrap();
 }
 
-/// What a hook was called with: the stage, the bucket, whether it is the last, its names.
+/// Arguments of a hook's calls: the stage, the bucket, whether it is the last, and its parameters' names.
 type Log = Arc<Mutex<Vec<(usize, usize, bool, Vec<String>)>>>;
 
-/// A hook of a program's own, with state and three stages: the first two add up over the ranks, the last takes the
-/// number of passes so far away.
+/// A user's hook with state and three stages: the first two sum over the ranks; the last subtracts the number of passes
+/// so far.
 struct Stages {
     log: Log,
     passes: f32,
@@ -287,7 +288,7 @@ impl CommHook for Stages {
 }
 
 #[test]
-fn a_hook_of_ones_own_runs_stage_by_stage_in_the_order_of_the_buckets() {
+fn a_custom_hook_runs_stage_by_stage_in_bucket_order() {
     let world = 2;
     ranks(world, |pg| {
         let ddp = wrap(&pg, tiny())?;
@@ -331,7 +332,7 @@ fn a_trace_shows_each_stage_of_a_hook() {
     }
 }
 
-/// Fails on one rank, in the given stage of its second pass.
+/// Fails on one rank, in the given stage of the second pass.
 struct Fails {
     rank: usize,
     stage: usize,
@@ -357,7 +358,7 @@ impl CommHook for Fails {
 }
 
 #[test]
-fn a_hook_that_fails_on_one_rank_ends_all_with_its_reason() {
+fn a_hook_that_fails_on_one_rank_ends_all_ranks_with_its_reason() {
     for stage in [1, 2] {
         let errors = ranks(3, |pg| {
             let ddp = wrap(&pg, tiny())?;
@@ -372,7 +373,7 @@ fn a_hook_that_fails_on_one_rank_ends_all_with_its_reason() {
             assert!(errors[rank].to_string().contains("the wire is cut"), "{}", errors[rank]);
         }
     }
-    // Alone in its world, a rank may go on.
+    // In a world of one, training can continue after a failed hook.
     ranks(1, |pg| {
         let ddp = wrap(&pg, tiny())?;
         ddp.register_comm_hook(Fails { rank: 0, stage: 2, buckets: 0 })?;
@@ -387,14 +388,14 @@ fn a_hook_that_fails_on_one_rank_ends_all_with_its_reason() {
 }
 
 #[test]
-fn every_rank_hears_of_a_hook_that_differs() {
+fn every_rank_reports_hooks_that_differ() {
     let errors = ranks(3, |pg| {
         let ddp = wrap(&pg, tiny())?;
         let error = match pg.rank() {
             2 => ddp.register_comm_hook(Fp16Compress::default()),
             _ => ddp.register_comm_hook(Bf16Compress::default()),
         };
-        // The model and the group have survived.
+        // The model and the group remain usable.
         for (index, got) in backward(&ddp, &all(pg.rank(), 0))?.iter().enumerate() {
             assert_close(&floats(got.as_ref().unwrap()), &mean_of(3, 0, index), 1e-6, "plain");
         }

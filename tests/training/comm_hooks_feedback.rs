@@ -1,7 +1,8 @@
-//! The hooks that leave something out and make up for it later: PowerSGD and top-k.
+//! Hooks that drop parts of a gradient and add them later: PowerSGD and top-k.
 use crate::common::{assert_close, fill, floats, ranks, tensor};
 use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, Tensor, safetensors};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::optim::StateDict;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
@@ -9,11 +10,11 @@ use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Registered in this order; gradients come in another, so that the buckets are rebuilt.
+/// Registration order; gradients arrive in a different order, so that the buckets are rebuilt.
 const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
 
 fn power_sgd(rank: usize) -> PowerSgd {
-    // Such that also small matrices are compressed.
+    // These options also compress small matrices.
     let options = PowerSgdOptions { start_iter: 0, min_compression_rate: 1.01, ..Default::default() };
     PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, ..options }).unwrap()
 }
@@ -28,7 +29,7 @@ fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<
     Ok(ddp)
 }
 
-/// Buckets of 500 bytes, in which parameters change places when they are rebuilt.
+/// Buckets of 500 bytes; rebuilding them moves parameters between buckets.
 fn small_buckets() -> DdpOptions {
     let mib = 500.0 / f64::from(1 << 20);
     DdpOptions { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() }
@@ -60,7 +61,7 @@ fn flat(gradients: &[Option<Tensor>]) -> Vec<f32> {
     gradients.iter().flat_map(|gradient| floats(gradient.as_ref().expect("a gradient"))).collect()
 }
 
-/// The mean over the ranks of what `of_rank` gives.
+/// The mean over the ranks of the gradients that `of_rank` returns.
 fn mean(world: usize, of_rank: impl Fn(usize) -> Vec<Option<Tensor>>) -> Vec<f32> {
     let mut mean = vec![0.0; flat(&of_rank(0)).len()];
     for rank in 0..world {
@@ -79,7 +80,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
-fn power_sgd_gives_what_pytorchs_gives() {
+fn power_sgd_matches_pytorch() {
     const SHAPES: Shapes =
         &[("wide", &[6, 40]), ("bias", &[6]), ("conv", &[16, 3, 3, 3]), ("small", &[3, 4]), ("tall", &[50, 7])];
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/comm_hook.safetensors");
@@ -113,8 +114,8 @@ fn power_sgd_gives_what_pytorchs_gives() {
 }
 
 #[test]
-fn power_sgd_of_enough_rank_gives_the_mean() {
-    // The mean over `world` ranks has rank `world`; with rank 4 there are rows too many, which must not add noise.
+fn power_sgd_of_sufficient_rank_gives_the_mean() {
+    // The mean over `world` ranks has matrix rank `world`; with rank 4, the surplus rows must not add noise.
     for (world, rank) in [(1, 1), (2, 2), (3, 3), (2, 4)] {
         let out = ranks(world, |pg| {
             let options = PowerSgdOptions {
@@ -137,7 +138,7 @@ fn power_sgd_of_enough_rank_gives_the_mean() {
 }
 
 #[test]
-fn power_sgd_begins_after_the_given_number_of_passes() {
+fn power_sgd_starts_after_the_given_number_of_passes() {
     ranks(2, |pg| {
         let options = PowerSgdOptions { start_iter: 2, ..Default::default() };
         let ddp = model(&pg, PowerSgd::new(options)?, small_buckets())?;
@@ -147,7 +148,8 @@ fn power_sgd_begins_after_the_given_number_of_passes() {
             let (got, expected) = (flat(&backward(&ddp, &gradients)?), flat(&backward(&plain, &gradients)?));
             assert_eq!(got == expected, step < 2, "step {step}");
         }
-        // Two passes of 253 elements; then a and conv as 12 + 10 and 8 + 15 elements, the 13 others as they are.
+        // Two passes of 253 elements; then `a` and `conv` as 12 + 10 and 8 + 15 elements, and the 13 others
+        // uncompressed.
         let traffic = ddp.comm_hook_traffic().unwrap();
         assert_eq!(traffic.gradient_bytes, 4 * 253 * 4);
         assert_eq!(traffic.bytes_sent, Some(2 * 253 * 4 + 2 * (12 + 10 + 8 + 15 + 13) * 4 + 4 * 4));
@@ -156,7 +158,7 @@ fn power_sgd_begins_after_the_given_number_of_passes() {
     .unwrap();
 }
 
-/// The sums of what came out of `steps` passes with gradients, and of them and as many with zeros, with their order.
+/// The summed results of `steps` passes with gradients, and of these followed by as many passes with zeros.
 fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Sync, steps: usize) -> [Vec<f32>; 2] {
     let out = ranks(world, |pg| {
         let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
@@ -171,7 +173,7 @@ fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Syn
                 early = sum.clone();
             }
         }
-        assert_ne!(ddp.buckets(), first, "the state has to survive this");
+        assert_ne!(ddp.buckets(), first, "the state must survive the rebuilding of the buckets");
         Ok([early, sum])
     })
     .unwrap();
@@ -179,7 +181,7 @@ fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Syn
     out.into_iter().next().unwrap()
 }
 
-/// What would have come out of plain passes.
+/// The summed results without compression.
 fn plain_sum(world: usize, steps: usize) -> Vec<f32> {
     let mut sum = vec![0.0; 253];
     (0..steps).for_each(|step| add(&mut sum, &mean(world, |rank| full(rank, step)), 1.0));
@@ -187,11 +189,11 @@ fn plain_sum(world: usize, steps: usize) -> Vec<f32> {
 }
 
 #[test]
-fn with_error_feedback_power_sgd_loses_nothing() {
+fn power_sgd_with_error_feedback_loses_nothing() {
     for world in [2, 3] {
         let [early, late] = sums(world, || Box::new(|ddp| ddp.register_comm_hook(power_sgd(1))), 30);
         let expected = plain_sum(world, 30);
-        assert!(distance(&early, &expected) > 0.05, "something is on its way");
+        assert!(distance(&early, &expected) > 0.05, "some of the gradients must still be pending");
         assert!(distance(&late, &expected) < 1e-3, "{}", distance(&late, &expected));
     }
     let without = PowerSgdOptions { start_iter: 0, use_error_feedback: false, ..Default::default() };
@@ -200,12 +202,12 @@ fn with_error_feedback_power_sgd_loses_nothing() {
 }
 
 #[test]
-fn with_error_feedback_top_k_loses_nothing() {
+fn top_k_with_error_feedback_loses_nothing() {
     for world in [2, 3] {
         let [early, late] = sums(world, || Box::new(|ddp| ddp.register_comm_hook(top_k(0.1))), 12);
         let expected = plain_sum(world, 12);
-        assert!(distance(&early, &expected) > 0.05, "something is on its way");
-        // Every rank has sent everything: a tenth of its bucket in each of the last twelve passes.
+        assert!(distance(&early, &expected) > 0.05, "some of the gradients must still be pending");
+        // Each rank has sent everything: a tenth of its bucket in each of the last twelve passes.
         assert_close(&late, &expected, 1e-5, "the sum");
     }
     let without = TopKOptions { ratio: 0.1, use_error_feedback: false };
@@ -214,7 +216,7 @@ fn with_error_feedback_top_k_loses_nothing() {
 }
 
 #[test]
-fn top_k_sends_each_ranks_largest() {
+fn top_k_sends_each_ranks_largest_elements() {
     let shapes: Shapes = &[("w", &[10])];
     let out = ranks(2, |pg| {
         let ddp = wrap(&pg, shapes, DType::F32, DdpOptions::default())?;
@@ -229,7 +231,7 @@ fn top_k_sends_each_ranks_largest() {
         out
     })
     .unwrap();
-    // Both send place 3; next time, the others count twice.
+    // Both ranks send element 3; elements left out in the first pass count double in the second.
     let first = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
     let second = vec![0., 0., 0., 5., 0., 3., -2., 0., 0., 0.];
     assert_eq!(out, vec![vec![first, second]; 2]);
@@ -242,7 +244,7 @@ fn flat_pass(pg: &ProcessGroup, hook: impl CommHook) -> Result<Vec<f32>> {
     Ok(flat(&backward(&ddp, &full(pg.rank(), 0))?))
 }
 
-/// What each hook is registered as in turn, by number.
+/// Registers one of several hooks, chosen by number.
 fn register(ddp: &Model, hook: usize) -> Result<()> {
     match hook {
         0 => ddp.register_comm_hook(power_sgd(3)),
@@ -251,13 +253,13 @@ fn register(ddp: &Model, hook: usize) -> Result<()> {
 }
 
 #[test]
-fn ranks_may_use_different_parameters_and_unused_ones_wake_up() {
+fn ranks_may_use_different_parameters_and_resume_unused_ones() {
     for hook in 0..2 {
         ranks(3, |pg| {
             let ddp = wrap(&pg, SHAPES, DType::F32, small_buckets())?;
             register(&ddp, hook)?;
             for step in 0..6 {
-                // For three steps nobody uses `a`, then rank 1 alone; `conv` is used by two at a time.
+                // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
                 let gradients = |rank: usize| {
                     let mut gradients = thin(rank, step);
                     if step < 3 || rank != 1 {
@@ -286,7 +288,7 @@ fn ranks_may_use_different_parameters_and_unused_ones_wake_up() {
 }
 
 #[test]
-fn what_is_not_finite_is_seen_by_all_and_leaves_no_trace() {
+fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
     for hook in 0..2 {
         for bad in [f32::INFINITY, f32::NAN] {
             ranks(2, |pg| {
@@ -304,7 +306,7 @@ fn what_is_not_finite_is_seen_by_all_and_leaves_no_trace() {
                     let out = backward(&ddp, &gradients)?;
                     if step == 2 {
                         let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
-                        assert!(!finite, "hook {hook}: {bad} on rank 1, and rank {} does not see it", pg.rank());
+                        assert!(!finite, "hook {hook}: {bad} on rank 1 did not reach rank {}", pg.rank());
                     } else {
                         assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), 1e-4, &format!("step {step}"));
                     }
@@ -317,7 +319,7 @@ fn what_is_not_finite_is_seen_by_all_and_leaves_no_trace() {
 }
 
 #[test]
-fn top_k_forgets_what_is_not_finite_where_it_is_too_much_to_send() {
+fn top_k_drops_non_finite_elements_that_it_cannot_send() {
     ranks(2, |pg| {
         let ddp = wrap(&pg, &[("w", &[10])], DType::F32, DdpOptions::default())?;
         ddp.register_comm_hook(top_k(0.1))?; // 1 of 10
@@ -363,7 +365,7 @@ fn other_dtypes_work() {
     }
 }
 
-/// The losses before and after `steps` steps of a regression with 24 × 16 weights, of which each rank sees its own data.
+/// The losses before and after `steps` steps of a regression with 24 × 16 weights; each rank has its own data.
 fn regression<H: CommHook>(hook: impl Fn() -> H + Sync, steps: usize) -> (f32, f32) {
     let target = tensor(&[16, 24], 77);
     let losses = ranks(2, |pg| {
@@ -398,7 +400,7 @@ fn a_regression_converges() {
     }
 }
 
-/// Passes its input on; its backward fails while it is told to.
+/// Passes its input through; its backward pass fails while the flag is set.
 struct Failing(Arc<AtomicBool>);
 
 impl CustomOp1 for Failing {
@@ -418,7 +420,8 @@ impl CustomOp1 for Failing {
     }
 }
 
-/// What a hook makes of a second pass, after one that failed when the last parameter's bucket was under way, or after none.
+/// The gradients of a second pass, which follows one that failed while the last parameter's bucket was in flight if
+/// `fails` is set.
 fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec<Vec<f32>> {
     ranks(1, |pg| {
         let build = |vb: VarBuilder| -> candle_core::Result<[Tensor; 2]> {
@@ -426,7 +429,7 @@ fn after_a_failure<H: CommHook>(hook: impl Fn() -> H + Sync, fails: bool) -> Vec
             Ok([vb.get_with_hints((8, 8), "first", init)?, vb.get_with_hints((8, 8), "last", init)?])
         };
         let (varmap, failing) = (VarMap::new(), Arc::new(AtomicBool::new(false)));
-        // A bucket for each.
+        // One bucket for each parameter.
         let options = DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
         let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options)?;
         ddp.register_comm_hook(hook())?;
@@ -457,9 +460,9 @@ fn a_backward_pass_that_fails_leaves_no_trace() {
     assert_eq!(after_a_failure(|| power_sgd(1), true), after_a_failure(|| power_sgd(1), false));
 }
 
-/// Alone in a bucket, and beside others.
+/// Tests them alone in a bucket and together with others.
 #[test]
-fn parameters_without_elements_are_no_trouble() {
+fn parameters_may_have_no_elements() {
     for caps in [0., 25.] {
         ranks(2, |pg| {
             let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
@@ -481,32 +484,53 @@ fn parameters_without_elements_are_no_trouble() {
     }
 }
 
-/// Saved on each rank after three passes and loaded by new hooks, they go on as if nothing had happened.
+/// Saves on each rank after three passes and loads into new hooks: training must continue unchanged.
 fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
-    let folder = tempfile::tempdir().unwrap();
-    ranks(2, |pg| {
-        let file = folder.path().join(format!("hook-{}", pg.rank()));
-        let straight = model(&pg, hook(), DdpOptions::default())?;
-        let mut broken = model(&pg, hook(), DdpOptions::default())?;
-        for step in 0..6 {
-            if step == 3 {
-                broken.comm_hook_state().expect("a hook").save(&file)?;
-                broken = model(&pg, hook(), DdpOptions::default())?;
-                // Buckets get the order of gradients in the first pass.
-                backward(&broken, &zeros())?;
-                broken.comm_hook_state().expect("a hook").load(&file)?;
+    for with_checkpointer in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        ranks(2, |pg| {
+            let file = folder.path().join(format!("hook-{}", pg.rank()));
+            let mut checkpointer = Checkpointer::new(&pg, folder.path(), CheckpointerOptions::default())?;
+            let straight = model(&pg, hook(), DdpOptions::default())?;
+            let mut broken = model(&pg, hook(), DdpOptions::default())?;
+            for step in 0..6 {
+                if step == 3 {
+                    let state = broken.comm_hook_state().expect("a hook");
+                    match with_checkpointer {
+                        true => drop(checkpointer.save(3, &[("hook", &state)])?),
+                        false => state.save(&file)?,
+                    }
+                    broken = model(&pg, hook(), DdpOptions::default())?;
+                    // Buckets get the order of gradients in the first pass.
+                    backward(&broken, &zeros())?;
+                    let mut state = broken.comm_hook_state().expect("a hook");
+                    match with_checkpointer {
+                        true => assert_eq!(checkpointer.load_latest(&mut [("hook", &mut state)])?, Some(3)),
+                        false => state.load(&file)?,
+                    }
+                }
+                let gradients = full(pg.rank(), step);
+                let (expected, found) = (backward(&straight, &gradients)?, backward(&broken, &gradients)?);
+                assert!(flat(&found) == flat(&expected), "step {step}");
             }
-            let gradients = full(pg.rank(), step);
-            let (expected, found) = (backward(&straight, &gradients)?, backward(&broken, &gradients)?);
-            assert!(flat(&found) == flat(&expected), "step {step}");
+            Ok(())
+        })
+        .unwrap();
+        if with_checkpointer {
+            let error = ranks(1, |pg| {
+                let ddp = model(&pg, hook(), DdpOptions::default())?;
+                let mut state = ddp.comm_hook_state().expect("a hook");
+                Checkpointer::new(&pg, folder.path(), CheckpointerOptions::default())?
+                    .load_latest(&mut [("hook", &mut state)])
+            });
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("the hooks of 2 ranks"), "{error}");
         }
-        Ok(())
-    })
-    .unwrap();
+    }
 }
 
 #[test]
-fn what_hooks_remember_is_saved_and_loaded() {
+fn hook_state_is_saved_and_loaded() {
     resume(|| top_k(0.1));
     resume(|| power_sgd(2));
     let options = PowerSgdOptions { start_iter: 4, min_compression_rate: 1.01, ..Default::default() };
@@ -514,7 +538,7 @@ fn what_hooks_remember_is_saved_and_loaded() {
 }
 
 #[test]
-fn what_another_hook_remembers_is_refused() {
+fn the_state_of_another_hook_is_refused() {
     ranks(1, |pg| {
         let [sparse, low_rank] = [0, 1].map(|index| {
             let ddp = wrap(&pg, SHAPES, DType::F32, DdpOptions::default()).unwrap();
@@ -530,7 +554,7 @@ fn what_another_hook_remembers_is_refused() {
             let error = other.comm_hook_state().expect("a hook").load_state_dict(&state).unwrap_err();
             assert!(matches!(error, Error::Parameter { .. }), "{error}");
         }
-        // Of a model whose parameters have other shapes.
+        // The state of a model whose parameters have other shapes.
         let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
         let gradients = || shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
         for (from, index) in [(&sparse, 0), (&low_rank, 1)] {

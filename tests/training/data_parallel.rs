@@ -1,4 +1,4 @@
-//! DataParallel on several CPU devices against the same model on one.
+//! DataParallel on several CPU devices, compared with the same model on one device.
 use crate::common::{assert_buffers_are_read_first, assert_close, fill, floats, tensor, var};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, ModuleT, Shape, Tensor, Var};
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 const CPU: Device = Device::Cpu;
 
-/// Tied weights, a parameter that is not used, and an operation between them.
+/// A model with tied weights, an unused parameter, and an operation between the layers.
 struct Net {
     first: Linear,
     tied: Linear,
@@ -46,7 +46,7 @@ fn data_parallel(devices: usize, dtype: DType) -> (VarMap, DataParallel<Net>) {
     (varmap, dp)
 }
 
-/// The same variables, and a model that uses them in plain candle.
+/// Returns copies of the variables and a plain candle model that uses them.
 fn plain(varmap: &VarMap, dtype: DType) -> (VarMap, Net) {
     let copy = VarMap::new();
     let net = Net::new(VarBuilder::from_varmap(&copy, dtype, &CPU)).unwrap();
@@ -70,7 +70,7 @@ fn assert_same_gradients(ours: (&VarMap, &GradStore), plain: (&VarMap, &GradStor
 }
 
 #[test]
-fn values_and_gradients_are_those_of_one_device() {
+fn values_and_gradients_match_one_device() {
     for devices in 1..=4 {
         for rows in [8, 7, 5, 3, 2, 1] {
             let (varmap, dp) = data_parallel(devices, DType::F32);
@@ -127,7 +127,7 @@ fn twenty_steps_train_as_on_one_device() {
 }
 
 #[test]
-fn a_backward_pass_beside_ours_is_an_error() {
+fn candles_own_backward_pass_is_an_error() {
     for devices in [1, 2] {
         let (varmap, dp) = data_parallel(devices, DType::F32);
         let before = floats(&var(&varmap, "last.weight"));
@@ -138,7 +138,7 @@ fn a_backward_pass_beside_ours_is_an_error() {
         assert!(error.contains("optimizer.backward_step(&loss)"), "{error}");
         assert_eq!(floats(&var(&varmap, "last.weight")), before);
         dp.backward(&loss).unwrap();
-        // It ends with the pass.
+        // The permission ends with DataParallel's backward pass.
         loss.backward().unwrap_err();
     }
 }
@@ -154,13 +154,13 @@ fn several_forward_passes_may_come_before_one_backward_pass() {
     let ours = loss(dp.forward(&one).unwrap(), dp.forward(&two).unwrap());
     let expected = loss(net.forward(&one).unwrap(), net.forward(&two).unwrap()).backward().unwrap();
     for _ in 0..2 {
-        // As in candle, a second backward pass finds the same.
+        // As in candle, a second backward pass gives the same gradients.
         assert_same_gradients((&varmap, &dp.backward(&ours).unwrap()), (&copy, &expected), 1e-5);
     }
 }
 
 #[test]
-fn a_penalty_on_the_variables_adds_up() {
+fn a_penalty_on_the_variables_adds_to_the_gradients() {
     let (varmap, dp) = data_parallel(2, DType::F32);
     let (copy, net) = plain(&varmap, DType::F32);
     let x = tensor(&[4, 6], 1);
@@ -174,7 +174,7 @@ fn a_penalty_on_the_variables_adds_up() {
 }
 
 #[test]
-fn gradients_go_back_to_inputs_and_through_models_behind_one_another() {
+fn gradients_reach_inputs_and_pass_through_chained_models() {
     let (varmap, dp) = data_parallel(3, DType::F32);
     let (copy, net) = plain(&varmap, DType::F32);
     let heads = VarMap::new();
@@ -182,12 +182,12 @@ fn gradients_go_back_to_inputs_and_through_models_behind_one_another() {
     fill(&heads, 5);
     let plain_head = linear(4, 2, VarBuilder::from_varmap(&heads, DType::F32, &CPU)).unwrap();
     let x = Var::from_tensor(&tensor(&[5, 6], 1)).unwrap();
-    // The input is used twice: beside the models as well.
+    // The input is also used outside the models.
     let loss = |output: Tensor| (output.sqr().unwrap().sum_all().unwrap() + x.sum_all().unwrap()).unwrap();
     let doubled = (x.as_tensor() * 2.0).unwrap();
     let ours = loss(head.forward(&dp.forward(&doubled).unwrap()).unwrap());
     let expected = loss(plain_head.forward(&net.forward(&doubled).unwrap()).unwrap()).backward().unwrap();
-    // Whichever of the models is asked.
+    // All three ways to start the backward pass give the same gradients.
     for ours in [dp.backward(&ours), head.backward(&ours), data_parallel::backward(&ours)] {
         let ours = ours.unwrap();
         assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
@@ -196,7 +196,7 @@ fn gradients_go_back_to_inputs_and_through_models_behind_one_another() {
     }
 }
 
-/// A model that itself splits what it gets over devices.
+/// A model that itself splits its input over devices.
 struct Nested {
     linear: Linear,
     inner: DataParallel<Linear>,
@@ -235,7 +235,7 @@ fn models_may_take_and_return_several_tensors() {
     let (x, index) = (tensor(&[7, 6], 1), Tensor::arange(0u32, 7, &CPU).unwrap());
     let y = Var::from_tensor(&tensor(&[7, 4], 2)).unwrap();
     let unused = Var::from_tensor(&tensor(&[7], 3)).unwrap();
-    // A variable that is none of the model's.
+    // A variable that does not belong to the model.
     let extra = Var::from_tensor(&tensor(&[4], 4)).unwrap();
     let f = |net: &Net, inputs: &[Tensor]| {
         let (x, index, y) = (&inputs[0], &inputs[1], &inputs[2]);
@@ -256,7 +256,7 @@ fn models_may_take_and_return_several_tensors() {
         let sum = ours[number].sum_all().unwrap();
         assert_close(&floats(&sum), &floats(&expected[number]), 1e-5, "scalar");
     }
-    // Output 4 is not used.
+    // The loss does not use output 4.
     let loss = |outputs: &[Tensor]| {
         let sum = |number: usize| outputs[number].sqr().unwrap().sum_all().unwrap();
         ((sum(0) + sum(1)).unwrap() + outputs[3].sum_all().unwrap()).unwrap()
@@ -264,7 +264,7 @@ fn models_may_take_and_return_several_tensors() {
     let ours = dp.backward(&loss(&ours)).unwrap();
     let expected = loss(&expected).backward().unwrap();
     assert_same_gradients((&varmap, &ours), (&copy, &expected), 1e-5);
-    // Where nothing depends on it.
+    // The outputs do not depend on `unused`, so its gradient is zero.
     assert_eq!(floats(ours.get(&unused).unwrap()), [0.0; 7]);
     for var in [&y, &extra] {
         assert_close(&floats(ours.get(var).unwrap()), &floats(expected.get(var).unwrap()), 1e-5, "variable");
@@ -289,7 +289,7 @@ impl ModuleT for WithNorm {
 }
 
 #[test]
-fn buffers_are_the_first_devices() {
+fn buffers_follow_the_first_device() {
     let varmap = VarMap::new();
     let dp = DataParallel::new(&[CPU, CPU], &CPU, &varmap, WithNorm::new).unwrap();
     let alone = VarMap::new();
@@ -303,14 +303,14 @@ fn buffers_are_the_first_devices() {
     }
     for step in 0..3 {
         let x = tensor(&[5, 6], step);
-        // Each batch norm sees its device's rows, and starts from the first device's running means.
+        // Each batch norm sees its device's rows; all start from the first device's running means.
         let ours = dp.forward_t(&x, true).unwrap();
         let first = net.forward_t(&x.narrow(0, 0, 3).unwrap(), true).unwrap();
         assert_close(&floats(&ours.narrow(0, 0, 3).unwrap()), &floats(&first), 1e-5, "output");
         for name in ["norm.running_mean", "norm.running_var"] {
             assert_close(&floats(&var(&varmap, name)), &floats(&var(&alone, name)), 1e-5, name);
         }
-        // In evaluation mode all replicas have them, so that splitting the batch makes no difference.
+        // In evaluation mode all replicas use the first device's buffers, so splitting the batch makes no difference.
         let eval = net.forward_t(&x, false).unwrap();
         assert_close(&floats(&dp.forward_t(&x, false).unwrap()), &floats(&eval), 1e-5, "evaluation");
         assert_close(&floats(&x.apply_t(&dp, false).unwrap()), &floats(&eval), 1e-5, "as a ModuleT");
@@ -322,7 +322,7 @@ fn buffers_are_the_first_devices() {
 }
 
 #[test]
-fn no_replica_computes_before_all_have_the_buffers() {
+fn no_replica_computes_before_all_have_read_the_buffers() {
     for devices in [2, 3] {
         assert_buffers_are_read_first(&vec![CPU; devices], 10);
     }
@@ -347,7 +347,7 @@ fn the_varmap_has_the_models_own_names() {
     assert_eq!(floats(&dp.forward(&x).unwrap()), expected, "all replicas have what was loaded");
 }
 
-/// Counts its clones, which are as many as there are graphs that hold it.
+/// Counts its live clones, one for each graph that holds it.
 #[derive(Clone)]
 struct Marker(Arc<AtomicUsize>);
 
@@ -387,12 +387,12 @@ fn graphs_live_as_long_as_their_outputs() {
         dp.call(&[&tensor(&[4, 6], 1)], f).unwrap().remove(0)
     };
     drop(forward());
-    assert_eq!(alive.load(Ordering::SeqCst), 0, "evaluation leaves nothing behind");
+    assert_eq!(alive.load(Ordering::SeqCst), 0, "evaluation must leave no graph");
     let output = forward();
     assert_eq!(alive.load(Ordering::SeqCst), 2);
     let grads = dp.backward(&output.sum_all().unwrap()).unwrap();
     drop(output);
-    assert_eq!(alive.load(Ordering::SeqCst), 0, "gradients hold no graph");
+    assert_eq!(alive.load(Ordering::SeqCst), 0, "gradients must hold no graph");
     drop(grads);
 }
 
@@ -408,7 +408,7 @@ fn assert_replica_failed<T>(result: Result<T, Error>, number: usize, words: &str
     }
 }
 
-/// Fails, in one way or the other, where the batch has the row.
+/// Fails with an error or a panic if the batch contains the row.
 struct Trap {
     linear: Linear,
     panics: bool,
@@ -486,12 +486,12 @@ fn deep_graphs_fit_the_replicas_stacks() {
     let output = dp.call(&[&tensor(&[2, 6], 1)], deep).unwrap().remove(0);
     let grads = dp.backward(&output.sum_all().unwrap()).unwrap();
     assert_eq!(floats(grads.get(&var(&varmap, "last.bias")).unwrap()), [2.0; 4]);
-    // Dropping a graph recurses as well, on whichever thread it is.
+    // Dropping a graph recurses too, on whichever thread drops it.
     std::thread::Builder::new().stack_size(64 << 20).spawn(move || drop(output)).unwrap().join().unwrap();
 }
 
 #[test]
-fn what_cannot_work_is_refused() {
+fn invalid_arguments_are_refused() {
     let argument = |result: Result<(), Error>, name: &str, words: &str| match result {
         Err(Error::InvalidArgument { argument, reason }) => {
             assert_eq!(argument, name);
@@ -510,7 +510,7 @@ fn what_cannot_work_is_refused() {
     argument(dp.call(&[&tensor(&[5, 6], 1)], uneven).map(|_| ()), "outputs", "replica 1 returned 2");
     let shapes = |_: &Net, inputs: &[Tensor]| Ok(vec![inputs[0].t()?]);
     argument(dp.call(&[&tensor(&[5, 6], 1)], shapes).map(|_| ()), "tensors", "f32[6, 2]");
-    // A wrong shape is candle's error, on the replica where it happened.
+    // A wrong shape is reported as candle's error, with the replica where it happened.
     assert_replica_failed(dp.forward(&tensor(&[4, 5], 1)), 0, "shape mismatch");
 }
 
@@ -542,7 +542,7 @@ fn models_that_differ_between_devices_are_refused() {
 }
 
 #[test]
-fn the_parts_work_by_themselves() {
+fn replicate_scatter_parallel_apply_and_gather_work_on_their_own() {
     let varmap = VarMap::new();
     let devices = [CPU, CPU, CPU];
     let replicas = replicate(&devices, &varmap, DType::F32, |vb| linear(6, 2, vb)).unwrap();
@@ -554,19 +554,19 @@ fn the_parts_work_by_themselves() {
         threads.lock().unwrap().insert(std::thread::current().id());
         net.forward(&x)
     });
-    assert_eq!(threads.into_inner().unwrap().len(), 3, "each has a thread");
+    assert_eq!(threads.into_inner().unwrap().len(), 3, "each replica runs on its own thread");
     let output = gather(&outputs.unwrap(), &CPU).unwrap();
     let plain = linear(6, 2, VarBuilder::from_varmap(&varmap, DType::F32, &CPU)).unwrap();
     let expected = plain.forward(&x).unwrap();
     assert_close(&floats(&output), &floats(&expected), 1e-6, "output");
-    // One replica needs no thread.
+    // One replica runs on the calling thread.
     let here = std::thread::current().id();
     let ran_here = parallel_apply(&replicas, vec![()], |_, ()| Ok(std::thread::current().id() == here));
     assert_eq!(ran_here.unwrap(), [true]);
-    // Gradients come back through scatter and gather.
+    // Gradients flow back through scatter and gather.
     let grad = |output: Tensor| floats(output.sqr().unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap());
     assert_close(&grad(output), &grad(expected), 1e-5, "x");
-    // The other devices' replicas have storage of their own, also where the device is the same.
+    // Replicas have storage of their own, even if the devices are the same.
     let weights: Vec<&Tensor> = replicas.iter().map(|replica| replica.module().weight()).collect();
     assert_eq!(weights[0].id(), var(&varmap, "weight").id());
     fill(&varmap, 2);

@@ -1,4 +1,4 @@
-//! DistributedDataParallel with ranks as threads: each consequence of its design, one test each.
+//! DistributedDataParallel with ranks as threads: one test for each guarantee.
 use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
@@ -7,7 +7,7 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Reduc
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
-/// Three layers, the last of which may be left out.
+/// Three layers; the last may be left out.
 struct Net {
     first: Linear,
     second: Linear,
@@ -44,7 +44,7 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParall
     Ok((ddp, varmap))
 }
 
-/// One bucket for each parameter, so that `buckets` shows the order of single gradients.
+/// One bucket for each parameter, so that `buckets` shows the order of the gradients.
 fn tiny() -> DdpOptions {
     DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() }
 }
@@ -131,7 +131,7 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 }
 
 #[test]
-fn construction_takes_over_the_values_of_rank_0() {
+fn construction_broadcasts_the_values_of_rank_0() {
     let found = ranks(3, |pg| {
         let varmap = VarMap::new();
         Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
@@ -148,7 +148,7 @@ fn construction_takes_over_the_values_of_rank_0() {
 }
 
 #[test]
-fn parameters_are_numbered_in_the_order_in_which_the_model_asks() {
+fn parameters_are_numbered_in_the_order_of_requests() {
     ranks(1, |pg| {
         let (ddp, _) = wrap(&pg, DdpOptions::default())?;
         let names: Vec<String> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
@@ -159,8 +159,8 @@ fn parameters_are_numbered_in_the_order_in_which_the_model_asks() {
 }
 
 #[test]
-fn buckets_are_rebuilt_once_in_the_order_in_which_gradients_came() {
-    // Asks for its layers in another order than it uses them in.
+fn buckets_are_rebuilt_once_in_gradient_order() {
+    // Requests its layers in a different order than it uses them.
     let build = |vb: VarBuilder| {
         let third = linear(8, 2, vb.pp("third"))?;
         let first = linear(4, 8, vb.pp("first"))?;
@@ -177,12 +177,13 @@ fn buckets_are_rebuilt_once_in_the_order_in_which_gradients_came() {
         let first = step()?;
         let before = NET_NAMES.map(|name| gradient(&first, &var(&varmap, name)));
         let second = step()?;
-        // The last layer comes first, and of each layer the bias, which is added after the product.
+        // Gradients arrive from the last layer to the first; in each layer the bias is first, since it is added after
+        // the product.
         let came = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"];
         assert_eq!(ddp.buckets(), single(came));
         let after = NET_NAMES.map(|name| gradient(&second, &var(&varmap, name)));
-        assert_eq!(before, after, "the gradients of the same step, at other places");
-        // Once: another order later on changes nothing.
+        assert_eq!(before, after, "the same gradients in other slices");
+        // Buckets are rebuilt only once: a later change of the order has no effect.
         ddp.backward(&loss(&ddp.call(|net| net.first.forward(&batch(pg.rank())))?)?)?;
         step()?;
         assert_eq!(ddp.buckets(), single(came));
@@ -191,7 +192,7 @@ fn buckets_are_rebuilt_once_in_the_order_in_which_gradients_came() {
     .unwrap();
 }
 
-/// A model that multiplies with its weights on the left, so that candle meets their gradients late.
+/// A model with its weights on the left of products, so that candle visits their gradients late.
 struct Left {
     a: Tensor,
     b: Tensor,
@@ -240,7 +241,7 @@ fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
 
 #[test]
 fn shared_weights_fire_once_with_the_sum_of_their_uses() {
-    /// The same name asked for twice, as with tied embeddings.
+    /// Requests the same name twice, as tied embeddings do.
     struct Tied(Tensor, Tensor);
     let forward = |net: &Tied, x: &Tensor| x.matmul(&net.0)?.tanh()?.matmul(&net.1);
     let build = |vb: VarBuilder| Ok::<_, candle_core::Error>(Tied(vb.get((4, 4), "w")?, vb.get((4, 4), "w")?));
@@ -268,8 +269,8 @@ fn shared_weights_fire_once_with_the_sum_of_their_uses() {
 
 #[test]
 fn ranks_may_use_different_parameters() {
-    // Rank 0 leaves the third layer out, rank 1 the second and third (in the first step, which is also the one that
-    // decides about the rebuild), rank 2 nothing.
+    // Rank 0 leaves out the third layer, rank 1 the second and third, also in the first step, which decides the
+    // order of the rebuilt buckets. Rank 2 uses all layers.
     let forward = |rank: usize, net: &Net, x: &Tensor| match rank {
         0 => net.trunk(x),
         1 => net.first.forward(x),
@@ -308,7 +309,7 @@ fn a_parameter_that_no_rank_used_has_no_gradient() {
         ranks(2, |pg| {
             let (ddp, varmap) = wrap(&pg, options.clone())?;
             for _ in 0..3 {
-                // Something in the slices first, which must not be mistaken for a gradient.
+                // First fill the slices, whose contents must not be mistaken for gradients.
                 ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
                 let grads = ddp.backward(&loss(&ddp.call(|net| net.trunk(&batch(pg.rank())))?)?)?;
                 for name in &NET_NAMES[..4] {
@@ -318,7 +319,7 @@ fn a_parameter_that_no_rank_used_has_no_gradient() {
                     assert!(grads.get(&var(&varmap, name)).is_none(), "{name}");
                 }
             }
-            // A loss that reaches no parameter at all is no reason to hang either.
+            // A loss that depends on no parameter must not cause a hang either.
             let grads = ddp.backward(&Tensor::new(1f32, &Device::Cpu)?)?;
             assert!(NET_NAMES.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
             Ok(())
@@ -333,17 +334,17 @@ fn no_sync_accumulates_until_the_next_synchronised_backward() {
     let out = ranks(world, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
         let step = |batch: Tensor| ddp.backward(&loss(&ddp.forward(&batch)?)?);
-        step(batch(90 + pg.rank()))?; // whose gradients must not leak into the next
+        step(batch(90 + pg.rank()))?; // these gradients must not leak into the next pass
         let local = {
             let _guard = ddp.no_sync();
             step(batch(pg.rank()))?;
             let grads = step(batch(10 + pg.rank()))?;
             NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))
         };
-        // The last pass does not use the third layer: its accumulated gradient counts all the same.
+        // The last pass does not use the third layer, but its accumulated gradient counts.
         let grads = ddp.backward(&loss(&ddp.call(|net| net.trunk(&batch(20 + pg.rank())))?)?)?;
         let synchronised = NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)));
-        // What had accumulated is gone.
+        // The accumulated gradients are gone.
         let grads = step(batch(30 + pg.rank()))?;
         Ok((local, synchronised, NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name)))))
     })
@@ -396,7 +397,7 @@ fn gradient_accumulation_equals_the_big_batch() {
 }
 
 #[test]
-fn a_backward_that_ddp_did_not_start_is_refused() {
+fn candles_own_backward_pass_is_refused() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
         let loss = loss(&ddp.forward(&batch(0))?)?;
@@ -408,7 +409,7 @@ fn a_backward_that_ddp_did_not_start_is_refused() {
         }
         assert_eq!(before, floats(&var(&varmap, "first.weight")));
         ddp.backward(&loss)?;
-        assert!(loss.backward().is_err(), "also after one that DDP started");
+        assert!(loss.backward().is_err(), "still refused after DDP's own backward pass");
         Ok(())
     })
     .unwrap();
@@ -447,7 +448,7 @@ fn replicas_are_never_stale() {
 }
 
 #[test]
-fn buckets_are_used_again_once_their_gradients_are_dropped() {
+fn buckets_are_reused_once_their_gradients_are_dropped() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
         let step = |seed: usize| ddp.backward(&loss(&ddp.forward(&batch(seed))?)?);
@@ -463,7 +464,7 @@ fn buckets_are_used_again_once_their_gradients_are_dropped() {
     .unwrap();
 }
 
-/// They are views of one bucket. The ranks start the two calls in opposite order.
+/// The gradients are views of one bucket. The ranks start the two calls in opposite order.
 #[test]
 fn gradients_are_reduced_in_two_groups_at_once() -> Result<()> {
     let seen = ranks(2, |pg| {
@@ -489,7 +490,7 @@ fn gradients_are_reduced_in_two_groups_at_once() -> Result<()> {
 }
 
 #[test]
-fn buffers_are_handed_out_raw_and_follow_rank_0() {
+fn buffers_are_the_variables_themselves_and_follow_rank_0() {
     use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, batch_norm};
     struct Normed(Linear, BatchNorm);
     impl ModuleT for Normed {
@@ -522,7 +523,7 @@ fn buffers_are_handed_out_raw_and_follow_rank_0() {
 }
 
 #[test]
-fn ignored_parameters_stay_each_ranks_own() {
+fn ignored_parameters_stay_local_to_each_rank() {
     let out = ranks(2, |pg| {
         let options = DdpOptions { is_ignored: Arc::new(|name| name.starts_with("second")), ..Default::default() };
         let varmap = VarMap::new();
@@ -557,7 +558,7 @@ fn vars_without_a_builder_are_averaged_too() {
         step()?;
         let grads = step()?;
         let both = [gradient(&grads, &a), gradient(&grads, &b)];
-        // A parameter that only rank 1 uses.
+        // Only rank 1 uses this parameter.
         let partly = ddp.call(|net| if pg.rank() == 0 { batch(0).matmul(&net.0) } else { forward(net, &batch(1)) })?;
         let grads = ddp.backward(&loss(&partly)?)?;
         assert!(grads.get(&b).is_some());
@@ -586,7 +587,7 @@ fn vars_without_a_builder_are_averaged_too() {
     assert!(matches!(&error, Err(Error::Parameter { parameter, .. }) if parameter == "b"), "{error:?}");
 }
 
-/// The errors of all ranks of a construction that should fail.
+/// The errors of all ranks for a construction that must fail.
 fn construction_errors<E>(
     build: impl Fn(usize, VarBuilder<'static>) -> std::result::Result<Linear, E> + Sync,
     options: impl Fn(usize) -> DdpOptions + Sync,
@@ -598,14 +599,14 @@ where
         let (rank, varmap) = (pg.rank(), VarMap::new());
         let build = |vb| build(rank, vb);
         let error = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options(rank)).err();
-        pg.barrier()?; // the group has survived
+        pg.barrier()?; // the group remains usable
         Ok(error.expect("an error"))
     })
     .unwrap()
 }
 
 #[test]
-fn every_rank_hears_of_a_different_model() {
+fn every_rank_reports_models_that_differ() {
     let errors = construction_errors(|rank, vb| linear(4, if rank == 2 { 5 } else { 6 }, vb), |_| Default::default());
     for error in errors {
         assert!(matches!(error, Error::Mismatch { what: "model", rank: 2, .. }), "{error}");
@@ -619,7 +620,7 @@ fn every_rank_hears_of_a_different_model() {
 }
 
 #[test]
-fn every_rank_hears_of_a_model_that_could_not_be_built() {
+fn every_rank_reports_a_model_that_could_not_be_built() {
     let errors = construction_errors(
         |rank, vb| if rank == 1 { candle_core::bail!("no such file") } else { linear(4, 6, vb) },
         |_| Default::default(),
@@ -639,7 +640,7 @@ fn every_rank_hears_of_a_model_that_could_not_be_built() {
 }
 
 #[test]
-fn variables_of_a_dtype_that_nobody_sends_are_refused_by_name() {
+fn variables_of_unsupported_dtypes_are_refused_by_name() {
     for (dtype, name) in [(DType::F8E4M3, "scales.weight"), (DType::I32, "scales.count")] {
         let errors = construction_errors(
             |_, vb| {
@@ -655,7 +656,7 @@ fn variables_of_a_dtype_that_nobody_sends_are_refused_by_name() {
     }
 }
 
-/// An operation without a gradient, or whose backward panics.
+/// An operation without a gradient, or one whose backward pass panics.
 struct NoGradient {
     panics: bool,
 }
@@ -683,7 +684,7 @@ impl candle_core::CustomOp1 for NoGradient {
 fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
     let errors = ranks(3, |pg| {
         let (ddp, _) = wrap(&pg, tiny())?;
-        // Rank 1 may be so far ahead that the end of the group reaches the others in their first step.
+        // Rank 1 may be so far ahead that the others see the end of the group in their first step.
         let two_steps = || -> Result<()> {
             ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
             let output = ddp.forward(&batch(pg.rank()))?;
@@ -702,7 +703,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
 }
 
 #[test]
-fn alone_in_the_world_a_failed_backward_can_be_repeated() {
+fn in_a_world_of_one_a_failed_backward_can_be_repeated() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
         let bad = loss(&ddp.forward(&batch(0))?.apply_op1(NO_GRADIENT)?)?;
@@ -718,7 +719,7 @@ fn alone_in_the_world_a_failed_backward_can_be_repeated() {
 }
 
 #[test]
-fn a_panic_in_a_backward_pass_ends_it_too() {
+fn a_panic_ends_the_backward_pass_too() {
     let panic = |ddp: &DistributedDataParallel<Net>| {
         let rank = ddp.process_group().rank();
         let output = ddp.forward(&batch(rank)).unwrap().apply_op1(NoGradient { panics: true }).unwrap();
@@ -768,7 +769,7 @@ fn half_precision_models_reduce_in_their_own_dtype() {
 }
 
 #[test]
-fn variables_asked_for_after_construction_are_refused() {
+fn variables_requested_after_construction_are_refused() {
     ranks(1, |pg| {
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| Ok::<_, Error>((linear(4, 2, vb.pp("known"))?, vb));

@@ -1,4 +1,5 @@
-//! Two ranks against the golden training run of PyTorch's DDP: the same losses on each rank, the same final weights.
+//! Two ranks reproduce the golden training run of PyTorch's DDP: the same losses on each rank and the same final
+//! weights.
 use crate::common::ranks;
 use candle_core::{DType, Result as CandleResult};
 use candle_ddp::{DdpOptions, DistributedDataParallel};

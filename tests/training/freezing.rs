@@ -1,11 +1,11 @@
-//! Parameters that are not trained, and buffers.
+//! Frozen parameters and buffers.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::sync::Arc;
 
-/// Features with a batch norm, and a head.
+/// A feature extractor with a batch norm, and a head.
 struct Net {
     features: Linear,
     norm: BatchNorm,
@@ -60,7 +60,7 @@ const HEAD: [&str; 2] = ["head.weight", "head.bias"];
 const STATISTICS: [&str; 2] = ["features.norm.running_mean", "features.norm.running_var"];
 const X: (&[usize], u64) = (&[10, 4], 8);
 
-/// Trains on this rank's half of the batch in evaluation mode, in which a batch norm does not depend on its batch.
+/// Trains on this rank's half of the batch in evaluation mode, where a batch norm does not depend on the other rows.
 fn train(pg: &ProcessGroup, ddp: &Ddp, steps: usize) -> Result<()> {
     let x = tensor(X.0, X.1).i(pg.rank() * 5..(pg.rank() + 1) * 5)?;
     let mut optimizer = SGD::new(ddp.parameters(), 0.5)?;
@@ -97,13 +97,13 @@ fn frozen_parameters_stay_until_they_are_thawed() {
             fill(&varmap, 99);
         }
         let ddp = wrap(&pg, &varmap, frozen())?;
-        assert_eq!(all(&varmap), all(&filled()), "rank 0's values, of frozen ones as well");
+        assert_eq!(all(&varmap), all(&filled()), "frozen variables must have rank 0's values too");
         assert_eq!(names(ddp.named_parameters()), HEAD);
         assert_eq!(names(ddp.named_buffers()), STATISTICS, "buffers stay buffers");
         assert_eq!(ddp.buckets().concat(), ["head.bias", "head.weight"], "nothing else is sent");
         train(&pg, &ddp, 3)?;
         assert_close(&all(&varmap), &head_trained, 1e-5, "the head");
-        // Thawed.
+        // Thaws the features.
         let ddp = wrap(&pg, &varmap, DdpOptions::default())?;
         assert_eq!(names(ddp.named_parameters()), [&FROZEN[..], &HEAD].concat());
         train(&pg, &ddp, 3)?;
@@ -114,13 +114,13 @@ fn frozen_parameters_stay_until_they_are_thawed() {
 }
 
 #[test]
-fn no_gradient_is_computed_where_only_frozen_parameters_are() {
+fn no_gradient_is_computed_for_frozen_parts() {
     ranks(2, |pg| {
         let varmap = filled();
         let ddp = wrap(&pg, &varmap, frozen())?;
         let x = tensor(&[5, 4], pg.rank() as u64);
         let features = ddp.call(|net| net.features(&x, true))?;
-        assert!(!features.track_op(), "candle's backward pass has nothing to go through");
+        assert!(!features.track_op(), "the features must not be part of candle's graph");
         let statistics = floats(&var(&varmap, STATISTICS[0]));
         let grads = ddp.backward(&ddp.forward_t(&x, true)?.sqr()?.mean_all()?)?;
         assert!(FROZEN.iter().all(|name| grads.get(&var(&varmap, name)).is_none()));
@@ -173,7 +173,7 @@ fn frozen_variables_of_a_model_without_a_builder_get_no_gradients() {
 }
 
 #[test]
-fn ranks_must_freeze_the_same_and_leave_something() {
+fn ranks_must_freeze_the_same_and_not_everything() {
     let errors = ranks(2, |pg| {
         let other = if pg.rank() == 0 { frozen() } else { DdpOptions::default() };
         let error = wrap(&pg, &filled(), other).err();
@@ -197,9 +197,9 @@ fn ranks_must_freeze_the_same_and_leave_something() {
     assert!(errors.iter().all(|text| text.contains("frozen 0: features.weight f32[6, 4] on rank 1")), "{errors:?}");
 }
 
-/// A predicate of one's own takes nothing away.
+/// An `is_buffer` predicate adds to the buffers of batch norms.
 #[test]
-fn buffers_of_batch_norms_are_buffers_unless_that_is_switched_off() {
+fn batch_norm_statistics_are_buffers_unless_switched_off() {
     ranks(1, |pg| {
         let is_buffer = || -> candle_ddp::ddp::NamePredicate { Arc::new(|name| name == "head.bias") };
         let options = DdpOptions { is_buffer: is_buffer(), ..Default::default() };

@@ -1,5 +1,5 @@
-//! Plain candle, one process and the whole batch, against the golden training run of PyTorch's DDP on two ranks: what
-//! differs here is candle's doing, not DDP's.
+//! Plain candle in one process with the whole batch, against the golden training run of PyTorch's DDP on two ranks.
+//! Differences here come from candle, not from DDP.
 use candle_core::{DType, Device, Module, Result};
 use candle_nn::{AdamW, Optimizer, SGD, VarBuilder, VarMap};
 
@@ -9,7 +9,7 @@ fn train<O: Optimizer>(name: &str, config: O::Config) -> Result<()> {
     let net = crate::model::Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
     golden.set_initial(&varmap)?;
     let mut optimizer = O::new(varmap.all_vars(), config)?;
-    // The whole batch's loss is the mean of the ranks', whose batches are equally large.
+    // The loss of the whole batch is the mean of the ranks' losses, since their batches have the same size.
     let expected: Vec<f32> = golden.get(&format!("{name}.losses")).mean(0)?.to_vec1()?;
     assert_eq!(expected.len(), crate::model::STEPS);
     for (step, expected) in expected.into_iter().enumerate() {

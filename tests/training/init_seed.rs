@@ -5,12 +5,12 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, see
 use candle_nn::init::DEFAULT_KAIMING_NORMAL;
 use candle_nn::{Linear, VarBuilder, VarMap, batch_norm, linear};
 
-/// The first layer's weight and everything, by name, on each rank.
+/// On each rank: the variables by name.
 fn build(world_size: usize, options: DdpOptions) -> Vec<Vec<(String, Vec<f32>)>> {
     let models = ranks(world_size, |pg| {
         let varmap = VarMap::new();
         let net = |vb: VarBuilder| -> Result<(Linear, Linear), Error> {
-            // The order differs from rank to rank in nothing but the values that candle would draw.
+            // The ranks would otherwise differ only in the values that candle draws.
             batch_norm(3, 1e-5, vb.pp("bn"))?;
             Ok((linear(7, 5, vb.pp("a"))?, linear(5, 2, vb.pp("b"))?))
         };
@@ -21,13 +21,13 @@ fn build(world_size: usize, options: DdpOptions) -> Vec<Vec<(String, Vec<f32>)>>
 }
 
 #[test]
-fn a_model_starts_with_the_same_values_in_every_run_and_every_world() {
+fn initial_values_do_not_depend_on_the_run_or_the_world_size() {
     let seeded = |seed| DdpOptions { init_seed: Some(seed), ..Default::default() };
     let one = build(1, seeded(3)).remove(0);
     for rank in build(3, seeded(3)) {
         assert_eq!(rank, one);
     }
-    // The variables are f32, in whatever dtype the model computes.
+    // The variables are f32, whatever dtype the model computes in.
     let mixed_precision = Some(MixedPrecision { param_dtype: Some(DType::BF16), ..Default::default() });
     assert_eq!(build(2, DdpOptions { mixed_precision, ..seeded(3) })[1], one);
     let values = |name: &str| one.iter().find(|(other, _)| other == name).unwrap().1.clone();
@@ -36,6 +36,6 @@ fn a_model_starts_with_the_same_values_in_every_run_and_every_world() {
     assert_eq!(values("bn.weight"), [1.0; 3]);
     let other = build(1, seeded(4)).remove(0);
     assert!(other.iter().zip(&one).all(|((name, a), (_, b))| (a != b) != name.starts_with("bn")), "{other:?}");
-    // Without a seed, candle draws.
+    // Without a seed, candle draws random values.
     assert_ne!(build(1, DdpOptions::default()), build(1, DdpOptions::default()));
 }

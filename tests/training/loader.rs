@@ -2,8 +2,12 @@
 use candle_ddp::Error;
 use candle_ddp::data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions};
 
+fn options(batch_size: usize, drop_last: bool) -> LoaderOptions {
+    LoaderOptions { batch_size, drop_last, ..Default::default() }
+}
+
 fn batches(order: impl IntoIterator<Item = usize>, batch_size: usize, drop_last: bool) -> Vec<Vec<usize>> {
-    let loader = DataLoader::new(LoaderOptions { batch_size, drop_last }, |indices| Ok(indices.to_vec())).unwrap();
+    let loader = DataLoader::new(options(batch_size, drop_last), |indices| Ok(indices.to_vec())).unwrap();
     let order: Vec<usize> = order.into_iter().collect();
     let batches: Vec<_> = loader.iter(order.iter().copied()).collect::<Result<_, _>>().unwrap();
     assert_eq!(batches.len(), loader.num_batches(order.len()));
@@ -36,7 +40,7 @@ fn ranks_get_the_same_number_of_batches() {
 
 #[test]
 fn an_error_is_reported_in_its_place() {
-    let loader = DataLoader::new(LoaderOptions { batch_size: 2, drop_last: false }, |indices| match indices {
+    let loader = DataLoader::new(options(2, false), |indices| match indices {
         [2, 3] => Err(Error::RankOutOfRange { rank: 2, world_size: 2 }),
         indices => Ok(indices.len()),
     })
@@ -47,7 +51,13 @@ fn an_error_is_reported_in_its_place() {
 
 #[test]
 fn an_empty_batch_is_refused() {
-    let options = LoaderOptions { batch_size: 0, drop_last: false };
-    let error = DataLoader::new(options, |_| Ok(())).err().unwrap();
+    let error = DataLoader::new(options(0, false), |_| Ok(())).err().unwrap();
     assert!(matches!(error, Error::InvalidArgument { argument: "batch_size", .. }), "{error}");
+}
+
+#[test]
+fn a_closure_has_no_workers() {
+    let options = LoaderOptions { num_workers: 1, ..Default::default() };
+    let error = DataLoader::new(options, |_| Ok(())).err().unwrap();
+    assert!(matches!(error, Error::InvalidArgument { argument: "num_workers", .. }), "{error}");
 }

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/layers/mod.rs"]
+mod layers;
 #[path = "../golden/model.rs"]
 mod model;
 #[path = "../common/programs.rs"]
@@ -16,6 +18,7 @@ mod candle_gradients;
 mod checkpoint;
 mod checkpoint_file;
 mod checkpoint_pickle;
+mod checkpointer;
 mod comm_hooks;
 mod comm_hooks_feedback;
 mod data_parallel;
@@ -23,11 +26,14 @@ mod ddp;
 mod ddp_golden;
 mod evaluation;
 mod freezing;
-mod golden_layers;
 mod golden_model;
+mod image_programs;
 mod init_seed;
+mod join;
 mod loader;
+mod loader_state;
 mod messages;
+mod nan_check;
 mod nn_checkpoint;
 mod nn_conv;
 mod nn_dropout;
@@ -43,4 +49,7 @@ mod optim_state;
 mod resume;
 mod sampler;
 mod several_models;
+mod small_data;
+mod vision_errors;
+mod vision_values;
 mod zero;

@@ -1,4 +1,4 @@
-//! What an error says about ranks that do different things: what the program wanted, not only which collective it took.
+//! Errors about ranks that do different things: they name what each program wanted, not only the collectives.
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
@@ -39,7 +39,7 @@ impl Job<'_> {
 
 type Act = for<'a, 'b> fn(&'a Job<'b>) -> Result<()>;
 
-/// The error of both ranks when rank 0 does `first` and rank 1 does `second`.
+/// The errors of both ranks when rank 0 does `first` and rank 1 does `second`.
 fn desync(first: Act, second: Act) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
@@ -64,7 +64,7 @@ fn a_desync_names_what_each_rank_was_doing() {
     const BUFFERS: &str = "broadcast(f32[6]) for rank 0's variables, which DistributedDataParallel broadcasts";
     let cases: [(Act, Act, &str, &str); 3] = [
         (|job| job.save(), |job| job.backward(), SAVE, BUFFERS),
-        // These look alike without it.
+        // Without the purpose, these calls would look alike.
         (|job| job.save(), |job| job.gather(), SAVE, GATHER),
         (|job| job.reduce(), |job| job.gather(), "all_reduce(f32[7])", GATHER),
     ];

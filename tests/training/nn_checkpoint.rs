@@ -1,4 +1,4 @@
-//! Activation checkpointing: nothing but memory differs.
+//! Activation checkpointing changes memory use and nothing else.
 use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
 use candle_ddp::nn::{Dropout, Linear, checkpoint, linear, relu};
@@ -8,7 +8,7 @@ use candle_nn::{VarBuilder, VarMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Three layers, the second of which is used twice, with dropout; in a checkpoint (and one within) or not.
+/// Three layers with dropout, the second used twice; plain, in a checkpoint, or in nested checkpoints.
 #[derive(Clone)]
 struct Net {
     layers: [Linear; 3],
@@ -34,7 +34,7 @@ impl Net {
     fn middle(&self, x: &Tensor) -> Result<Tensor> {
         self.runs.fetch_add(1, Ordering::Relaxed);
         let x = self.dropout.forward(&relu(&self.layers[1].forward(x)?)?, true)?;
-        // One of candle's own operations, and a parameter that it uses.
+        // One of candle's own operations with a parameter.
         let x = (x * 1.5)?.broadcast_add(self.layers[0].bias().unwrap())?;
         if self.kind != Kind::Nested {
             return self.last(&x);
@@ -57,7 +57,7 @@ impl Module for Net {
             let net = self.clone();
             checkpoint(&[&x], move |x| net.middle(&x[0]))?
         };
-        // The input and a layer of the checkpoint are used outside of it as well.
+        // The input and one of the checkpoint's layers are used outside it too.
         self.layers[1].forward(&(y + x)?)
     }
 }
@@ -72,7 +72,7 @@ fn fill(varmap: &VarMap) {
 }
 
 #[test]
-fn results_and_gradients_are_those_without_a_checkpoint() {
+fn results_and_gradients_match_those_without_a_checkpoint() {
     let gradients = |kind| {
         let varmap = VarMap::new();
         let net = Net::new(kind, &VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
@@ -125,7 +125,7 @@ fn hooks_fire_once_under_ddp() {
 }
 
 #[test]
-fn an_error_of_the_function_is_the_checkpoints() {
+fn the_checkpoint_returns_the_functions_error() {
     let x = Var::from_tensor(&tensor(&[2, 2], 1)).unwrap();
     let error = checkpoint(&[x.as_tensor()], |_| candle_core::bail!("no such layer")).unwrap_err();
     assert!(error.to_string().contains("no such layer"), "{error}");
@@ -133,7 +133,7 @@ fn an_error_of_the_function_is_the_checkpoints() {
     assert!(error.contains("through which no gradient flows"), "{error}");
 }
 
-/// Activation checkpointing by hand: a backward pass within another, which comes to a parameter a second time.
+/// Hand-written activation checkpointing: a backward pass within another, which reaches a parameter a second time.
 struct ByHand(Linear);
 
 impl CustomOp1 for ByHand {
@@ -152,7 +152,7 @@ impl CustomOp1 for ByHand {
 }
 
 #[test]
-fn a_gradient_that_comes_twice_is_an_error() {
+fn a_gradient_that_arrives_twice_is_an_error() {
     let errors = ranks(1, |pg| {
         let build = |vb: VarBuilder| linear(6, 6, vb);
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, DdpOptions::default())?;

@@ -1,61 +1,27 @@
-//! Linear layers, convolutions and batch normalisation against PyTorch's.
-use crate::golden_layers::{Parameters, check};
-use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
-use candle_ddp::nn::{
-    BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, Linear, conv_transpose2d, conv2d, conv2d_no_bias,
-};
-use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
+//! Linear layers, convolutions and batch normalisation, compared with PyTorch.
+use crate::layers;
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_ddp::nn::{Linear, conv_transpose2d, conv2d, conv2d_no_bias};
+use candle_nn::{Conv2dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
 
 #[test]
-fn linear_is_pytorchs() {
-    check("linear", |_, x| Linear::new(x[1].clone(), x.get(2).cloned()).forward(&x[0]));
+fn linear_matches_pytorch() {
+    layers::linear_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn convolutions_are_pytorchs() {
-    let number = |case: &Parameters, name| case.numbers(name)[0];
-    check("conv2d", |case, x| {
-        let [stride, padding, dilation, groups] =
-            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
-        let config = Conv2dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
-        Conv2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
-    });
-    check("conv1d", |case, x| {
-        let [stride, padding, dilation, groups] =
-            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
-        let config = Conv1dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
-        Conv1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
-    });
-    check("conv_transpose2d", |case, x| {
-        let [stride, padding, output_padding, dilation] =
-            ["stride", "padding", "output_padding", "dilation"].map(|name| number(case, name));
-        let config = ConvTranspose2dConfig { stride, padding, output_padding, dilation };
-        ConvTranspose2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
-    });
-    check("conv_transpose1d", |case, x| {
-        let [stride, padding, output_padding, groups] =
-            ["stride", "padding", "output_padding", "groups"].map(|name| number(case, name));
-        let config = ConvTranspose1dConfig { stride, padding, output_padding, groups, dilation: 1 };
-        ConvTranspose1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
-    });
+fn convolutions_match_pytorch() {
+    layers::convolutions_match_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn batch_norm_is_pytorchs() {
-    let layer = |x: &[Tensor]| {
-        let features = x[1].elem_count();
-        let statistic =
-            |value: f64| (Tensor::ones(features, DType::F64, &Device::Cpu)? * value)?.to_dtype(x[0].dtype());
-        BatchNorm::new(features, statistic(0.0)?, statistic(1.0)?, x[1].clone(), x[2].clone(), 1e-3)
-    };
-    check("batch_norm", |case, x| layer(x)?.forward_t(&x[0], case.flag("train")));
-    check("batch_norm_relu", |case, x| layer(x)?.forward_relu_t(&x[0], case.flag("train")));
-    check("batch_norm_add_relu", |case, x| layer(x)?.forward_add_relu_t(&x[0], &x[3], case.flag("train")));
+fn batch_norm_matches_pytorch() {
+    layers::batch_norm_matches_pytorch(&Device::Cpu);
 }
 
-/// A chain of layers has the gradients of its parts, whether candle's operations stand between them or not.
+/// A chain of layers has the right gradients, with or without candle's operations in between.
 #[test]
-fn gradients_go_through_candles_operations_as_well() {
+fn gradients_pass_through_candles_operations() {
     let vars = |seed: usize, shape: &[usize]| {
         let count = shape.iter().product();
         let values: Vec<f64> = (0..count).map(|i| ((i * 31 + seed * 7) as f64 * 0.77).sin()).collect();
@@ -64,7 +30,7 @@ fn gradients_go_through_candles_operations_as_well() {
     let (x, first, second) = (vars(1, &[3, 4]), vars(2, &[4, 4]), vars(3, &[4, 4]));
     let layers = [&first, &second].map(|weight| Linear::new(weight.as_tensor().clone(), None));
     let of_candle = [&first, &second].map(|weight| candle_nn::Linear::new(weight.as_tensor().clone(), None));
-    // The first layer's result goes to a layer, to an operation of candle's, and is used twice by one of these.
+    // The first layer's result goes to a layer and to one of candle's operations, and one of these uses it twice.
     let run = |layers: [&dyn Module; 2]| -> Result<Vec<Vec<f64>>> {
         let y = layers[0].forward(&x)?;
         let z = layers[1].forward(&layers[1].forward(&y)?)?;
@@ -89,7 +55,7 @@ fn gradients_go_through_candles_operations_as_well() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_at_construction() {
+fn invalid_options_are_refused_at_construction() {
     let varmap = VarMap::new();
     let vb = || VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let config = Conv2dConfig::default();

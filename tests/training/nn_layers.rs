@@ -1,12 +1,11 @@
-//! Activations, embeddings, rotary embeddings and attention against PyTorch's and candle's.
+//! Activations, embeddings, rotary embeddings and attention, compared with PyTorch and candle.
 use crate::common::{assert_close, floats, tensor};
-use crate::golden_layers::check;
+use crate::layers;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp::nn::{
-    AttentionOptions, Embedding, embedding, gelu, gelu_erf, relu, rope, rope_i, rope_thd, scaled_dot_product_attention,
-    silu, softmax,
+    AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax,
 };
-use candle_nn::{VarBuilder, VarMap, rotary_emb};
+use candle_nn::{VarBuilder, VarMap};
 
 fn refused(result: Result<Tensor>, text: &str) {
     let error = result.unwrap_err().to_string();
@@ -14,14 +13,11 @@ fn refused(result: Result<Tensor>, text: &str) {
 }
 
 #[test]
-fn activations_are_pytorchs() {
-    check("relu", |_, x| relu(&x[0]));
-    check("gelu", |_, x| gelu(&x[0]));
-    check("gelu_erf", |_, x| gelu_erf(&x[0]));
-    check("silu", |_, x| silu(&x[0]));
+fn activations_match_pytorch() {
+    layers::activations_match_pytorch(&Device::Cpu);
 }
 
-/// Results that several functions use, of this crate and of candle.
+/// Several functions of this crate and of candle use the same result.
 #[test]
 fn gradients_of_several_uses_add_up() {
     let x = Var::from_tensor(&tensor(&[3, 8], 1)).unwrap();
@@ -41,7 +37,7 @@ fn gradients_of_several_uses_add_up() {
 }
 
 #[test]
-fn activations_of_nothing_and_of_integers() {
+fn activations_of_empty_and_integer_tensors() {
     for f in [relu, gelu, gelu_erf, silu] {
         assert_eq!(f(&tensor(&[3, 0], 1)).unwrap().dims(), [3, 0]);
         refused(f(&Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap()), "U32");
@@ -51,16 +47,12 @@ fn activations_of_nothing_and_of_integers() {
 }
 
 #[test]
-fn embedding_is_pytorchs() {
-    check("embedding", |_, x| {
-        let indices: Vec<i64> = (0..12).map(|i| i * i % 7).collect();
-        let indices = Tensor::from_vec(indices, (3, 4), &Device::Cpu)?;
-        Embedding::new(x[0].clone(), 5).forward(&indices)
-    });
+fn embedding_matches_pytorch() {
+    layers::embedding_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn embedding_takes_the_place_of_candles() {
+fn embedding_is_a_drop_in_for_candles() {
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let (ours, candles) = (embedding(50, 6, vb.clone()).unwrap(), candle_nn::embedding(50, 6, vb).unwrap());
@@ -78,63 +70,23 @@ fn embedding_takes_the_place_of_candles() {
     assert_eq!(ours.forward(&Tensor::zeros((2, 0), DType::U32, &Device::Cpu).unwrap()).unwrap().dims(), [2, 0, 6]);
 }
 
-/// A table in bf16, whose vectors are used so often that sums in bf16 would stop growing.
 #[test]
 fn embedding_adds_in_f32() {
-    let table = Var::from_tensor(&Tensor::zeros((3, 2), DType::BF16, &Device::Cpu).unwrap()).unwrap();
-    let indices = Tensor::ones(1000, DType::U32, &Device::Cpu).unwrap();
-    let y = Embedding::new(table.as_tensor().clone(), 2).forward(&indices).unwrap();
-    let grads = y.sum_all().unwrap().backward().unwrap();
-    assert_eq!(floats(grads.get(&table).unwrap()), [0., 0., 1000., 1000., 0., 0.]);
+    layers::embedding_adds_in_f32(&Device::Cpu);
 }
 
 #[test]
-fn rope_takes_the_place_of_candles() {
-    let x = Var::from_tensor(&tensor(&[2, 3, 5, 8], 1)).unwrap();
-    let (cos, sin) = (tensor(&[7, 4], 2).cos().unwrap(), tensor(&[7, 4], 2).sin().unwrap());
-    let dy = tensor(&[2, 3, 5, 8], 3);
-    let run = |y: Tensor| {
-        let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-        [floats(&y), floats(grads.get(&x).unwrap())].concat()
-    };
-    let slow = run(rotary_emb::rope_slow(&x, &cos, &sin).unwrap());
-    assert_close(&run(rope(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope");
-    let transposed = x.transpose(1, 2).unwrap();
-    let thd = rope_thd(&transposed, &cos, &sin).unwrap().transpose(1, 2).unwrap();
-    assert_close(&run(thd), &slow, 1e-6, "rope_thd");
-    let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
-    assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
-
-    refused(rope(&x, &tensor(&[4, 4], 2), &tensor(&[4, 4], 2)), "T′ at least T");
-    refused(rope(&x, &cos, &tensor(&[7, 3], 2)), "T′ at least T");
-    refused(rope(&x, &cos, &sin.to_dtype(DType::F64).unwrap()), "all of one dtype");
+fn rope_is_a_drop_in_for_candles() {
+    layers::rope_takes_the_place_of_candles(&Device::Cpu);
 }
 
 #[test]
-fn attention_is_pytorchs() {
-    check("attention", |case, qkv| {
-        let (queries, keys) = (qkv[0].dim(2)?, qkv[1].dim(2)?);
-        let pairs = (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j)));
-        let shape = (queries, keys);
-        let mask = match case.text("mask") {
-            "bool" => {
-                let seen = pairs.map(|(i, j)| u8::from((i * 5 + j * 3) % 4 != 0 && i != 2));
-                Some(Tensor::from_vec(seen.collect(), shape, &Device::Cpu)?)
-            }
-            "float" => {
-                let values = pairs.map(|(i, j)| (i as f64 + 2.0 * j as f64).sin());
-                Some(Tensor::from_vec(values.collect(), shape, &Device::Cpu)?)
-            }
-            _ => None,
-        };
-        let scale = case.text("scale").parse().ok();
-        let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale };
-        scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], &options)
-    });
+fn attention_matches_pytorch() {
+    layers::attention_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn bad_inputs_of_attention() {
+fn bad_inputs_of_attention_are_refused() {
     let attend = |shapes: [&[usize]; 3], options| {
         let [q, k, v] = shapes.map(|shape| tensor(shape, 1));
         scaled_dot_product_attention(&q, &k, &v, &options)
@@ -152,4 +104,13 @@ fn bad_inputs_of_attention() {
     refused(with(mask(&[3, 4]), false), "broadcast to [1, 2, 3, 5]");
     let wants = Var::from_tensor(&tensor(&[3, 5], 1)).unwrap().as_tensor().clone();
     refused(with(Some(wants), false), "detach");
+}
+
+#[test]
+fn bad_inputs_of_rope() {
+    let x = tensor(&[2, 3, 5, 8], 1);
+    let (cos, sin) = (tensor(&[7, 4], 2), tensor(&[7, 4], 3));
+    refused(rope(&x, &tensor(&[4, 4], 2), &tensor(&[4, 4], 2)), "T′ at least T");
+    refused(rope(&x, &cos, &tensor(&[7, 3], 2)), "T′ at least T");
+    refused(rope(&x, &cos, &sin.to_dtype(DType::F64).unwrap()), "all of one dtype");
 }

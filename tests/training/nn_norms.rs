@@ -1,51 +1,22 @@
-//! LayerNorm and RMSNorm against PyTorch's, and as drop-ins for candle's.
+//! LayerNorm and RMSNorm, compared with PyTorch and used as drop-ins for candle's.
 use crate::common::{assert_close, fill, floats, tensor, var};
-use candle_core::{DType, Device, Module, Tensor, Var, safetensors};
-use candle_ddp::nn::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
+use crate::layers;
+use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::nn::{RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 use candle_nn::{VarBuilder, VarMap};
-use std::collections::HashMap;
 
-fn golden(group: &str) -> HashMap<String, Tensor> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
-    let all = safetensors::load(path, &Device::Cpu).unwrap();
-    let strip = |name: &str| Some(name.strip_prefix(group)?.strip_prefix('.')?.to_string());
-    all.into_iter().filter_map(|(name, value)| Some((strip(&name)?, value))).collect()
-}
-
-fn check(group: &str, make: impl Fn(&Tensor, Option<&Tensor>) -> Box<dyn Module>) {
-    let golden = golden(group);
-    let var = |name: &str| Var::from_tensor(&golden[name]).unwrap();
-    let (x, weight) = (var("x"), var("weight"));
-    let bias = golden.contains_key("bias").then(|| var("bias"));
-    let layer = make(weight.as_tensor(), bias.as_ref().map(Var::as_tensor));
-    // A transposed input is not contiguous.
-    let transposed = Var::from_tensor(&golden["x"].transpose(0, 1).unwrap().contiguous().unwrap()).unwrap();
-    for (x, is_transposed) in [(&x, false), (&transposed, true)] {
-        let back = |t: &Tensor| if is_transposed { t.transpose(0, 1).unwrap() } else { t.clone() };
-        let y = layer.forward(&back(x)).unwrap();
-        assert_close(&floats(&y), &floats(&golden["y"]), 1e-5, "y");
-        let grads = (y * &golden["dy"]).unwrap().sum_all().unwrap().backward().unwrap();
-        let gradient = |var: &Var| grads.get(var).unwrap().clone();
-        assert_close(&floats(&back(&gradient(x))), &floats(&golden["dx"]), 1e-5, "dx");
-        assert_close(&floats(&gradient(&weight)), &floats(&golden["d_weight"]), 1e-5, "d_weight");
-        if let Some(bias) = &bias {
-            assert_close(&floats(&gradient(bias)), &floats(&golden["d_bias"]), 1e-5, "d_bias");
-        }
-    }
+#[test]
+fn layer_norm_matches_pytorch() {
+    layers::layer_norm_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn layer_norm_is_pytorchs() {
-    check("layer_norm", |weight, bias| Box::new(LayerNorm::new(weight.clone(), bias.unwrap().clone(), 1e-5)));
+fn rms_norm_matches_pytorch() {
+    layers::rms_norm_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn rms_norm_is_pytorchs() {
-    check("rms_norm", |weight, _| Box::new(RmsNorm::new(weight.clone(), 1e-5)));
-}
-
-#[test]
-fn they_take_the_places_of_candles_layers() {
+fn they_are_drop_ins_for_candles_layers() {
     let x = tensor(&[3, 5, 8], 1);
     let varmap = VarMap::new();
     let vb = |name: &str| VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu).pp(name);
@@ -78,7 +49,8 @@ fn they_take_the_places_of_candles_layers() {
     assert_eq!(varmap.data().lock().unwrap().len(), count, "the same names");
 }
 
-/// Why these layers exist. If it fails, candle's layers have learnt it, and the documentation has to change.
+/// The reason for our own layers. If this test fails, candle's layers compute gradients now, and the documentation must
+/// change.
 #[test]
 fn candles_own_layers_give_no_gradients() {
     let varmap = VarMap::new();

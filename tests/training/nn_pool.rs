@@ -1,50 +1,34 @@
-//! Pooling and interpolation against PyTorch's.
-use crate::golden_layers::{Parameters, check};
+//! Pooling and interpolation, compared with PyTorch.
+use crate::layers;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::nn::{
     AvgPool2dOptions, InterpolateMode, MaxPool2dOptions, adaptive_avg_pool2d, avg_pool2d, interpolate, max_pool2d,
 };
 
 #[test]
-fn max_pool2d_is_pytorchs() {
-    check("max_pool2d", |case: &Parameters, x| {
-        let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
-        max_pool2d(&x[0], case.pair("kernel"), MaxPool2dOptions { stride, padding, ceil_mode: case.flag("ceil") })
-    });
+fn max_pool2d_matches_pytorch() {
+    layers::max_pool2d_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn avg_pool2d_is_pytorchs() {
-    check("avg_pool2d", |case, x| {
-        let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
-        let (ceil_mode, count_include_pad) = (case.flag("ceil"), case.flag("count"));
-        avg_pool2d(&x[0], case.pair("kernel"), AvgPool2dOptions { stride, padding, ceil_mode, count_include_pad })
-    });
+fn avg_pool2d_matches_pytorch() {
+    layers::avg_pool2d_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn adaptive_avg_pool2d_is_pytorchs() {
-    check("adaptive_avg_pool2d", |case, x| adaptive_avg_pool2d(&x[0], case.pair("size")));
+fn adaptive_avg_pool2d_matches_pytorch() {
+    layers::adaptive_avg_pool2d_matches_pytorch(&Device::Cpu);
 }
 
 #[test]
-fn interpolate_is_pytorchs() {
-    check("nearest", |case, x| interpolate(&x[0], case.pair("size"), InterpolateMode::Nearest));
-    check("bilinear", |case, x| {
-        interpolate(&x[0], case.pair("size"), InterpolateMode::Bilinear { align_corners: case.flag("align") })
-    });
+fn interpolate_matches_pytorch() {
+    layers::interpolate_matches_pytorch(&Device::Cpu);
 }
 
-/// A NaN is the maximum of its window, and gets the gradient.
+/// A NaN counts as its window's maximum and receives the gradient.
 #[test]
 fn nan_is_the_maximum() {
-    let x = candle_core::Var::new(&[[[[1f32, f32::NAN, 5.0], [f32::NAN, 2.0, 3.0]]]], &Device::Cpu).unwrap();
-    let y = max_pool2d(&x, 2, MaxPool2dOptions { stride: Some((1, 1)), ..Default::default() }).unwrap();
-    let grads = y.sum_all().unwrap().backward().unwrap();
-    assert!(y.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|y| y.is_nan()));
-    // The last of several, as in PyTorch.
-    let dx = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    assert_eq!(dx, [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]);
+    layers::nan_is_the_maximum(&Device::Cpu);
 }
 
 #[test]

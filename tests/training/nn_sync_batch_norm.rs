@@ -1,4 +1,4 @@
-//! SyncBatchNorm against batch normalisation of the whole batch: candle's and PyTorch's.
+//! SyncBatchNorm, compared with candle's and PyTorch's batch normalisation of the whole batch.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
@@ -6,11 +6,11 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Resul
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::collections::HashMap;
 
-/// The sizes of the ranks' parts of a batch of nine.
+/// How a batch of nine rows is split over the ranks.
 const SPLITS: [&[usize]; 4] = [&[4, 5], &[9, 0], &[3, 3, 3], &[1, 0, 8]];
 const SHAPES: [&[usize]; 4] = [&[9, 3], &[9, 3, 7], &[9, 3, 4, 5], &[9, 3, 2, 3, 2]];
 
-/// What a layer makes of a batch, and the gradients of Σ y·dy.
+/// A layer's results for a batch, and the gradients of Σ y·dy.
 #[derive(Default)]
 struct Outcome {
     y: Vec<f32>,
@@ -37,7 +37,7 @@ impl Outcome {
         })
     }
 
-    /// The ranks' outcomes as one: batches one behind the other, parameters' gradients summed up.
+    /// Joins the ranks' outcomes: batches are concatenated, parameters' gradients summed.
     fn join(ranks: &[Self]) -> Self {
         let concat = |part: fn(&Self) -> &Vec<f32>| ranks.iter().flat_map(part).copied().collect();
         let sum = |part: fn(&Self) -> &Vec<f32>| {
@@ -68,7 +68,7 @@ impl Outcome {
     }
 }
 
-/// Variables that are not those of a new layer.
+/// Variables with values that differ from a new layer's.
 fn variables() -> VarMap {
     let varmap = VarMap::new();
     let features = batch_norm(3, 1e-5, builder(&varmap)).unwrap().running_mean().elem_count();
@@ -110,23 +110,23 @@ fn ranks_normalise_like_one_process_with_the_whole_batch() {
     }
 }
 
-/// Two groups of two ranks each, one of them in another order than the world.
+/// Two groups of two ranks each; the second is not in world order.
 const GROUPS: [[usize; 2]; 2] = [[0, 2], [3, 1]];
-/// The sizes of the batches of each group's ranks.
+/// Batch sizes of the ranks of each group.
 const GROUP_SPLITS: [[usize; 2]; 2] = [[2, 3], [3, 1]];
 
 #[test]
 fn subgroups_normalise_their_own_batches() {
     let shape: &[usize] = &[9, 3, 4];
     let (x, dy) = ((tensor(shape, 1) + 2.0).unwrap(), tensor(shape, 2));
-    // The batches of the first group are the first five rows.
+    // The first five rows are the first group's batch.
     let batch_of = |whole: &Tensor, group: usize| mine(whole, &[5, 4], group);
     let plain = |x: &Tensor, dy: &Tensor| {
         let varmap = variables();
         Outcome::of(&batch_norm(3, 1e-5, builder(&varmap)).unwrap(), &varmap, x, dy).unwrap()
     };
     let mut outcomes: Vec<_> = ranks(4, |pg| {
-        // Every rank makes both groups, and is in one of them.
+        // Every rank creates both groups and belongs to one of them.
         let groups = [pg.new_group(&GROUPS[0])?, pg.new_group(&GROUPS[1])?];
         let (number, group) = groups.into_iter().enumerate().find_map(|(i, group)| Some((i, group?))).unwrap();
         assert_eq!(GROUPS[number][group.rank()], pg.rank());
@@ -145,9 +145,12 @@ fn subgroups_normalise_their_own_batches() {
         joined.assert_close(&plain(&batch_of(&x, number), &batch_of(&dy, number)), &format!("group {group:?}"));
         let rows = number * 5 * 12..number * 5 * 12 + joined.y.len();
         let differ = |a: &[f32], b: &[f32]| a.iter().zip(b).any(|(a, b)| (a - b).abs() > 1e-3);
-        assert!(differ(&joined.y, &of_world.y[rows.clone()]), "group {group:?}: y is that of the world");
-        assert!(differ(&joined.dx, &of_world.dx[rows]), "group {group:?}: dx is that of the world");
-        assert!(differ(&joined.running_mean, &of_world.running_mean), "group {group:?}: the mean is that of the world");
+        assert!(differ(&joined.y, &of_world.y[rows.clone()]), "group {group:?}: y must not be that of the world");
+        assert!(differ(&joined.dx, &of_world.dx[rows]), "group {group:?}: dx must not be that of the world");
+        assert!(
+            differ(&joined.running_mean, &of_world.running_mean),
+            "group {group:?}: the mean must not be that of the world"
+        );
     }
 }
 
@@ -196,9 +199,9 @@ fn ranks_normalise_as_pytorch_does_with_the_whole_batch() {
 }
 
 #[test]
-fn evaluation_is_each_ranks_own_and_differentiable() {
+fn evaluation_is_local_and_differentiable() {
     ranks(2, |pg| {
-        // Only one rank evaluates: there is no collective that the other one would have to join.
+        // Only one rank evaluates, since evaluation needs no collective.
         if pg.rank() == 1 {
             return Ok(());
         }
@@ -223,7 +226,7 @@ fn evaluation_is_each_ranks_own_and_differentiable() {
 
 #[test]
 fn low_precision_inputs_have_statistics_in_f32() {
-    // In f16 the sum of these 40 000 would be infinite, and in bf16 it would stop growing at 256.
+    // The sum of these 40 000 elements would be infinite in f16, and would stop growing at 256 in bf16.
     for dtype in [DType::F16, DType::BF16] {
         let outcomes = ranks(2, |pg| {
             let varmap = VarMap::new();
@@ -243,7 +246,7 @@ fn low_precision_inputs_have_statistics_in_f32() {
     }
 }
 
-/// Two normalised layers.
+/// A network with two normalised layers.
 struct Net<N> {
     first: Linear,
     first_norm: N,
@@ -283,7 +286,7 @@ fn finals(varmap: &VarMap) -> Vec<Vec<f32>> {
     TRAINED.iter().map(|name| floats(&var(varmap, name))).collect()
 }
 
-/// 20 steps of one process with the whole batch.
+/// Trains one process for 20 steps with the whole batch.
 fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
     let varmap = VarMap::new();
     let net: Net<BatchNorm> = Net::new(builder(&varmap), |size, vb| batch_norm(size, 1e-5, vb))?;
@@ -312,7 +315,7 @@ fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Resu
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
     fill(&varmap, 7);
     let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
-    // The mean over the ranks of what each rank's loss is: the mean over the whole batch, if ranks with more rows weigh more.
+    // The mean of these over the ranks is the mean over the whole batch: ranks with more rows weigh more.
     let weight = pg.world_size() as f64 / y.elem_count() as f64;
     let (x, y) = (mine(x, split, pg.rank()), mine(y, split, pg.rank()));
     for _ in 0..STEPS {
@@ -336,7 +339,7 @@ fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
     }
 }
 
-/// Rank 0's first bucket is full before the backward pass of the norm, rank 1's after it.
+/// Rank 0's first bucket is full before the norm's backward pass, rank 1's after it.
 #[test]
 fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_collectives() {
     ranks(2, |pg| {
@@ -359,7 +362,7 @@ fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_coll
     .unwrap();
 }
 
-/// As `ddp.backward` does when it fails: the other rank may be waiting in a forward pass.
+/// `ddp.backward` aborts the group when it fails, while another rank may be waiting in a forward pass.
 #[test]
 fn ending_the_group_ends_the_norms_collectives() {
     let over = std::sync::Barrier::new(2);
@@ -372,7 +375,7 @@ fn ending_the_group_ends_the_norms_collectives() {
         } else {
             layer.forward_t(&tensor(&[4, 3], 1), true).err()
         };
-        // Rank 0 stays until then, so that it is not its leaving that rank 1 hears of.
+        // Rank 0 stays until then, so that rank 1 does not report its leaving instead.
         over.wait();
         if pg.rank() == 1 {
             let error = error.unwrap().to_string();
@@ -383,7 +386,7 @@ fn ending_the_group_ends_the_norms_collectives() {
     .unwrap();
 }
 
-/// The norm's first forward pass makes a group of its own, for which the other rank never comes.
+/// The norm's first forward pass creates a group of its own, which the other rank never joins.
 #[test]
 fn ending_the_group_ends_the_norms_first_pass() {
     let over = std::sync::Barrier::new(2);
@@ -401,7 +404,7 @@ fn ending_the_group_ends_the_norms_first_pass() {
         if pg.rank() == 1 {
             let error = error.unwrap().to_string();
             assert!(error.contains("rank 0 ended the group: out of memory"), "{error}");
-            assert!(took < std::time::Duration::from_secs(10), "only the time-out ended it");
+            assert!(took < std::time::Duration::from_secs(10), "it ended only at the time-out");
         }
         Ok(())
     })
@@ -416,7 +419,7 @@ fn bad_input_is_named() {
         let error = refused(tensor(&[4, 2], 1));
         assert!(error.contains("f32[4, 2]") && error.contains("(N, 3)"), "{error}");
         assert!(refused(Tensor::zeros((4, 3), DType::U8, &Device::Cpu)?).contains("batch normalisation"));
-        // One row on one rank, none on the other: every rank hears of it.
+        // One row on one rank and none on the other: both ranks return the error.
         let error = refused(tensor(&[1 - pg.rank(), 3], 1));
         assert!(error.contains("fewer than two values"), "{error}");
         for (config, name) in [

@@ -1,4 +1,4 @@
-//! Averages of weights: over time, and over ranks.
+//! Averages of weights over time and over ranks.
 use crate::common::{assert_close, floats, ranks, values};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::optim::*;
@@ -6,7 +6,7 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear_no_bias};
 
 #[test]
-fn averages_are_applied_and_taken_back() {
+fn averages_are_applied_and_restored() {
     for dtype in [DType::F32, DType::BF16] {
         let var = Var::zeros(3, dtype, &Device::Cpu).unwrap();
         let set =
@@ -18,7 +18,7 @@ fn averages_are_applied_and_taken_back() {
             ema.update().unwrap();
         }
         let averaged = vec![4. * 0.75 * 0.75 + 8. * 0.25 * 0.75 + 16. * 0.25; 3];
-        assert_eq!(floats(&watched), averaged, "what was asked for before changes with the updates");
+        assert_eq!(floats(&watched), averaged, "tensors returned earlier follow the updates");
         ema.apply().unwrap();
         assert_eq!(floats(&var), averaged, "{dtype:?}");
         assert!(matches!(ema.apply(), Err(Error::InvalidArgument { .. })), "the weights would be lost");
@@ -38,10 +38,10 @@ fn averages_are_applied_and_taken_back() {
         assert_eq!(loaded.updates(), 3);
         loaded.copy_to_parameters().unwrap();
         assert_eq!(floats(&var), averaged);
-        // Who held the averages before sees those that were loaded.
+        // Tensors returned before the load show the loaded averages.
         let held = loaded.averages().unwrap().remove(0).1;
         loaded.load(&file).unwrap();
-        // The loaded average goes on by itself, without changing the other.
+        // The loaded average continues without changing the original.
         set(0.);
         loaded.update().unwrap();
         assert_eq!(floats(&loaded.averages().unwrap()[0].1), averaged.iter().map(|x| x * 0.75).collect::<Vec<_>>());
@@ -51,12 +51,12 @@ fn averages_are_applied_and_taken_back() {
 }
 
 #[test]
-fn ranks_meet_in_the_steps_that_pytorch_says() {
+fn ranks_average_in_the_same_steps_as_pytorch() {
     for world_size in [1, 2, 3] {
         let met = ranks(world_size, |pg| {
             let var = |dtype, shape: &[usize]| Var::zeros(shape, dtype, pg.device()).unwrap();
             let vars = [var(DType::F32, &[2, 3]), var(DType::F64, &[2]), var(DType::F32, &[4]), var(DType::I64, &[1])];
-            // Each rank has them in another order, as from a VarMap.
+            // Each rank lists them in a different order, as a VarMap may.
             let mut named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
             named.rotate_left(pg.rank());
             let mut averager = PeriodicModelAverager::new(&pg, 3, 2)?;
@@ -77,7 +77,7 @@ fn ranks_meet_in_the_steps_that_pytorch_says() {
                     let expected = vec![expected; var.elem_count()];
                     assert_close(&floats(var), &expected, 1e-6, &format!("step {step}, variable {index}"));
                 }
-                // Saved and loaded, it goes on counting.
+                // A loaded averager continues counting.
                 let state = averager.state_dict()?;
                 averager = PeriodicModelAverager::new(&pg, 3, 2)?;
                 averager.load_state_dict(&state)?;
@@ -88,7 +88,7 @@ fn ranks_meet_in_the_steps_that_pytorch_says() {
     }
 }
 
-/// More than fits into one message.
+/// The parameters do not fit into one message.
 #[test]
 fn large_parameters_travel_in_several_messages() {
     ranks(2, |pg| {
@@ -113,13 +113,13 @@ fn large_parameters_travel_in_several_messages() {
     ));
 }
 
-/// The gradients of the first steps are averaged, and later the weights: a linear model without bias, so that all of it can
-/// be calculated by hand.
+/// The first steps average gradients, the later ones weights. The model is linear and has no bias, so that the expected
+/// values can be calculated directly.
 #[test]
-fn post_local_sgd_trains_as_told() {
+fn post_local_sgd_averages_gradients_first_and_weights_later() {
     const RATE: f32 = 0.1;
     let x = |rank: usize| [1. + rank as f32, -0.5];
-    // Of the loss (w·x)²: 2 (w·x) x.
+    // The gradient of the loss (w·x)² is 2 (w·x) x.
     let gradient = |w: [f32; 2], rank: usize| {
         let x = x(rank);
         let y = w[0] * x[0] + w[1] * x[1];
@@ -160,14 +160,14 @@ fn post_local_sgd_trains_as_told() {
         Ok(floats(&weights[0]))
     })
     .unwrap();
-    assert!(found[0] != found[1], "the last step was each rank's own");
+    assert!(found[0] != found[1], "the last step must be local");
     for (found, expected) in found.iter().zip(&expected) {
         assert_close(found, expected, 1e-5, "weights");
     }
 }
 
 #[test]
-fn other_parameters_on_a_rank_are_an_error_on_all() {
+fn parameters_that_differ_are_an_error_on_all_ranks() {
     ranks(2, |pg| {
         let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
         let parameters = [("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];

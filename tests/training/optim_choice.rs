@@ -33,7 +33,7 @@ fn choose(kind: &str, ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
     })
 }
 
-/// Steps `steps` of a training with a schedule, a scaler and clipping.
+/// Trains for the steps `steps`, with a schedule, a scaler and clipping.
 fn train(pg: &ProcessGroup, ddp: &Ddp, optimizer: &mut Box<dyn Optimizer>, steps: std::ops::Range<u64>) -> Result<()> {
     let mut schedule = StepLr::new(optimizer, ParamsStepLr { step_size: 1, gamma: 0.9 })?;
     let options = GradScalerOptions { init_scale: 8., ..Default::default() };
@@ -54,7 +54,7 @@ fn train(pg: &ProcessGroup, ddp: &Ddp, optimizer: &mut Box<dyn Optimizer>, steps
 }
 
 #[test]
-fn sharded_and_whole_optimizers_train_alike_behind_one_trait_and_read_each_others_files() {
+fn sharded_and_plain_optimizers_share_a_trait_and_files_and_train_alike() {
     let folder = tempfile::tempdir().unwrap();
     let found = ranks(2, |pg| {
         let mut trained = Vec::new();
@@ -99,7 +99,7 @@ fn every_optimizer_has_learning_rates_a_state_and_a_step() {
             let loss = ddp.call(|[a, b]| b.forward(&a.forward(&tensor(&[4, 5], 3))?)?.sqr()?.mean_all())?;
             optimizer.step(&ddp.backward(&loss)?)?;
             assert_ne!(floats(&ddp.parameters()[0]), before, "{kind}");
-            // All ranks have the whole state, with the names of the parameters.
+            // All ranks have the whole state, under the parameters' names.
             let state = optimizer.state_dict()?;
             assert!(state.contains_key("state.a.weight.step"), "{kind}: {:?}", state.keys());
             optimizer.set_learning_rate(0.25)?;

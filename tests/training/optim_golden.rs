@@ -1,4 +1,4 @@
-//! Optimizers, schedules, clipping and averages against what PyTorch computes: see golden/optim.md.
+//! Optimizers, schedules, clipping and averages, compared with PyTorch's results: see golden/optim.md.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::optim::*;
@@ -60,7 +60,7 @@ fn assert_near(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Trains as PyTorch did; f64 has to be as good as exact, f32 to follow the trajectory of f64.
+/// Trains as PyTorch did: f64 must match almost exactly, and f32 must follow the trajectory of f64.
 fn run<R: UpdateRule>(name: &str, sparse: bool, groups: impl Fn(&Problem) -> Vec<ParameterGroup<R>>) {
     let golden = Golden::load();
     let expected = golden.rows(&format!("run.{name}"));
@@ -140,7 +140,7 @@ fn lamb_follows_its_formulas() {
     run_one("lamb.default", options.clone());
     let l2 = ParamsLamb { adam_w_mode: false, grad_averaging: false, weight_decay: 0.1, ..options.clone() };
     run_one("lamb.l2", ParamsLamb { max_grad_norm: Some(0.01), ..l2 });
-    // Without the trust ratio the scale of the moments shows.
+    // Without the trust ratio, the scale of the moments matters.
     run_one("lamb.plain", ParamsLamb { lr: 0.002, weight_decay: 0., grad_averaging: false, ..options.clone() });
     let nv = ParamsLamb { weight_decay: 0., use_nvlamb: true, ..options };
     run_one("lamb.nv", ParamsLamb { max_grad_norm: None, bias_correction: false, ..nv });
@@ -155,7 +155,7 @@ fn two_rates() -> Sgd {
     Sgd::from_groups(vec![group("a", 0.1), group("b", 0.02)]).unwrap()
 }
 
-/// Goes through a schedule; half way it is saved, and a new one loads it.
+/// Runs a schedule; halfway it is saved, and a new one loads it.
 fn schedule<S: Schedule + Clone>(name: &str, options: S) {
     let expected = Golden::load().rows(&format!("schedule.{name}"));
     let mut optimizer = two_rates();
@@ -225,7 +225,7 @@ fn clipping_follows_pytorch() {
         let unused = Var::zeros(3, DType::F64, &Device::Cpu).unwrap();
         let vars = [v.clone(), unused, w.clone()];
         let grads = || {
-            // A GradStore comes out of a backward pass only.
+            // A GradStore can only be obtained from a backward pass.
             let mut grads = v.sum_all().unwrap().backward().unwrap();
             grads.insert(&v, x.copy().unwrap());
             grads.insert(&w, golden.get("b").copy().unwrap());

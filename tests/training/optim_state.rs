@@ -1,4 +1,4 @@
-//! Optimizers' states: saving, loading, and what is refused by which name.
+//! Optimizer state: saving, loading, and errors that name what was refused.
 use crate::common::{assert_close, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -13,7 +13,7 @@ fn parameters(dtype: DType) -> Vec<(String, Var)> {
     vec![var("fc.weight", &[3, 5], 1), var("fc.bias", &[5], 2), var("scale", &[], 3)]
 }
 
-/// Gradients that depend on the step only.
+/// Gradients that depend only on the step.
 fn gradients(parameters: &[(String, Var)], step: u64) -> GradStore {
     let mut grads = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().backward().unwrap();
     for (index, (_, var)) in parameters.iter().enumerate() {
@@ -27,7 +27,8 @@ fn values(parameters: &[(String, Var)]) -> Vec<f32> {
     parameters.iter().flat_map(|(_, var)| floats(var)).collect()
 }
 
-/// Saves after three steps, loads into a new optimizer, and goes on: the same values, bit for bit, as without a break.
+/// Saves after three steps, loads into a new optimizer and continues: the values must be bit-identical to an
+/// uninterrupted run.
 fn resume<R: UpdateRule>(options: R, dtype: DType) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("optimizer.safetensors");
@@ -53,7 +54,7 @@ fn resume<R: UpdateRule>(options: R, dtype: DType) {
 }
 
 #[test]
-fn a_resumed_run_goes_on_as_if_nothing_had_happened() {
+fn a_resumed_run_continues_bit_for_bit() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
         resume(ParamsAdamW { lr: 0.1, ..Default::default() }, dtype);
         resume(ParamsAdam { lr: 0.1, ..Default::default() }, dtype);
@@ -63,7 +64,7 @@ fn a_resumed_run_goes_on_as_if_nothing_had_happened() {
     }
 }
 
-/// Three steps of 16-bit parameters stay within their own rounding of the steps of f32.
+/// Three steps with 16-bit parameters must match f32 within the parameters' own rounding.
 #[test]
 fn parameters_of_16_bits_are_updated_in_f32() {
     for dtype in [DType::BF16, DType::F16] {
@@ -91,7 +92,7 @@ fn parameters_of_16_bits_are_updated_in_f32() {
 }
 
 #[test]
-fn gradients_may_be_views_and_of_another_float_dtype() {
+fn gradients_may_be_views_and_have_another_float_dtype() {
     let (a, b) = (parameters(DType::F32), parameters(DType::F32));
     let options = ParamsSgd { lr: 0.5, ..Default::default() };
     let mut one = Sgd::from_named(a.clone(), options.clone()).unwrap();
@@ -154,20 +155,20 @@ fn the_state_of_another_model_is_refused_by_name() {
     let mut grouped = AdamW::from_groups(groups.collect()).unwrap();
     assert_parameter_error(grouped.load_state_dict(&state), "learning_rates", "3");
 
-    // What was refused has changed nothing; its own state changes nothing either.
+    // The refused states changed nothing; neither does loading its own state.
     optimizer.load_state_dict(&state).unwrap();
     assert_eq!(floats(&optimizer.state_dict().unwrap()["state.fc.bias.exp_avg"]), before);
 }
 
 #[test]
-fn bad_files_are_errors_and_leave_what_was_there() {
+fn bad_files_are_errors_and_change_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("state");
     let mut optimizer = AdamW::from_named(parameters(DType::F32), ParamsAdamW::default()).unwrap();
     assert!(matches!(optimizer.load(&file), Err(Error::Io { .. })));
     std::fs::write(&file, b"no safetensors").unwrap();
     assert!(matches!(optimizer.load(&file), Err(Error::InvalidArgument { argument: "path", .. })));
-    // A folder has the name that the file should get: the rename fails, and the temporary file is cleared away.
+    // A folder already has the file's name: the rename fails, and the temporary file is removed.
     let taken = folder.path().join("taken");
     std::fs::create_dir(&taken).unwrap();
     assert!(matches!(optimizer.save(&taken), Err(Error::Io { .. })));
@@ -178,7 +179,7 @@ fn bad_files_are_errors_and_leave_what_was_there() {
 }
 
 #[test]
-fn without_names_nothing_is_saved() {
+fn saving_needs_names() {
     let vars: Vec<Var> = parameters(DType::F32).into_iter().map(|(_, var)| var).collect();
     let optimizer: AdamW = candle_nn::Optimizer::new(vars, ParamsAdamW::default()).unwrap();
     let error = optimizer.state_dict().unwrap_err();
@@ -208,7 +209,7 @@ fn parameters_that_cannot_be_trained_are_refused_by_name() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_refused() {
+fn invalid_options_are_refused() {
     let refused = |result: candle_ddp::Result<()>, name: &str| match result {
         Err(Error::InvalidArgument { argument, .. }) => assert_eq!(argument, name),
         other => panic!("{other:?}"),
@@ -227,7 +228,7 @@ fn options_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn clipping_can_refuse_what_is_not_finite() {
+fn clipping_can_refuse_non_finite_norms() {
     let parameters = parameters(DType::F32);
     let vars: Vec<Var> = parameters.iter().map(|(_, var)| var.clone()).collect();
     for bad in [f32::NAN, f32::INFINITY] {
@@ -245,7 +246,7 @@ fn clipping_can_refuse_what_is_not_finite() {
 }
 
 #[test]
-fn learning_rates_that_make_no_sense_are_refused_and_change_nothing() {
+fn invalid_learning_rates_are_refused_and_change_nothing() {
     let mut optimizer =
         AdamW::from_named(parameters(DType::F32), ParamsAdamW { lr: 0.5, ..Default::default() }).unwrap();
     let mut dict = optimizer.state_dict().unwrap();
@@ -257,7 +258,7 @@ fn learning_rates_that_make_no_sense_are_refused_and_change_nothing() {
     assert_eq!(optimizer.state_dict().unwrap()["state.fc.bias.step"].to_vec1::<i64>().unwrap(), [0]);
 }
 
-/// As PyTorch, which adds a decay of zero to nothing.
+/// As in PyTorch, a weight decay of zero is not added at all.
 #[test]
 fn infinite_parameters_stay_infinite_without_weight_decay() {
     fn assert_kept<R: UpdateRule>(options: R) {
@@ -292,7 +293,7 @@ fn clipping_without_any_gradient_is_refused() {
     refused(clip_grad_value(&mut none, &vars, 1.).unwrap_err());
     assert_eq!(clip_grad_norm(&mut none, &[], 1.).unwrap(), 0.);
     clip_grad_value(&mut none, &[], 1.).unwrap();
-    // One is enough.
+    // One gradient is enough.
     none.insert(&vars[2], Tensor::new(3f32, &Device::Cpu).unwrap());
     assert_eq!(clip_grad_norm(&mut none, &vars, 1.).unwrap(), 3.);
     clip_grad_value(&mut none, &vars, 1.).unwrap();

@@ -1,11 +1,8 @@
-use candle_core::{DType, Device, Tensor};
-use candle_ddp::error::Context;
-use candle_ddp::optim::{AdamW, CosineAnnealingLr, ParamsAdamW, ParamsCosineAnnealingLr, StateDict};
-use candle_ddp::{
-    DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result, checkpoint,
-};
+use candle_core::{DType, Tensor};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::optim::{AdamW, CosineAnnealingLr, ParamsAdamW, ParamsCosineAnnealingLr};
+use candle_ddp::{DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, ProcessGroup, Result};
 use candle_nn::{Linear, VarMap, linear};
-use std::collections::HashMap;
 use std::path::Path;
 
 /// Everything that training changes and a resumed run must restore.
@@ -15,6 +12,7 @@ struct Training {
     optimizer: AdamW,
     schedule: CosineAnnealingLr,
     scaler: GradScaler,
+    best_loss: f64,
 }
 
 impl Training {
@@ -26,54 +24,50 @@ impl Training {
         let schedule = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
         let schedule = CosineAnnealingLr::new(&mut optimizer, schedule)?;
         let scaler = GradScaler::new(pg, ddp.named_parameters(), GradScalerOptions::default())?;
-        Ok(Self { varmap, ddp, optimizer, schedule, scaler })
+        Ok(Self { varmap, ddp, optimizer, schedule, scaler, best_loss: f64::INFINITY })
     }
 
-    /// Saves the state after `epochs` epochs to a folder of its own. All ranks must call this.
-    fn save(&self, pg: &ProcessGroup, folder: &Path, epochs: u32) -> Result<()> {
-        let files = folder.join(epochs.to_string());
-        if pg.rank() == 0 {
-            std::fs::create_dir_all(&files).with_context(|| format!("making {}", files.display()))?;
-            self.optimizer.save(files.join("optimizer.safetensors"))?;
-            self.schedule.save(files.join("schedule.safetensors"))?;
-            self.scaler.save(files.join("scaler.safetensors"))?;
-        }
-        checkpoint::save_distributed(pg, &self.varmap, files.join("model.safetensors"))?;
-        if pg.rank() == 0 {
-            // Written last, so that it always names a complete folder.
-            let latest = HashMap::from([("epochs".to_string(), Tensor::new(&[epochs], &Device::Cpu)?)]);
-            checkpoint::save_tensors(&latest, folder.join("latest.safetensors"))?;
-        }
-        Ok(())
+    /// What is saved, by the names of its files.
+    fn parts(&self) -> [(&str, &dyn StateDict); 5] {
+        let Self { varmap, optimizer, schedule, scaler, best_loss, .. } = self;
+        [
+            ("model", varmap),
+            ("optimizer", optimizer),
+            ("schedule", schedule),
+            ("scaler", scaler),
+            ("best_loss", best_loss),
+        ]
     }
 
-    /// Loads the last saved state and returns its number of completed epochs. All ranks must call this.
-    fn resume(&mut self, pg: &ProcessGroup, folder: &Path) -> Result<u32> {
-        let latest = folder.join("latest.safetensors");
-        if !latest.exists() {
-            return Ok(0);
-        }
-        let epochs = checkpoint::read(latest)?["epochs"].to_vec1::<u32>()?[0];
-        let files = folder.join(epochs.to_string());
-        checkpoint::load_distributed(pg, &self.varmap, files.join("model.safetensors"), &Default::default())?;
-        self.optimizer.load(files.join("optimizer.safetensors"))?;
-        self.schedule.load(files.join("schedule.safetensors"))?;
-        self.scaler.load(files.join("scaler.safetensors"))?;
-        Ok(epochs)
+    /// The same, to be loaded.
+    fn parts_mut(&mut self) -> [(&str, &mut dyn StateDict); 5] {
+        let Self { varmap, optimizer, schedule, scaler, best_loss, .. } = self;
+        [
+            ("model", varmap),
+            ("optimizer", optimizer),
+            ("schedule", schedule),
+            ("scaler", scaler),
+            ("best_loss", best_loss),
+        ]
     }
 }
 
-fn train(pg: &ProcessGroup, folder: &Path, epochs: u32) -> Result<Training> {
+fn train(pg: &ProcessGroup, folder: &Path, epochs: u64) -> Result<Training> {
     let mut training = Training::new(pg)?;
-    for epoch in training.resume(pg, folder)?..epochs {
+    let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions::default())?;
+    let done = checkpointer.load_latest(&mut training.parts_mut())?.unwrap_or(0);
+    for epoch in done..epochs {
         // Your batches go here, after `sampler.set_epoch(epoch as usize)`. This example has one.
-        let x = (Tensor::arange(0f32, 32.0, pg.device())?.reshape((8, 4))? * f64::from(epoch + 1))?;
+        let x = (Tensor::arange(0f32, 32.0, pg.device())?.reshape((8, 4))? * (epoch + 1) as f64)?;
         let loss = training.ddp.forward(&x)?.sqr()?.mean_all()?;
         let mut grads = training.ddp.backward(&training.scaler.scale(&loss)?)?;
         training.scaler.step(&mut training.optimizer, &mut grads)?;
         training.scaler.update()?;
         training.schedule.step(&mut training.optimizer)?;
-        training.save(pg, folder, epoch + 1)?;
+        training.best_loss = training.best_loss.min(f64::from(loss.to_scalar::<f32>()?));
+        // Returns as soon as everything is copied. The next epoch runs while the files are written.
+        checkpointer.save(epoch + 1, &training.parts())?;
     }
+    checkpointer.finish()?;
     Ok(training)
 }

@@ -35,6 +35,7 @@ fn indices_are_pytorchs() {
             shuffle: row["shuffle"].as_bool().unwrap(),
             seed: row["seed"].as_str().unwrap().parse().unwrap(),
             drop_last: row["drop_last"].as_bool().unwrap(),
+            padding: true,
         };
         let mut sampler =
             DistributedSampler::new(number(row, "n"), number(row, "world_size"), number(row, "rank"), options).unwrap();
@@ -84,7 +85,7 @@ fn a_rank_outside_of_the_world_is_refused() {
 #[test]
 fn nothing_grows_with_the_dataset_when_it_is_not_shuffled() {
     // As a list, these indices would take exabytes.
-    let options = SamplerOptions { shuffle: false, seed: 0, drop_last: true };
+    let options = SamplerOptions { shuffle: false, drop_last: true, ..Default::default() };
     let sampler = DistributedSampler::new(usize::MAX, 2, 1, options).unwrap();
     assert_eq!(sampler.len(), usize::MAX / 2);
     assert_eq!(sampler.iter().take(3).collect::<Vec<_>>(), [1, 3, 5]);
@@ -106,7 +107,7 @@ proptest! {
     fn ranks_share_the_dataset_fairly(
         len in 0_usize..200, world_size in 1_usize..12, shuffle: bool, drop_last: bool, seed: u64, epoch in 0_usize..9,
     ) {
-        let options = SamplerOptions { shuffle, seed, drop_last };
+        let options = SamplerOptions { shuffle, seed, drop_last, padding: true };
         let ranks = rank_indices(len, world_size, options, epoch);
         let samples = if drop_last { len / world_size } else { len.div_ceil(world_size) };
         prop_assert!(ranks.iter().all(|indices| indices.len() == samples));
@@ -127,13 +128,16 @@ proptest! {
     fn without_its_padding_every_sample_is_seen_once(
         len in 0_usize..200, world_size in 1_usize..12, shuffle: bool, seed: u64,
     ) {
-        let options = SamplerOptions { shuffle, seed, drop_last: false };
-        let mut seen: Vec<usize> = (0..world_size)
-            .flat_map(|rank| {
+        let options = SamplerOptions { shuffle, seed, drop_last: false, padding: false };
+        let mut seen = Vec::new();
+        for rank in 0..world_size {
                 let sampler = DistributedSampler::new(len, world_size, rank, options).unwrap();
-                sampler.iter().take(sampler.unpadded_len()).collect::<Vec<_>>()
-            })
-            .collect();
+                prop_assert!((len / world_size..=len.div_ceil(world_size)).contains(&sampler.len()));
+                prop_assert_eq!((sampler.iter().len(), sampler.total_size()), (sampler.len(), len));
+                let padded = DistributedSampler::new(len, world_size, rank, SamplerOptions { padding: true, ..options });
+                prop_assert!(padded.unwrap().iter().take(sampler.len()).eq(&sampler));
+                seen.extend(&sampler);
+        }
         seen.sort_unstable();
         prop_assert!(seen.into_iter().eq(0..len));
     }

@@ -48,7 +48,7 @@ fn programs_with_several_models_train_like_one_process_with_the_whole_batch() {
     }
 }
 
-/// The mean over two ranks of the gradients of `loss` for two models, `a` and `b`, in one process.
+/// The gradients of `loss` for the models `a` and `b` in one process, averaged over two ranks.
 fn expected(of: impl Fn(usize, &Mlp, &Mlp) -> Result<Tensor>) -> Vec<f32> {
     let build = |seed| {
         let varmap = VarMap::new();
@@ -66,8 +66,8 @@ fn expected(of: impl Fn(usize, &Mlp, &Mlp) -> Result<Tensor>) -> Vec<f32> {
 }
 
 #[test]
-fn ranks_keep_to_one_order_whatever_their_graphs_look_like() {
-    // The gradients of b come first on one rank and last on the other; in the third step rank 1 does not use b.
+fn ranks_reduce_in_one_order_whatever_their_graphs() {
+    // b's gradients arrive first on one rank and last on the other; in the third step rank 1 does not use b.
     let graph = |step: usize,
                  rank: usize,
                  a: &dyn Fn(&Tensor) -> Result<Tensor>,
@@ -97,7 +97,7 @@ fn ranks_keep_to_one_order_whatever_their_graphs_look_like() {
 }
 
 #[test]
-fn a_model_under_no_sync_sends_nothing_beside_one_that_does() {
+fn no_sync_of_one_model_does_not_affect_another() {
     let found = ranks(2, |pg| {
         let (a, b) = two(&pg)?;
         let loss = || loss(&b.forward(&a.forward(&x(pg.rank()))?)?);
@@ -110,7 +110,7 @@ fn a_model_under_no_sync_sends_nothing_beside_one_that_does() {
         Ok((local, gradients(&grads, &a.parameters()), gradients(&grads, &b.parameters())))
     })
     .unwrap();
-    assert_ne!(found[0].0.0, found[1].0.0, "a's are each rank's own");
+    assert_ne!(found[0].0.0, found[1].0.0, "a's are local");
     assert_eq!(found[0].0.1, found[1].0.1, "b's are averaged");
     let both = expected(|rank, a, b| loss(&b.forward(&a.forward(&x(rank))?)?));
     let (of_a, of_b) = both.split_at(both.len() / 2);
@@ -124,7 +124,7 @@ fn a_backward_pass_through_another_model_is_refused_before_anything_is_sent() {
     ranks(2, |pg| {
         let (g, d) = two(&pg)?;
         let loss = || loss(&d.forward(&g.forward(&x(pg.rank()))?)?);
-        // Also on one rank alone: the other is not left waiting, since nothing was sent.
+        // The second time only one rank calls it, which must not leave the other waiting, since nothing is sent.
         for alone in [false, true] {
             if alone && pg.rank() == 1 {
                 continue;
@@ -135,7 +135,7 @@ fn a_backward_pass_through_another_model_is_refused_before_anything_is_sent() {
             assert!(text.contains("candle_ddp::backward(&loss, &[") && text.contains("freeze()"), "{text}");
         }
         pg.barrier()?;
-        // Both remedies, with both models.
+        // Both remedies work for both models.
         let both = candle_ddp::backward(&loss()?, &[&g, &d])?;
         let of_g = gradients(&both, &g.parameters());
         let of_d = gradients(&both, &d.parameters());
@@ -150,12 +150,12 @@ fn a_backward_pass_through_another_model_is_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn a_frozen_model_lets_gradients_through_and_keeps_none() {
+fn a_frozen_model_passes_gradients_on_and_gets_none() {
     ranks(1, |pg| {
         let (g, d) = two(&pg)?;
         let input = Var::from_tensor(&x(0))?;
         let run = || loss(&d.forward(&input)?);
-        // What a backward pass of candle's own may do, it may only as long as the guard lives.
+        // candle's own backward pass is allowed only while the guard lives.
         let grads = {
             let _frozen = d.freeze();
             {
@@ -166,7 +166,7 @@ fn a_frozen_model_lets_gradients_through_and_keeps_none() {
         assert!(grads.get(&input).is_some() && d.parameters().iter().all(|var| grads.get(var).is_none()));
         let error = run()?.backward().unwrap_err().to_string();
         assert!(error.contains("out.bias") && error.contains("freeze()"), "{error}");
-        // The guard goes whatever happens.
+        // The guard is dropped even on failure.
         let failed: Result<()> = (|| {
             let _frozen = d.freeze();
             g.backward(&d.forward(&g.forward(&tensor(&[1, 3], 1))?)?).map(|_| ())
@@ -197,14 +197,14 @@ fn models_must_be_the_same_on_all_ranks_and_each_only_once() {
             let error = candle_ddp::backward(&loss()?, wrong).unwrap_err();
             assert!(matches!(&error, Error::InvalidArgument { argument: "models", .. }), "{error}");
         }
-        // The group and the models have survived.
+        // The group and the models remain usable.
         candle_ddp::backward(&loss()?, &[&b, &a])?;
         pg.barrier()
     })
     .unwrap();
 }
 
-/// As where encoder and decoder share an embedding, whose gradient is the sum of both models'.
+/// An encoder and a decoder may share an embedding; its gradient is the sum of both models'.
 #[test]
 fn a_variable_of_two_models_gets_the_sum_of_both_gradients() {
     let found = ranks(2, |pg| {
@@ -223,7 +223,7 @@ fn a_variable_of_two_models_gets_the_sum_of_both_gradients() {
 }
 
 #[test]
-fn models_without_a_builder_are_told_apart_as_well() {
+fn models_without_a_builder_are_told_apart_too() {
     struct Raw(Var);
     impl Module for Raw {
         fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
@@ -262,7 +262,7 @@ fn models_without_a_builder_are_told_apart_as_well() {
     .unwrap();
 }
 
-/// A penalty on `ddp.parameters()` would be each rank's own, and lost.
+/// The gradient of a penalty on `ddp.parameters()` would be local and lost.
 #[test]
 fn a_loss_that_depends_on_a_variable_beside_the_model_is_an_error() {
     ranks(1, |pg| {
@@ -313,7 +313,7 @@ fn models_of_one_rank_share_a_trace() {
     assert_eq!(events.iter().filter(all_reduces).count(), 16);
 }
 
-/// As when a model is thawed while the old wrapper is still there.
+/// This happens when a model is thawed while the old wrapper still exists.
 #[test]
 fn models_of_the_same_variables_may_exist_beside_each_other() {
     ranks(1, |pg| {

@@ -1,4 +1,4 @@
-//! ZeRO-1 with ranks as threads, against the same optimizer on one rank.
+//! ZeRO-1 with ranks as threads, compared with the same optimizer on one rank.
 use crate::common::{assert_close, fill, floats, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
@@ -13,7 +13,7 @@ use candle_ddp::{
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
-/// Two layers, and a third that only some passes use. Sizes that no number of ranks divides.
+/// Two layers, and a third that only some passes use. No number of ranks divides the sizes.
 struct Net {
     first: Linear,
     second: Linear,
@@ -56,13 +56,13 @@ fn batch(pg: &ProcessGroup, step: u64) -> Tensor {
     tensor(&[12, 5], 100 + step).narrow(0, part * pg.rank(), part).unwrap()
 }
 
-/// The backward pass of a step; the third layer takes part in the odd ones, on rank 0 only.
+/// The backward pass of a step; in odd steps rank 0 alone also uses the third layer.
 fn backward(ddp: &Ddp, step: u64, scale: f64) -> Result<GradStore> {
     let pg = ddp.process_group();
     let loss = ddp.call(|net| {
         let output = net.forward(&batch(pg, step))?;
         let loss = output.sqr()?.mean_all()?;
-        // Alone, rank 0 counts as many times as there are ranks otherwise.
+        // This makes up for the averaging, since only rank 0 contributes.
         if step % 2 == 1 && pg.rank() == 0 {
             let extra = net.third.forward(&tensor(&[2, 3], step))?.sqr()?.mean_all()?;
             return (loss + (extra * pg.world_size() as f64)?)?.affine(scale, 0.);
@@ -83,7 +83,7 @@ fn assert_same(actual: &[(String, Vec<f32>)], expected: &[(String, Vec<f32>)], t
     }
 }
 
-/// Weights with these options, biases with those.
+/// Two groups: weights with `options`, biases with `biases`.
 fn groups<R: Clone>(parameters: Vec<(String, Var)>, options: &R, biases: &R) -> Vec<ParameterGroup<R>> {
     let (b, w): (Vec<_>, Vec<_>) = parameters.into_iter().partition(|(name, _)| name.ends_with("bias"));
     vec![
@@ -92,7 +92,7 @@ fn groups<R: Clone>(parameters: Vec<(String, Var)>, options: &R, biases: &R) -> 
     ]
 }
 
-/// What a plain optimizer makes of `steps` steps, in a world of one.
+/// The parameters after `steps` steps of a plain optimizer in a world of one.
 fn plain<R: UpdateRule + Sync>(options: &R, biases: &R, steps: u64, max_norm: f64) -> Vec<(String, Vec<f32>)> {
     let all = ranks(1, |pg| {
         let ddp = wrap(&pg, small())?;
@@ -133,20 +133,20 @@ fn adamw() -> ParamsAdamW {
 }
 
 #[test]
-fn adamw_trains_as_without() {
+fn adamw_trains_as_without_sharding() {
     train_like_plain(adamw(), ParamsAdamW { weight_decay: 0., ..adamw() });
 }
 
 #[test]
-fn sgd_trains_as_without() {
+fn sgd_trains_as_without_sharding() {
     let options = ParamsSgd { lr: 0.05, momentum: 0.9, nesterov: true, ..Default::default() };
     // Without momentum there is no state.
     train_like_plain(options, ParamsSgd { lr: 0.05, ..Default::default() });
 }
 
 #[test]
-fn lamb_trains_as_without() {
-    // Its trust ratios are of whole parameters, which lie on several ranks.
+fn lamb_trains_as_without_sharding() {
+    // LAMB's trust ratios are those of whole parameters, which lie on several ranks.
     let options = ParamsLamb { lr: 0.02, max_grad_norm: Some(0.01), ..Default::default() };
     train_like_plain(options.clone(), ParamsLamb { weight_decay: 0., ..options });
 }
@@ -161,7 +161,7 @@ fn parameters_that_no_rank_used_stay_as_they_are() {
         for ((name, after), (_, before)) in values(&ddp).iter().zip(&before) {
             assert_eq!(after == before, name.starts_with("third"), "{name}");
         }
-        // The step counts for those alone that were updated.
+        // Only parameters that were updated count the step.
         let state = optimizer.consolidate_state_dict(1)?;
         assert_eq!(state.is_some(), pg.rank() == 1);
         if let Some(state) = state {
@@ -183,13 +183,13 @@ fn each_state_is_on_one_rank_only() {
         let bytes = bytes.unwrap();
         let all = 2 * 4 * (5 * 7 + 7 + 7 * 3 + 3 + 3 * 3 + 3);
         assert_eq!(bytes.iter().sum::<usize>(), all);
-        // The largest bucket is less than 45 elements long.
+        // The largest bucket has fewer than 45 elements.
         assert!(bytes.iter().all(|bytes| *bytes <= all / world_size + 2 * 4 * 45), "{bytes:?}");
     }
 }
 
 #[test]
-fn mixed_precision_has_full_masters_everywhere() {
+fn mixed_precision_has_full_masters_on_all_ranks() {
     for mixed in [
         MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: None, buffer_dtype: None },
         MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), buffer_dtype: None },
@@ -231,7 +231,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         for (step, overflow) in [(0, false), (1, false), (2, true), (2, false)] {
             let broken = if overflow && pg.rank() == 1 { f64::INFINITY } else { 1. };
             let mut grads = backward(&ddp, step, scaler.current_scale() * broken)?;
-            // The scaler has the optimizer divide its gradients, unless that is done already.
+            // The scaler lets the optimizer divide its gradients unless that has been done.
             if step != 1 {
                 assert_eq!(optimizer.unscale(&mut scaler, &mut grads)?, !overflow);
                 optimizer.clip_grad_norm(&mut grads, 1e6)?;
@@ -240,7 +240,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
             scaler.update()?;
         }
         assert_eq!(scaler.current_scale(), 512.);
-        // Forgotten, it would step with scaled gradients.
+        // Without `unscale`, the step would use scaled gradients.
         let mut grads = backward(&ddp, 3, scaler.current_scale())?;
         let error = scaler.step_with(&mut grads, |grads| optimizer.step(grads)).unwrap_err().to_string();
         assert!(error.contains("unscale"), "{error}");
@@ -252,7 +252,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
 }
 
 #[test]
-fn the_whole_state_is_that_of_the_plain_optimizer() {
+fn the_consolidated_state_is_that_of_the_plain_optimizer() {
     let folder = tempfile::tempdir().unwrap();
     let (zero, fused) = (folder.path().join("zero.safetensors"), folder.path().join("fused.safetensors"));
     let biases = ParamsAdamW { weight_decay: 0., ..adamw() };
@@ -272,7 +272,7 @@ fn the_whole_state_is_that_of_the_plain_optimizer() {
     let take_over = |ddp: &Ddp| {
         ddp.parameters().iter().zip(weights).for_each(|(var, (_, value))| var.set(&value.copy().unwrap()).unwrap());
     };
-    // In a plain optimizer, on one rank …
+    // Loads it into a plain optimizer on one rank.
     let alone = ranks(1, |pg| {
         let ddp = wrap(&pg, small())?;
         take_over(&ddp);
@@ -287,7 +287,7 @@ fn the_whole_state_is_that_of_the_plain_optimizer() {
         Ok(values(&ddp))
     });
     assert_same(&alone.unwrap()[0], &expected, 1e-5);
-    // … and back again, on three.
+    // Loads it back on three ranks.
     let spread = ranks(3, |pg| {
         let ddp = wrap(&pg, DdpOptions::default())?;
         take_over(&ddp);
@@ -366,7 +366,7 @@ fn bad_shards_are_refused_on_all_ranks_and_change_nothing() {
         for name in ["empty", "one", "mixed", "absent"] {
             errors.push(optimizer.load_shards(path(name)).unwrap_err().to_string());
         }
-        // Saving where there is no folder.
+        // The folder does not exist.
         errors.push(optimizer.save_shards(path("absent")).unwrap_err().to_string());
         errors.push(optimizer.save(path("absent").join("file")).unwrap_err().to_string());
         assert_eq!(state(&optimizer)?, before);
@@ -391,7 +391,7 @@ fn misuse_is_an_error() {
         let options = ParamsAdamW { lr: 0.1 * (1 + pg.rank()) as f64, ..adamw() };
         let error = message(ZeroRedundancyOptimizer::new(&ddp, options).map(|_| ()));
         assert!(error.contains("different options") && error.contains("0.2"), "{error}");
-        // Options that make no sense on one of them.
+        // Invalid options on one rank.
         let options = ParamsAdamW { beta1: 0.9 + pg.rank() as f64, ..adamw() };
         match ZeroRedundancyOptimizer::new(&ddp, options) {
             Err(Error::RankFailed { rank: 1, reason }) if pg.rank() == 0 => {
@@ -405,13 +405,13 @@ fn misuse_is_an_error() {
         let group = ParameterGroup { parameters: vec![("stranger".to_string(), stranger)], options: adamw() };
         let error = ZeroRedundancyOptimizer::from_groups(&ddp, vec![group]).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "stranger"), "{error}");
-        // One optimizer at a time, and none beside a hook.
+        // DDP allows one such optimizer at a time, and none with a hook.
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
         let error = message(ZeroRedundancyOptimizer::new(&ddp, adamw()).map(|_| ()));
         assert!(error.contains("another"), "{error}");
         assert!(ddp.register_comm_hook(Bf16Compress::default()).is_err());
         drop(optimizer);
-        // With the optimizer gone, gradients are there again.
+        // Once the optimizer is dropped, DDP returns gradients again.
         assert!(backward(&ddp, 0, 1.)?.get(&ddp.parameters()[0]).is_some());
         ddp.process_group().barrier()?;
         let hooked = wrap(&pg, small())?;
@@ -421,7 +421,7 @@ fn misuse_is_an_error() {
         Ok(())
     })
     .unwrap();
-    // Alone in the world, an error does not end the group.
+    // In a world of one, an error does not end the group.
     ranks(1, |pg| {
         let ddp = wrap(&pg, small())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
@@ -436,7 +436,7 @@ fn misuse_is_an_error() {
         };
         let error = optimizer.step(&local).unwrap_err();
         assert!(matches!(&error, Error::Parameter { parameter, .. } if parameter == "first.weight"), "{error}");
-        // And then it goes on.
+        // The optimizer remains usable.
         optimizer.step(&backward(&ddp, 0, 1.)?)?;
         Ok(())
     })
@@ -479,7 +479,7 @@ fn accumulated_gradients_and_schedules_work() {
     assert_same(&run(true, 3), &run(false, 1), 1e-5);
 }
 
-/// A parameter that DDP leaves to each rank has an optimizer of its own, and both share a scaler.
+/// An ignored parameter has an optimizer of its own, and both optimizers share a scaler.
 #[test]
 fn a_scaler_divides_the_gradients_of_ignored_parameters_too() {
     for broken in [false, true] {
@@ -526,7 +526,7 @@ fn every_averaged_parameter_is_in_a_group() {
 }
 
 #[test]
-fn a_part_of_the_shards_is_refused() {
+fn an_incomplete_set_of_shards_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(format!("shard-00000-of-{}.safetensors", u64::MAX)), "").unwrap();
     ranks(1, |pg| {
@@ -539,9 +539,9 @@ fn a_part_of_the_shards_is_refused() {
     .unwrap();
 }
 
-/// Rank 1 fails instead of saving. (Failures in the middle of it are tested beside `write_together`.)
+/// Rank 1 fails instead of saving. (Tests beside `write_together` cover failures during the write.)
 #[test]
-fn a_rank_that_failed_leaves_the_files_of_before() {
+fn a_failed_rank_leaves_the_previous_files() {
     for shards in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let save = |optimizer: &ZeroRedundancyOptimizer<ParamsAdamW>| match shards {

@@ -1,10 +1,10 @@
 //! Ranks that were started by hand, without a launcher: what they take of the host.
 #![cfg(target_os = "linux")]
-use crate::common::{free_port, in_a_process};
+use crate::common::{free_port, test_process};
 use crate::logger::{self, LOG};
 use candle_ddp::{InitOptions, init_process_group};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 /// The folder in which a rank leaves what it found; unset in the test's own process.
@@ -60,7 +60,8 @@ fn run(early: bool, threads: Option<&str>) -> [Report; 2] {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
     let start = |rank: usize| {
-        let mut command: Command = in_a_process(module_path!(), "rank_by_hand", FOLDER, folder.path());
+        let mut command = test_process(module_path!(), "rank_by_hand");
+        command.env(FOLDER, folder.path());
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("SLURM") || name.contains("NUM_THREADS"))
         {
             command.env_remove(name);

@@ -51,8 +51,8 @@ pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_
 }
 
 /// A `cudaDataType` that matrices may have.
-#[derive(Clone, Copy, PartialEq)]
-enum DType {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum DType {
     F32,
     F64,
     F16,
@@ -66,7 +66,7 @@ impl DType {
             .find_map(|(known, dtype)| (known == number).then_some(dtype))
     }
 
-    fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Self::F64 => 8,
             Self::F32 => 4,
@@ -76,7 +76,7 @@ impl DType {
 
     /// # Safety
     /// The element must exist.
-    unsafe fn read(self, start: u64, index: usize) -> f64 {
+    pub(crate) unsafe fn read(self, start: u64, index: usize) -> f64 {
         let address = start as usize + index * self.bytes();
         // SAFETY: the caller guarantees that the element exists; elements are aligned, as CUDA requires.
         unsafe {
@@ -91,7 +91,7 @@ impl DType {
 
     /// # Safety
     /// The element must exist, and no other code may use it.
-    unsafe fn write(self, start: u64, index: usize, value: f64) {
+    pub(crate) unsafe fn write(self, start: u64, index: usize, value: f64) {
         let address = start as usize + index * self.bytes();
         // SAFETY: guaranteed by the caller; elements are aligned, as CUDA requires.
         unsafe {

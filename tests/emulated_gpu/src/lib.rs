@@ -1,7 +1,8 @@
-//! An emulated GPU: CUDA's driver, cuBLAS, cuRAND and NCCL, implemented on the CPU. See README.md.
+//! An emulated GPU: CUDA's driver, cuBLAS, cuDNN, cuRAND and NCCL, implemented on the CPU. See README.md.
 //!
 //! The library is preloaded, so that its functions take precedence over those of the real libraries.
 mod blas;
+mod cudnn;
 mod driver;
 mod memory;
 mod module;

@@ -1,9 +1,9 @@
-//! Device memory: the process's own memory, with checks.
+//! Device memory, which is the process's own memory with checks, and pinned host memory.
 use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, SUCCESS, context_device, fatal};
 use crate::stream::{Origin, find, push};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
-use std::ffi::{c_uchar, c_void};
+use std::ffi::{c_uchar, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The content of memory before it is written and after it is freed: NaN in every dtype that has one.
@@ -32,6 +32,15 @@ impl Memory {
         let (start, freed) = self.freed.range(..=address).next_back()?;
         (address < start + freed.bytes).then_some(&freed.by)
     }
+}
+
+/// The sizes of pinned host memory in bytes, by address.
+static PINNED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+/// Whether the whole range is pinned host memory.
+fn is_pinned(address: usize, bytes: usize) -> bool {
+    let pinned = PINNED.lock().unwrap_or_else(PoisonError::into_inner);
+    pinned.range(..=address).next_back().is_some_and(|(start, length)| address + bytes <= start + length)
 }
 
 static MEMORY: Mutex<Memory> =
@@ -111,10 +120,17 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
         return INVALID_HANDLE;
     }
     // Allocating zero bytes succeeds, because programs rely on that, although it is an error of `cuMemAlloc`.
-    let start = if bytes == 0 { 0 } else { allocate(bytes) as u64 };
+    let start = if bytes == 0 { 0 } else { allocate(bytes) };
     // SAFETY: guaranteed by the caller.
-    unsafe { *address = start };
-    SUCCESS
+    unsafe { *address = start as u64 };
+    // On a GPU, work before this point of the stream may still use the memory for something else, and write it.
+    push(stream, move || {
+        if start != 0 {
+            check(start as u64, bytes, "an allocation");
+            // SAFETY: the memory is allocated, and nothing may use it before the stream has come here.
+            unsafe { (start as *mut u8).write_bytes(POISON, bytes) };
+        }
+    })
 }
 
 /// # Safety
@@ -178,7 +194,50 @@ pub unsafe extern "C" fn cuMemsetD8Async(address: u64, value: c_uchar, bytes: us
     })
 }
 
-/// Copies from host memory that is not pinned, as all host memory here: reads the data at once; the stream writes it.
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Answer {
+    if context_device().is_none() {
+        return INVALID_CONTEXT;
+    }
+    if bytes == 0 {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the size is not zero, and there are as many bytes.
+    let start = unsafe {
+        let start = alloc(layout(bytes));
+        if start.is_null() {
+            fatal("out of memory");
+        }
+        start.write_bytes(POISON, bytes);
+        start
+    };
+    PINNED.lock().unwrap_or_else(PoisonError::into_inner).insert(start as usize, bytes);
+    // SAFETY: guaranteed by the caller.
+    unsafe { *address = start.cast() };
+    SUCCESS
+}
+
+/// # Safety
+/// The requirements are those of the CUDA function of the same name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFreeHost(address: *mut c_void) -> Answer {
+    match PINNED.lock().unwrap_or_else(PoisonError::into_inner).remove(&(address as usize)) {
+        Some(bytes) => {
+            // SAFETY: it was allocated with this layout, and is poisoned for a copy that did not end before.
+            unsafe {
+                address.cast::<u8>().write_bytes(POISON, bytes);
+                dealloc(address.cast(), layout(bytes));
+            }
+            SUCCESS
+        }
+        None => fatal("pinned host memory was freed twice, or never allocated"),
+    }
+}
+
+/// Copies from host memory. The stream reads pinned memory when it comes to it, and must find it there; other memory is read at
+/// once, and the stream writes it.
 ///
 /// # Safety
 /// The requirements are those of the CUDA function of the same name.
@@ -191,6 +250,17 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
 ) -> Answer {
     if bytes == 0 {
         return if find(stream).is_some() { SUCCESS } else { INVALID_HANDLE };
+    }
+    let source = host as usize;
+    if is_pinned(source, bytes) {
+        return push(stream, move || {
+            check(address, bytes, "cuMemcpyHtoDAsync");
+            if !is_pinned(source, bytes) {
+                fatal("cuMemcpyHtoDAsync: the pinned host memory was freed before the copy");
+            }
+            // SAFETY: both are allocated.
+            unsafe { (address as *mut u8).copy_from_nonoverlapping(source as *const u8, bytes) };
+        });
     }
     // SAFETY: guaranteed by the caller.
     let data = unsafe { std::slice::from_raw_parts(host.cast::<u8>(), bytes) }.to_vec();

@@ -60,16 +60,16 @@ impl Stream {
 pub(crate) struct Origin {
     device: i32,
     stream: usize,
-    /// The place in the program, if `EMULATED_GPU_BACKTRACE` is set.
-    place: Option<Arc<Backtrace>>,
+    /// Where in the program it was pushed, if `EMULATED_GPU_BACKTRACE` is set.
+    backtrace: Option<Arc<Backtrace>>,
 }
 
 impl Origin {
     fn new(stream: &Stream) -> Self {
         static WANTED: OnceLock<bool> = OnceLock::new();
         let wanted = *WANTED.get_or_init(|| std::env::var_os("EMULATED_GPU_BACKTRACE").is_some());
-        let place = wanted.then(|| Arc::new(Backtrace::force_capture()));
-        Self { device: stream.device, stream: std::ptr::from_ref(stream) as usize, place }
+        let backtrace = wanted.then(|| Arc::new(Backtrace::force_capture()));
+        Self { device: stream.device, stream: std::ptr::from_ref(stream) as usize, backtrace }
     }
 
     fn enter(self) {
@@ -85,9 +85,9 @@ impl Origin {
 impl Display for Origin {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "stream {:#x} of device {}", self.stream, self.device)?;
-        match &self.place {
-            Some(place) => write!(f, "{place}"),
-            None => write!(f, "(set EMULATED_GPU_BACKTRACE=1 to show the place in the program)"),
+        match &self.backtrace {
+            Some(backtrace) => write!(f, "{backtrace}"),
+            None => write!(f, "(set EMULATED_GPU_BACKTRACE=1 to show where in the program)"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How a group comes about, or not.
+//! Failures while a group is created.
 use super::*;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -7,7 +7,7 @@ fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Re
     CpuCommunicator::new(store.clone(), rank, world_size, options())
 }
 
-/// What the ranks that come get to hear.
+/// Returns the errors of the ranks that join.
 fn errors(ranks: &[(usize, usize, CpuOptions)]) -> Vec<String> {
     let store = store();
     let start = Instant::now();
@@ -25,14 +25,14 @@ fn errors(ranks: &[(usize, usize, CpuOptions)]) -> Vec<String> {
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
-    for missing in 0..3 {
+    side_by_side(0..3, |missing| {
         let ranks: Vec<_> = (0..3).filter(|rank| *rank != missing).map(|rank| (rank, 3, options())).collect();
         for error in errors(&ranks) {
             let expected = format!("has no connection to rank(s) [{missing}] (time-out 1.5s): they have not");
             assert!(error.contains(&expected), "rank {missing} is missing: {error}");
             assert!(error.contains("new_group with the same ranks"), "{error}");
         }
-    }
+    });
 }
 
 #[test]
@@ -64,9 +64,9 @@ fn two_processes_with_one_rank_are_refused() {
     });
 }
 
-/// Whoever else finds the port, before the peer comes, and whatever it says.
+/// Other programs may connect to the port before the peer does, and send anything.
 #[test]
-fn strangers_do_not_disturb() {
+fn foreign_connections_do_no_harm() {
     let store = store();
     std::thread::scope(|scope| {
         let rank_0 = scope.spawn(|| new(&store, 0, 2).unwrap().run(all_reduce(5)));
@@ -77,17 +77,18 @@ fn strangers_do_not_disturb() {
         let mut talker = connect();
         talker.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: something else\r\n\r\n").unwrap();
         let byte = |index| u8::from_str_radix(&hello[2 * index..2 * index + 2], 16).unwrap();
-        let handshake: Vec<u8> = (0..hello.len() / 2).map(byte).collect();
+        // The store has the handshake; a random number follows it on the wire.
+        let handshake: Vec<u8> = (0..hello.len() / 2).map(byte).chain([0; 32]).collect();
         let mut newer_handshake = handshake.clone();
         newer_handshake[4] += 1;
         let mut newer = connect();
         newer.write_all(&newer_handshake).unwrap();
         let mut reply = Vec::new();
-        // It is told which version it met, and then the connection closes.
+        // It receives the version of this rank, and then the connection closes.
         newer.read_to_end(&mut reply).unwrap();
         assert_eq!(reply[..8], handshake[..8]);
         drop(connect());
-        // Rank 1 of another group: all is right but the nonce.
+        // Rank 1 of another group: only the nonce differs.
         let mut other = handshake;
         other[8] ^= 1;
         other[16] = 1;

@@ -1,13 +1,13 @@
-//! Ranks that disagree: all of them fail, with both sides' calls in the message.
+//! Ranks that make different calls: all fail, and the message names both sides' calls.
 use super::*;
 
 type Make = fn() -> Collective;
 
-/// Rank 0 and rank 1 of `world_size` make the given calls at sequence 4, the others that of rank 0.
+/// Rank 0 and rank 1 of `world_size` make the given calls at sequence 4; the other ranks make rank 0's.
 fn disagree(world_size: usize, rank_0: Make, rank_1: Make) -> Vec<Error> {
     on_ranks(world_size, |communicator| {
         for _ in 0..3 {
-            // The others may be at odds already while a slow rank has not seen the end of an earlier call.
+            // The others may already have failed while a slow rank is still finishing an earlier call.
             if let Err(error) = communicator.run(all_reduce(10)) {
                 return error;
             }
@@ -31,7 +31,7 @@ fn reduce(root: usize) -> Collective {
 
 #[test]
 fn all_ranks_name_both_calls() {
-    // What rank 0 calls, what rank 1 calls, and how the message says it.
+    // Rank 0's call, rank 1's call, and how the message names each.
     let cases: &[(Make, Make, &str, &str)] = &[
         (|| broadcast(10, 0), || all_reduce(20), "broadcast(f32[10])", "all_reduce(f32[20])"),
         (|| all_reduce(20), || broadcast(10, 0), "all_reduce(f32[20])", "broadcast(f32[10])"),
@@ -47,8 +47,10 @@ fn all_ranks_name_both_calls() {
         (|| Collective::Barrier, || all_reduce(0), "barrier()", "all_reduce(f32[0])"),
         (|| reduce(1), || Collective::Barrier, "reduce(f32[8])", "barrier()"),
     ];
+    // Where no rank sends, the time-out ends the calls: a few cases at a time wait for theirs together.
     for world_size in [2, 4] {
-        for (rank_0, rank_1, text_0, text_1) in cases {
+        side_by_side(cases.chunks(4), |cases| {
+          for (rank_0, rank_1, text_0, text_1) in cases {
             for error in disagree(world_size, *rank_0, *rank_1) {
                 let Error::Group(Failure::Desync { sequence: 4, rank_a, rank_b, .. }) = error else {
                     panic!("{error:?}")
@@ -57,9 +59,10 @@ fn all_ranks_name_both_calls() {
                 let text = error.to_string();
                 assert!(text.contains(text_1) && text.contains(text_0), "{text}");
             }
-        }
+          }
+        });
     }
-    // The wording of an error, in full.
+    // The full text of an error.
     let error = &disagree(2, || all_reduce(20), || broadcast(10, 0))[1];
     assert_eq!(
         error.to_string(),
@@ -68,12 +71,12 @@ fn all_ranks_name_both_calls() {
     );
 }
 
-/// Rank 1 broadcasts to everybody, which returns at once, and goes on; the others all-reduce.
+/// Rank 1 gathers to rank 2, which returns at once, and goes on; the others all-reduce.
 #[test]
-fn a_rank_that_is_further_is_asked_what_it_called() {
+fn a_rank_that_is_ahead_is_asked_what_it_called() {
     let errors = on_ranks(3, |communicator| {
         if communicator.rank() == 1 {
-            // Nothing is sent to rank 0 at sequence 1, something at sequence 2.
+            // Rank 1 sends nothing to rank 0 at sequence 1, but does at sequence 2.
             communicator.run(Collective::Gather { output: None, input: zeros(5), root: 2 }).unwrap();
         }
         until_failure(&communicator, all_reduce(7))
@@ -91,7 +94,7 @@ fn a_rank_that_is_further_is_asked_what_it_called() {
     }
 }
 
-/// What no data gives away, since everybody waits, comes out when the time is over.
+/// Both ranks wait and none sends, so only the time-out reveals the mismatch.
 #[test]
 fn ranks_that_all_wait_are_told_why() {
     let errors = on_ranks(2, |communicator| {

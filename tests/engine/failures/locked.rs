@@ -1,19 +1,19 @@
-//! A program that keeps a tensor locked in which a collective is to put its result.
+//! Programs that hold a lock on a tensor that a collective is to write.
 use super::*;
 
-/// Every rank hears within its time-out who it is and what to do; the program's own call returns, too.
+/// Within its time-out, every rank learns which rank holds the lock and what to do; the program's own call returns too.
 #[test]
-fn a_tensor_that_the_program_has_locked_is_told() {
-    for is_started in [false, true] {
+fn a_tensor_locked_by_the_program_is_reported() {
+    side_by_side([false, true], |is_started| {
         let errors = on_ranks(3, |communicator| {
             communicator.run(all_reduce(10)).unwrap();
             let tensor = zeros(12);
             let call = Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
             if communicator.rank() != 1 {
-                // Those that have what they need go on to the next call.
+                // Ranks that have all they need go on to the next call.
                 return until_failure(&communicator, call);
             }
-            // The others' deadlines come first.
+            // The other ranks' deadlines come first.
             std::thread::sleep(TIMEOUT / 5);
             let guard = tensor.storage_and_layout();
             let start = Instant::now();
@@ -33,10 +33,10 @@ fn a_tensor_that_the_program_has_locked_is_told() {
             assert!(own || text.contains("rank 1 waits for the storage of its tensor, which its own"), "{text}");
             assert!(text.contains("drop the guard that storage_and_layout() returns before the call"), "{text}");
         }
-    }
+    });
 }
 
-/// What only reads a tensor does not mind another reader.
+/// A collective that only reads a tensor does not need an exclusive lock.
 #[test]
 fn a_tensor_that_is_only_read_may_be_locked_for_reading() {
     on_ranks(2, |communicator| {

@@ -1,6 +1,6 @@
-//! What the CPU engine does when something goes wrong: every rank ends, in time, with an error that names the cause.
+//! Failures of the CPU engine: every rank returns, in time, an error that names the cause.
 
-/// Runs the tests of this folder over one kind of connection, with the ranks on the given hosts.
+/// Runs this folder's tests over one kind of connection, with the ranks on the given hosts.
 macro_rules! failures_over {
     ($(#[$doc:meta])* $name:ident, $transport:expr, $host:expr) => {
         $(#[$doc])*
@@ -33,7 +33,7 @@ macro_rules! failures_over {
 failures_over!(shared_memory, CpuTransport::SharedMemory, |_| 0);
 failures_over!(tcp, CpuTransport::Tcp, |rank| rank);
 failures_over!(
-    /// Rank 1, which is most often the one that fails, shares its host with rank 2.
+    /// Rank 1, which usually is the one that fails, shares its host with rank 2.
     two_hosts,
     CpuTransport::Auto,
     |rank: usize| [0, 1, 1, 0][rank]

@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers that the tests of this folder share.
 pub(crate) use candle_core::{DType, Device, Tensor};
 pub(crate) use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
 pub(crate) use candle_ddp::backend::{Collective, Communicator};
@@ -8,17 +8,17 @@ pub(crate) use candle_ddp::{Error, ReduceOp};
 pub(crate) use std::sync::Arc;
 pub(crate) use std::time::{Duration, Instant};
 
-/// What a healthy call never takes, and what a test can wait for.
+/// Longer than any healthy call, and short enough to wait for in a test.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// Beyond the time-out: time to ask the peers, on a machine that does other things too.
+/// Extra time after the time-out to ask the peers, on a busy machine.
 pub(crate) const GRACE: Duration = Duration::from_secs(3);
 
 pub(crate) fn options() -> CpuOptions {
     CpuOptions { timeout: TIMEOUT, transport: super::TRANSPORT, ..CpuOptions::default() }
 }
 
-/// Those of a rank that is on the host that it shall be on.
+/// Options of a rank on its host.
 pub(crate) fn options_of(rank: usize) -> CpuOptions {
     CpuOptions { host: Some(super::host(rank).to_string()), ..options() }
 }
@@ -27,7 +27,7 @@ pub(crate) fn store() -> Arc<dyn Store> {
     Arc::new(HashStore::new(TIMEOUT))
 }
 
-/// Runs `body` on every rank of a world, each on a thread of its own; what they return, by rank.
+/// Runs `body` on every rank of a world, each on its own thread; returns the results by rank.
 pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
     let store = store();
     std::thread::scope(|scope| {
@@ -38,6 +38,16 @@ pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator
         let ranks: Vec<_> = (0..world_size).map(rank).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+/// Runs `body` on all `cases` at the same time, since most of their time is waiting.
+pub(crate) fn side_by_side<C: Send>(cases: impl IntoIterator<Item = C>, body: impl Fn(C) + Sync) {
+    std::thread::scope(|scope| {
+        let body = &body;
+        let cases: Vec<_> = cases.into_iter().map(|case| scope.spawn(move || body(case))).collect();
+        // A panic of a case is the test's.
+        cases.into_iter().for_each(|case| case.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+    });
 }
 
 pub(crate) fn zeros(count: usize) -> Tensor {
@@ -52,25 +62,25 @@ pub(crate) fn broadcast(count: usize, root: usize) -> Collective {
     Collective::Broadcast { tensor: zeros(count), root }
 }
 
-/// Calls nothing until the group has failed.
+/// Makes no calls until the group has failed.
 pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
     let start = Instant::now();
     while communicator.failure().is_none() {
-        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} heard of no failure", communicator.rank());
+        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} received no error", communicator.rank());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Makes the given call, and barriers after it until the group has failed: ranks that are through with a call when it
-/// fails hear of it at their next one.
+/// Makes the given call, then barriers until the group has failed: a rank that completes the call before the failure
+/// gets the error at its next call.
 pub(crate) fn until_failure(communicator: &CpuCommunicator, first: Collective) -> Error {
     let start = Instant::now();
     let mut result = communicator.run(first);
     while result.is_ok() {
-        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} heard of no failure", communicator.rank());
+        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} received no error", communicator.rank());
         result = communicator.run(Collective::Barrier);
     }
-    assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} heard of it after {:?}", communicator.rank(), start.elapsed());
+    assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} got the error after {:?}", communicator.rank(), start.elapsed());
     let error = result.unwrap_err();
     // Every later call returns the same cause.
     for later in [communicator.run(all_reduce(3)), communicator.start(all_reduce(3)).map(drop)] {

@@ -1,4 +1,4 @@
-//! Ranks that do not come.
+//! Ranks that do not call in time.
 use super::*;
 
 #[test]
@@ -6,7 +6,7 @@ fn a_rank_that_does_not_call_is_named() {
     let errors = on_ranks(3, |communicator| {
         communicator.run(all_reduce(10)).unwrap();
         if communicator.rank() == 2 {
-            // Alive, but elsewhere: it hears of it at its next call.
+            // This rank is alive but makes no call; it gets the error at its next call.
             idle_until_failure(&communicator);
             return communicator.run(Collective::Barrier).unwrap_err();
         }
@@ -24,8 +24,8 @@ fn a_rank_that_does_not_call_is_named() {
 }
 
 #[test]
-fn a_message_that_is_not_sent() {
-    for receiver in [0, 2] {
+fn a_message_that_is_not_sent_times_out() {
+    side_by_side([0, 2], |receiver| {
         let errors = on_ranks(3, |communicator| {
             if communicator.rank() == receiver {
                 return until_failure(&communicator, Collective::Recv { tensor: zeros(4), peer: 1 });
@@ -38,10 +38,10 @@ fn a_message_that_is_not_sent() {
             assert!(text.contains(&format!("rank {receiver}: recv(f32[4]), sequence 1, timed out")), "{text}");
             assert!(text.contains("rank 1 did not make the matching call"), "{text}");
         }
-    }
+    });
 }
 
-/// Dropping a communicator whose calls cannot end is no hang.
+/// Dropping a communicator must not hang, even if its calls cannot complete.
 #[test]
 fn dropping_with_work_in_flight_ends_in_time() {
     let errors = on_ranks(2, |communicator| {
@@ -58,6 +58,6 @@ fn dropping_with_work_in_flight_ends_in_time() {
         Some(communicator.run(Collective::Barrier).unwrap_err())
     });
     let error = errors.into_iter().flatten().next().unwrap();
-    // Either rank 0's first call timed out, or it left with its calls not over, whichever came first.
+    // Rank 0's first call timed out, or rank 0 left with calls in flight, whichever came first.
     assert!(matches!(error, Error::Group(Failure::TimedOut { .. } | Failure::PeerFailed { peer: 0, .. })), "{error:?}");
 }

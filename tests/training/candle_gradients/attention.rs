@@ -1,4 +1,4 @@
-//! Attention, key-value caches and quantized products, which candle has for inference.
+//! Attention, key-value caches and quantized products; candle supports them for inference only.
 use super::{Case, Missing, Refused, Wrong, case};
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};

@@ -36,7 +36,7 @@ fn conv2d() -> Vec<Case> {
             .variant("with padding and stride"),
         case("conv2d", [&[2, 2, 6, 5], &[3, 2, 3, 3]], |[x, k]| x.conv2d(k, 1, 2, 1, 1))
             .variant("with different numbers of pixels left over")
-            .is(Error, "the width is taken for as the height"),
+            .is(Error, "the width is assumed to equal the height"),
         case("conv2d", [&[2, 2, 6, 5], &[3, 2, 2, 3]], |[x, k]| x.conv2d(k, 1, 1, 2, 1)).variant("with dilation"),
         case("conv2d", [&[2, 2, 7, 7], &[3, 2, 2, 2]], |[x, k]| x.conv2d(k, 0, 3, 1, 1)).variant("with a stride of 3"),
         case("conv2d", [&[2, 2, 8, 8], &[3, 2, 2, 1]], |[x, k]| x.conv2d(k, 1, 2, 2, 1))
@@ -73,7 +73,7 @@ pub(super) fn cases() -> Vec<Case> {
     [conv1d(), conv2d(), transposed()].into_iter().flatten().collect()
 }
 
-/// On the CPU, where each sample by itself is right.
+/// candle's CPU kernel is right for each sample by itself.
 #[test]
 fn conv_transpose1d_of_several_samples_is_wrong_forward() {
     let (x, kernel) = (tensor(&[2, 2, 5], 1), tensor(&[2, 3, 3], 6));

@@ -1,4 +1,4 @@
-//! Functions of each element, of two tensors element by element, and with broadcasting.
+//! Elementwise functions of one and two tensors, with and without broadcasting.
 use super::{Case, Wrong, case};
 use candle_core::{DType, Result, Tensor};
 

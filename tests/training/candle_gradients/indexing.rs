@@ -17,7 +17,7 @@ fn reading() -> Vec<Case> {
         case("gather", [&[3, 2]], |[x]| x.gather(&index([2, 0, 2, 1], &[2, 2])?, 0)).variant("of rows"),
         case("gather", [&[3, 4]], |[x]| x.gather(&index([3, 0, 1, 1], &[2, 2])?, 1))
             .variant("with fewer indices in another dimension")
-            .is(Error, "by scatter_add, which refuses other sizes"),
+            .is(Error, "scatter_add in the backward pass refuses other sizes"),
         case("sort_last_dim", [&[2, 3, 4]], |[x]| Ok(x.sort_last_dim(true)?.0)),
         case("sort_last_dim", [&[2, 3, 4]], |[x]| Ok(x.sort_last_dim(false)?.0)).variant("descending"),
     ]
@@ -32,11 +32,11 @@ fn writing() -> Vec<Case> {
             let mask = Tensor::new(&[[0f64, 0., 1., 1.], [1., 1., 0., 0.]], &Device::Cpu)?;
             (x * mask)?.scatter(&ids()?, y, 1)
         })
-        .variant("of what is not overwritten"),
+        .variant("of elements that are not overwritten"),
         case("scatter_add", [&[2, 4], &[2, 2]], move |[x, y]| x.scatter_add(&ids()?, y, 1))
             .is(Error, "the source is smaller"),
         case("scatter_add", [&[2, 2], &[2, 2]], |[x, y]| x.scatter_add(&index([1, 0, 0, 0], &[2, 2])?, y, 1))
-            .variant("of as many elements")
+            .variant("with equal sizes")
             .is(Wrong, "elements that are added to lose their gradient"),
         case("index_add", [&[2, 4], &[2, 3]], |[x, y]| x.index_add(&index([1, 3, 1], &[3])?, y, 1)),
         case("index_add", [&[4, 2], &[3, 2]], |[x, y]| x.index_add(&index([1, 3, 1], &[3])?, y, 0)).variant("of rows"),
@@ -51,7 +51,7 @@ fn slices() -> Vec<Case> {
     ]
 }
 
-/// These write into a tensor without leaving a trace for the backward pass.
+/// These write into a tensor without recording it for the backward pass.
 fn in_place() -> Vec<Case> {
     let zeros = || Tensor::zeros((2, 4), DType::F64, &Device::Cpu);
     let ids = || index([1, 0, 3, 2], &[2, 2]);

@@ -108,9 +108,9 @@ pub(super) fn cases() -> Vec<Case> {
     [norms(), products(), recurrent(), others()].into_iter().flatten().collect()
 }
 
-/// Each element is kept and scaled, or dropped, and its gradient with it.
+/// Each element is either kept and scaled, or dropped; its gradient likewise.
 #[test]
-fn dropout_passes_the_gradients_of_what_it_keeps() {
+fn dropout_passes_gradients_of_kept_elements_only() {
     let x = candle_core::Var::ones((4, 50), DType::F64, &Device::Cpu).unwrap();
     let y = Dropout::new(0.5).forward(&x, true).unwrap();
     let grads = y.sum_all().unwrap().backward().unwrap();

@@ -4,13 +4,13 @@ use crate::common::values;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-/// How the inputs lie in memory.
+/// Memory layout of the inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Layout {
     Contiguous,
-    /// With the dimensions in reverse order.
+    /// The dimensions are in reverse order.
     Transposed,
-    /// The middle of a tensor that is larger in the first and the last dimension.
+    /// The middle of a tensor that is larger in its first and last dimensions.
     Narrowed,
 }
 pub(super) const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Transposed, Layout::Narrowed];
@@ -25,7 +25,7 @@ impl Layout {
         case.shapes.iter().all(|shape| view(shape).unwrap().is_contiguous())
     }
 
-    /// The tensor of which `view` makes `x`.
+    /// Returns the tensor from which `view` makes `x`.
     fn store(self, x: &Tensor) -> Result<Tensor> {
         match self {
             Layout::Contiguous => Ok(x.clone()),
@@ -77,7 +77,7 @@ fn weighted(y: &Tensor) -> Result<Tensor> {
     (y.to_dtype(DType::F64)? * constant(y.dims(), 99))?.sum_all()
 }
 
-/// The result and the derivatives of a case with contiguous inputs; an error of the forward pass.
+/// The result and derivatives of a case with contiguous inputs, or the error of its forward pass.
 pub(super) struct Numerical(Result<(Vec<f64>, Vec<Vec<f64>>)>);
 
 impl Numerical {
@@ -107,7 +107,7 @@ fn numerical(case: &Case) -> Result<(Vec<f64>, Vec<Vec<f64>>)> {
     Ok((y, derivatives))
 }
 
-/// Returns what candle's gradient is, and a detail where it is not right.
+/// Returns the kind of candle's gradient, with a detail if it is not right.
 pub(super) fn measure(case: &Case, layout: Layout, numerical: &Numerical) -> (Gradient, String) {
     let (result, derivatives) = match &numerical.0 {
         Ok(numerical) => numerical,
@@ -152,7 +152,7 @@ pub(super) fn measure(case: &Case, layout: Layout, numerical: &Numerical) -> (Gr
     (Right, String::new())
 }
 
-/// Without the backtrace that candle's errors may contain.
+/// Drops the backtrace that candle's errors may contain.
 fn first_line(error: impl std::fmt::Display) -> String {
     error.to_string().lines().next().unwrap_or_default().to_string()
 }
@@ -161,7 +161,7 @@ fn gradient(grads: &GradStore, var: &Var, layout: Layout) -> Option<Vec<f64>> {
     grads.get(var).map(|gradient| numbers(&layout.view(gradient).unwrap()))
 }
 
-/// The first element that differs by more than `tolerance` relative to the largest, or is not a number.
+/// Describes the first element that differs by more than `tolerance` relative to the largest, or is NaN.
 fn differs(actual: &[f64], expected: &[f64], tolerance: f64) -> Option<String> {
     if actual.len() != expected.len() {
         return Some(format!("{} elements, not {}", actual.len(), expected.len()));

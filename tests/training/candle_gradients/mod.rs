@@ -19,12 +19,12 @@ use candle_core::{DType, Result, Tensor};
 use measure::{LAYOUTS, Numerical, measure};
 use std::collections::BTreeSet;
 
-/// What candle's backward pass makes of an operation.
+/// What candle's backward pass does with an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gradient {
-    /// The numerical gradient, or none where that is zero.
+    /// The numerical gradient; it may be absent where that is zero.
     Right,
-    /// Another gradient, or another result than with contiguous inputs.
+    /// A wrong gradient, or a result that differs from that of contiguous inputs.
     Wrong,
     /// No gradient and no error, although the result depends on the input.
     Missing,
@@ -35,34 +35,34 @@ enum Gradient {
 }
 use Gradient::{Error, Missing, Refused, Right, Wrong};
 
-/// An operation on its inputs.
+/// Applies an operation to its inputs.
 type Operation = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 /// A differentiable operation with inputs and the expected gradient.
 struct Case {
-    /// As in the documentation: methods of `Tensor` by name, everything else with its path.
+    /// The name in the documentation: methods of `Tensor` by name, everything else with its path.
     name: &'static str,
-    /// What distinguishes this case from others of the operation.
+    /// Distinguishes this case from other cases of the operation.
     variant: &'static str,
     shapes: Vec<Vec<usize>>,
     operation: Operation,
     values: Values,
-    /// Of the inputs.
+    /// dtype of the inputs.
     dtype: DType,
-    /// The step of the differences, and the error that is allowed relative to the largest derivative.
+    /// Step of the differences, and error allowed relative to the largest derivative.
     precision: (f64, f64),
-    /// For each of `LAYOUTS`.
+    /// One entry for each of `LAYOUTS`.
     expected: [Gradient; 3],
     /// Why the gradient is not right.
     reason: &'static str,
 }
 
-/// The inputs: at least 0.2 away from 0, where many operations have a kink.
+/// Values of the inputs: at least 0.2 away from 0, where many operations have a kink.
 #[derive(Clone, Copy)]
 enum Values {
     Both,
     Positive,
-    /// These, in turn.
+    /// These values, repeated in turn.
     These(&'static [f64]),
 }
 
@@ -106,17 +106,18 @@ impl Case {
         Self { expected: [expected; 3], reason, ..self }
     }
 
-    /// Expects something else of inputs that are not contiguous.
+    /// Expects something else for inputs that are not contiguous.
     fn strided(self, expected: Gradient) -> Self {
         Self { expected: [self.expected[0], expected, expected], ..self }
     }
 
-    /// Expects something else of transposed inputs.
+    /// Expects something else for transposed inputs.
     fn transposed(self, expected: Gradient) -> Self {
         Self { expected: [self.expected[0], expected, self.expected[2]], ..self }
     }
 
-    /// Whether the documentation need not mention it. If an operation accepts only contiguous inputs, its error says so.
+    /// Whether the documentation need not mention this case. If an operation accepts only contiguous inputs, its error
+    /// says so.
     fn is_trainable(&self) -> bool {
         self.expected[0] == Right && self.expected.iter().all(|gradient| matches!(gradient, Right | Refused))
     }
@@ -156,7 +157,7 @@ fn every_operation_is_differentiated_as_expected() {
     assert!(unexpected.is_empty(), "{} cases:\n{}", unexpected.len(), unexpected.join("\n"));
 }
 
-/// Returns the names in backticks; `path::{a, b}` is two names.
+/// Returns the names in backticks; `path::{a, b}` gives two names.
 fn names(cell: &str) -> Vec<String> {
     cell.split('`').skip(1).step_by(2).flat_map(expand).collect()
 }
@@ -185,7 +186,7 @@ fn the_documentation_names_every_operation_that_is_not_trained_right() {
     let missing: Vec<_> = wrong.difference(&documented).collect();
     let right: Vec<_> = documented.difference(&wrong).collect();
     assert!(missing.is_empty() && right.is_empty(), "not documented: {missing:?}; documented and right: {right:?}");
-    // A replacement is an operation whose gradient is right.
+    // The gradient of a replacement must be right.
     for row in &rows {
         assert!(row.len() == 5 && row[2].len() > 2 && row[3].len() > 2, "{row:?}");
         for name in names(row[3]) {

@@ -1,5 +1,5 @@
 //! One rank of a communicator: its current operation and its state.
-use super::place::Place;
+use super::peer_info::PeerInfo;
 use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ const UNSEEN: Duration = Duration::from_millis(50);
 pub(super) struct Communicator {
     pub(super) rank: usize,
     pub(super) size: usize,
-    pub(super) place: Place,
+    pub(super) peer_info: PeerInfo,
     pub(super) blocking: bool,
     /// The name of the hub.
     pub(super) hub: String,
@@ -52,10 +52,10 @@ pub(super) struct State {
 
 impl Communicator {
     /// Creates a communicator whose construction is in progress.
-    pub(super) fn new(hub: String, rank: usize, size: usize, place: Place, blocking: bool) -> Arc<Self> {
+    pub(super) fn new(hub: String, rank: usize, size: usize, peer_info: PeerInfo, blocking: bool) -> Arc<Self> {
         let state = State { in_progress: Some(0), ..State::default() };
         let (user, changed) = (Mutex::new(None), Condvar::new());
-        Arc::new(Self { rank, size, place, blocking, hub, user, state: Mutex::new(state), changed })
+        Arc::new(Self { rank, size, peer_info, blocking, hub, user, state: Mutex::new(state), changed })
     }
 
     /// Changes the state and wakes all waiting threads.

@@ -19,7 +19,7 @@ pub(super) fn start(communicator: Arc<Communicator>) {
 }
 
 fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
-    let Communicator { rank, size, place, hub, .. } = communicator;
+    let Communicator { rank, size, peer_info, hub, .. } = communicator;
     let connect = |for_data| {
         let greeting = Greeting { for_data, rank: *rank, size: *size };
         let stream = greeting.connect(hub).map_err(|error| {
@@ -31,9 +31,9 @@ fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
     communicator.unless_ended(|state| (state.control, state.data) = (Some(control.clone()), Some(data)))?;
     let join = Message::Join {
         process: std::process::id(),
-        device: place.device,
-        may_share: place.may_share,
-        host: place.host.clone(),
+        device: peer_info.device,
+        may_share: peer_info.may_share,
+        host: peer_info.host.clone(),
     };
     // If the hub does not receive it, later steps of the connection report the reason.
     let _ = join.send(&control);
@@ -114,7 +114,7 @@ pub(super) fn split(communicator: &Arc<Communicator>, color: i32, key: i32, bloc
         tell(parent, &Message::Split { color, key });
         let handle = match parent.wait_for(|state| state.child.clone())? {
             Some((rank, size, hub)) => {
-                let child = Communicator::new(hub, rank, size, parent.place.clone(), blocking);
+                let child = Communicator::new(hub, rank, size, parent.peer_info.clone(), blocking);
                 start(child.clone());
                 if blocking {
                     child.await_settled()?;

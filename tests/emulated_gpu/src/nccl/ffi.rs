@@ -3,7 +3,7 @@
 use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
 use super::handles::{self, Handle};
-use super::place::{Place, pretences};
+use super::peer_info::{PeerInfo, pretences};
 use super::{Code, Outcome, failure, group, set_last_error};
 use std::ffi::{c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         let end = id.internal.iter().position(|byte| *byte == 0).unwrap_or(id.internal.len());
         let name = std::str::from_utf8(&id.internal[..end]).ok().filter(|name| !name.is_empty());
         let hub = name.ok_or_else(|| invalid("ncclCommInitRankConfig: this is not an id"))?.to_string();
-        let communicator = Communicator::new(hub, rank, size, Place::here(), blocking);
+        let communicator = Communicator::new(hub, rank, size, PeerInfo::here(), blocking);
         let handle = handles::add(communicator.clone());
         // SAFETY: the caller provides memory for a communicator.
         unsafe { comm.write(handle) };
@@ -222,19 +222,19 @@ pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
     })
 }
 
-/// Writes a property of a communicator to `place`.
+/// Writes a property of a communicator to `target`.
 ///
 /// # Safety
-/// `place` must be null or point to memory for a number.
-unsafe fn tell(comm: Handle, place: *mut c_int, call: &str, fact: impl FnOnce(&Communicator) -> usize) -> c_int {
+/// `target` must be null or point to memory for a number.
+unsafe fn tell(comm: Handle, target: *mut c_int, call: &str, fact: impl FnOnce(&Communicator) -> usize) -> c_int {
     answer(|| {
         let visit = visit(comm, call)?;
         visit.0.check_ready(call)?;
-        if place.is_null() {
+        if target.is_null() {
             return Err(invalid(format!("{call}: null")));
         }
         // SAFETY: guaranteed by the caller.
-        unsafe { place.write(fact(&visit.0) as c_int) };
+        unsafe { target.write(fact(&visit.0) as c_int) };
         Ok(Code::Success)
     })
 }
@@ -254,5 +254,5 @@ pub unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> c_i
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> c_int {
     // SAFETY: guaranteed by the caller.
-    unsafe { tell(comm, device, "ncclCommCuDevice", |communicator| communicator.place.device as usize) }
+    unsafe { tell(comm, device, "ncclCommCuDevice", |communicator| communicator.peer_info.device as usize) }
 }

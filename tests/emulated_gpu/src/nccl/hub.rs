@@ -230,8 +230,8 @@ impl State {
                 Ok(name) => name,
                 Err(error) => return self.fail(system_error("opening a socket for a split", &error)),
             };
-            for (place, (_, rank)) in members.iter().enumerate() {
-                self.seats[*rank].tell(&Message::Child(Some((place, members.len(), name.clone()))));
+            for (new_rank, (_, rank)) in members.iter().enumerate() {
+                self.seats[*rank].tell(&Message::Child(Some((new_rank, members.len(), name.clone()))));
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The calls of a communicator that run together on a stream, like a single kernel.
 use super::communicator::Communicator;
-use super::place::pretences;
+use super::peer_info::pretences;
 use super::wire::{Call, Kind, call_header, read_answer_header};
 use super::{Code, Outcome, failure};
 use crate::stream::Stream;

@@ -9,7 +9,7 @@ mod group;
 mod handles;
 mod hub;
 mod job;
-mod place;
+mod peer_info;
 mod reduce;
 #[cfg(test)]
 mod tests;

@@ -46,7 +46,7 @@ impl Greeting {
 /// A line of text between a rank and the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// A rank joins, with its place.
+    /// A rank joins, with its peer info.
     Join {
         process: u32,
         device: i32,

@@ -69,7 +69,7 @@ fn load_or_store<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<Str
         return Err(i.unsupported());
     }
     let store = i.name == "st";
-    let (place, registers) = if store { (i.operand(0)?, i.operand(1)?) } else { (i.operand(1)?, i.operand(0)?) };
+    let (location, registers) = if store { (i.operand(0)?, i.operand(1)?) } else { (i.operand(1)?, i.operand(0)?) };
     let registers = match registers {
         Operand::Vector(registers) => &registers[..],
         single => std::slice::from_ref(single),
@@ -77,10 +77,10 @@ fn load_or_store<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<Str
     if registers.len() != count.unwrap_or(1) {
         return Err(i.unsupported());
     }
-    let place = address(i, place, space, ty.bytes() * registers.len(), body)?;
+    let location = address(i, location, space, ty.bytes() * registers.len(), body)?;
     let volatile = if strong { "volatile " } else { "" };
     let memory = format!("{volatile}{}", ty.c_memory());
-    let mut code = format!("{{ uintptr_t at_ = {place}; ");
+    let mut code = format!("{{ uintptr_t at_ = {location}; ");
     for (index, register) in registers.iter().enumerate() {
         let at = format!("at_ + {}", index * ty.bytes());
         if store {
@@ -105,7 +105,7 @@ fn atomic<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<String, St
         return Err(i.unsupported());
     }
     let first = usize::from(i.name == "atom");
-    let place = address(i, i.operand(first)?, space, ty.bytes(), body)?;
+    let location = address(i, i.operand(first)?, space, ty.bytes(), body)?;
     let operand = i.operand(first + 1)?;
     let (old, new): (Vec<String>, Vec<String>) = match ty.lanes {
         1 => (vec![ty.value("old")], body.lanes(operand, ty)?),
@@ -131,7 +131,7 @@ fn atomic<'m>(i: &Instruction<'m>, body: &mut Body<'_, 'm>) -> Result<String, St
         });
     }
     let value = Body::join(ty, &lanes);
-    let exchange = format!("ATOMIC({}, {place}, {value})", ty.c_bits());
+    let exchange = format!("ATOMIC({}, {location}, {value})", ty.c_bits());
     if first == 0 {
         return Ok(format!("(void){exchange};"));
     }

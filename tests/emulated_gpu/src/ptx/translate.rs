@@ -80,7 +80,7 @@ impl<'m> Program<'m> {
         self.frame += bytes;
     }
 
-    /// Returns a number that identifies this place in the program.
+    /// Returns a number that identifies this position in the program.
     pub(super) fn site(&mut self) -> usize {
         self.sites += 1;
         self.sites

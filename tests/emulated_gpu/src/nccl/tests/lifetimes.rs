@@ -150,10 +150,10 @@ fn a_communicator_with_running_calls_is_not_split() {
 
 #[test]
 fn ranks_on_one_gpu_are_refused() {
-    let make = |places: [(&str, i32, bool); 2], blocking: bool| {
+    let make = |infos: [(&str, i32, bool); 2], blocking: bool| {
         let id = id();
         threads(2, |rank| {
-            let (host, device, may_share) = places[rank];
+            let (host, device, may_share) = infos[rank];
             settle_down(host, device, may_share);
             let (code, rank) = begin(id, rank, 2, blocking);
             let code = if blocking { code } else { rank.settle() };

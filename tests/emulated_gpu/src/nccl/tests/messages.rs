@@ -34,7 +34,7 @@ fn messages_in_a_group_cross() {
         let mut received = vec![vec![0.0; COUNT]; rank.size];
         rank.together(|| {
             gifts.iter().enumerate().for_each(|(peer, gift)| assert_eq!(rank.send(gift, peer), 0));
-            received.iter_mut().enumerate().for_each(|(peer, place)| assert_eq!(rank.receive(place, peer), 0));
+            received.iter_mut().enumerate().for_each(|(peer, buffer)| assert_eq!(rank.receive(buffer, peer), 0));
         });
         assert!(rank.synchronize(PATIENCE));
         for (peer, received) in received.iter().enumerate() {
@@ -62,14 +62,14 @@ fn messages_keep_their_order() {
     ranks(2, true, |rank| {
         let expected = [0, 1, 2, 3].map(|number| [number as f32; 3]);
         for in_a_group in [false, true] {
-            let mut places = [[9.0; 3]; 4];
+            let mut buffers = [[9.0; 3]; 4];
             if rank.rank == 1 {
                 // A delay, so that as many messages as possible are in flight.
                 rank.stream().push(|| std::thread::sleep(Duration::from_millis(100)));
             }
             let mut calls = || {
-                for (place, values) in places.iter_mut().zip(&expected) {
-                    let code = if rank.rank == 0 { rank.send(values, 1) } else { rank.receive(place, 0) };
+                for (buffer, values) in buffers.iter_mut().zip(&expected) {
+                    let code = if rank.rank == 0 { rank.send(values, 1) } else { rank.receive(buffer, 0) };
                     assert_eq!(code, 0);
                 }
             };
@@ -79,7 +79,7 @@ fn messages_keep_their_order() {
                 calls()
             }
             assert!(rank.synchronize(PATIENCE));
-            assert_eq!(places, if rank.rank == 0 { [[9.0; 3]; 4] } else { expected });
+            assert_eq!(buffers, if rank.rank == 0 { [[9.0; 3]; 4] } else { expected });
         }
     });
 }

@@ -1,6 +1,6 @@
 //! Ranks for tests.
 use super::super::handles::Handle;
-use super::super::place::{PRETENDED, Place};
+use super::super::peer_info::{PRETENDED, PeerInfo};
 use super::super::wire::Dtype;
 use super::super::{Code, last_error};
 pub(super) use super::super::{calls::*, ffi::*};
@@ -41,7 +41,7 @@ fn config(blocking: bool) -> Config {
     Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21_800, blocking: c_int::from(blocking) }
 }
 
-/// Sets the calling thread's device and place.
+/// Sets the calling thread's device and peer info.
 pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
     let mut context = std::ptr::null_mut();
     // SAFETY: the context is written by the call.
@@ -49,7 +49,7 @@ pub(super) fn settle_down(host: &str, device: i32, may_share: bool) {
         crate::driver::cuDevicePrimaryCtxRetain(&raw mut context, 0);
         crate::driver::cuCtxSetCurrent(context);
     }
-    PRETENDED.set(Some(Place { host: host.to_string(), device, may_share }));
+    PRETENDED.set(Some(PeerInfo { host: host.to_string(), device, may_share }));
 }
 
 pub(super) fn new_stream() -> *mut c_void {

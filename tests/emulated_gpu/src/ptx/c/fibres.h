@@ -30,7 +30,7 @@ struct warp {
 };
 
 struct barrier {
-    // Threads that have arrived, threads that must arrive (0: all), and the place in the kernel.
+    // Threads that have arrived, threads that must arrive (0: all), and the position in the kernel.
     uint32_t arrived, expected, site;
     // Of the threads that have arrived, those whose predicate is true; and, at the opening of the barrier, all threads
     // and those.

@@ -1,22 +1,22 @@
-//! The location of a rank, and the settings in the environment.
+//! Where a rank is, and the settings in the environment.
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Ranks with equal places are on the same GPU.
+/// NCCL's `ncclPeerInfo`: ranks with equal ones are on the same GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct PeerInfo {
     pub(super) host: String,
     pub(super) device: i32,
     /// Whether several ranks may be on one GPU.
     pub(super) may_share: bool,
 }
 
-impl Place {
-    /// Returns the place of the calling thread.
+impl PeerInfo {
+    /// Returns that of the calling thread.
     pub(super) fn here() -> Self {
         #[cfg(test)]
-        if let Some(place) = PRETENDED.with(|place| place.borrow().clone()) {
-            return place;
+        if let Some(info) = PRETENDED.with(|info| info.borrow().clone()) {
+            return info;
         }
         let host = std::env::var("NCCL_HOSTID").unwrap_or_else(|_| machine());
         let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
@@ -31,8 +31,8 @@ fn machine() -> String {
 
 #[cfg(test)]
 thread_local! {
-    /// The places of ranks in tests, which are threads of one process.
-    pub(super) static PRETENDED: std::cell::RefCell<Option<Place>> = const { std::cell::RefCell::new(None) };
+    /// What ranks are in tests, which are threads of one process.
+    pub(super) static PRETENDED: std::cell::RefCell<Option<PeerInfo>> = const { std::cell::RefCell::new(None) };
 }
 
 /// The settings in the environment; see the README.

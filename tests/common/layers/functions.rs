@@ -1,0 +1,76 @@
+//! Functions against closed forms, and against candle's.
+use crate::common::{assert_close, floats, tensor};
+use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::nn::{Embedding, cross_entropy, dropout, rope, rope_i, rope_thd};
+use candle_ddp::seed::Generator;
+use candle_nn::rotary_emb;
+
+/// A bf16 table whose rows are used so often that sums in bf16 would stop growing.
+pub(crate) fn embedding_adds_in_f32(device: &Device) {
+    let table = Var::from_tensor(&Tensor::zeros((3, 2), DType::BF16, device).unwrap()).unwrap();
+    let indices = Tensor::ones(1000, DType::U32, device).unwrap();
+    let y = Embedding::new(table.as_tensor().clone(), 2).forward(&indices).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert_eq!(floats(grads.get(&table).unwrap()), [0., 0., 1000., 1000., 0., 0.]);
+}
+
+pub(crate) fn rope_takes_the_place_of_candles(device: &Device) {
+    let tensor = |shape: &[usize], seed| tensor(shape, seed).to_device(device).unwrap();
+    let x = Var::from_tensor(&tensor(&[2, 3, 5, 8], 1)).unwrap();
+    let angles = tensor(&[7, 4], 2);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let dy = tensor(&[2, 3, 5, 8], 3);
+    let run = |y: Tensor| {
+        let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+        [floats(&y), floats(grads.get(&x).unwrap())].concat()
+    };
+    let slow = run(rotary_emb::rope_slow(&x, &cos, &sin).unwrap());
+    assert_close(&run(rope(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope");
+    let transposed = x.transpose(1, 2).unwrap();
+    let thd = rope_thd(&transposed, &cos, &sin).unwrap().transpose(1, 2).unwrap();
+    assert_close(&run(thd), &slow, 1e-6, "rope_thd");
+    let slow = run(rotary_emb::rope_i_slow(&x, &cos, &sin).unwrap());
+    assert_close(&run(rope_i(&x, &cos, &sin).unwrap()), &slow, 1e-6, "rope_i");
+}
+
+pub(crate) fn large_logits_stay_finite(device: &Device) {
+    let logits = Var::new(&[[1e4f32, -1e4, 0.0]], device).unwrap();
+    let loss = cross_entropy(&logits, &Tensor::new(&[1i64], device).unwrap()).unwrap();
+    assert_eq!(loss.to_scalar::<f32>().unwrap(), 2e4);
+    let grads = loss.backward().unwrap();
+    assert_eq!(grads.get(&logits).unwrap().to_vec2::<f32>().unwrap(), [[1.0, -1.0, 0.0]]);
+}
+
+pub(crate) fn without_samples_the_mean_is_nan(device: &Device) {
+    let logits = Var::from_tensor(&tensor(&[2, 3], 1).to_device(device).unwrap()).unwrap();
+    let loss = cross_entropy(&logits, &Tensor::new(&[-100i64, -100], device).unwrap()).unwrap();
+    assert!(loss.to_scalar::<f32>().unwrap().is_nan());
+    let grads = loss.backward().unwrap();
+    assert_eq!(grads.get(&logits).unwrap().to_vec2::<f32>().unwrap(), [[0.0; 3]; 2]);
+    let none = Tensor::zeros(0, DType::U32, device).unwrap();
+    let empty = cross_entropy(&Tensor::zeros((0, 3), DType::F32, device).unwrap(), &none).unwrap();
+    assert!(empty.to_scalar::<f32>().unwrap().is_nan());
+}
+
+pub(crate) fn gradients_have_the_mask_of_the_forward_pass(device: &Device) {
+    let mut generator = Generator::new(1);
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let x = Var::from_tensor(&Tensor::ones(10_000, dtype, device).unwrap()).unwrap();
+        let y = dropout(&x, 0.2, &mut generator).unwrap();
+        let grads = y.sum_all().unwrap().backward().unwrap();
+        let wide = floats;
+        assert_eq!(wide(&y), wide(grads.get(&x).unwrap()));
+        assert!(wide(&y).iter().all(|y| *y == 0.0 || (y - 1.25).abs() < 0.01));
+        let kept = wide(&y).iter().filter(|y| **y > 0.0).count();
+        assert!((7850..8150).contains(&kept), "{kept}");
+    }
+}
+
+/// Element i is dropped if number i of the generator is less than p × 2³², on every device and with any number of
+/// threads.
+pub(crate) fn masks_are_the_generators_numbers(device: &Device) {
+    let y = floats(&dropout(&Tensor::ones(10_001, DType::F32, device).unwrap(), 0.25, &mut Generator::new(5)).unwrap());
+    let mut numbers = vec![0; y.len()];
+    Generator::new(5).draw(y.len()).fill(0, &mut numbers);
+    assert!(y.iter().zip(numbers).all(|(y, number)| (*y == 0.0) == (number < 1 << 30)));
+}

@@ -1,0 +1,160 @@
+//! Layers against PyTorch's, on any device: what the tests of the CPU and of GPUs share.
+mod functions;
+mod golden;
+mod norms;
+
+pub(crate) use functions::*;
+pub(crate) use norms::{layer_norm_matches_pytorch, rms_norm_matches_pytorch};
+
+use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
+use candle_ddp::nn::{
+    AttentionOptions, AvgPool2dOptions, BatchNorm, Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d,
+    CrossEntropyOptions, Embedding, InterpolateMode, Linear, MaxPool2dOptions, Reduction, adaptive_avg_pool2d,
+    avg_pool2d, cross_entropy_with_options, gelu, gelu_erf, interpolate, log_softmax, max_pool2d, relu,
+    scaled_dot_product_attention, silu, softmax,
+};
+use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
+use golden::{Parameters, check};
+
+pub(crate) fn linear_matches_pytorch(device: &Device) {
+    check(device, "linear", |_, x| Linear::new(x[1].clone(), x.get(2).cloned()).forward(&x[0]));
+}
+
+pub(crate) fn convolutions_match_pytorch(device: &Device) {
+    let number = |case: &Parameters, name| case.numbers(name)[0];
+    check(device, "conv2d", |case, x| {
+        let [stride, padding, dilation, groups] =
+            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
+        let config = Conv2dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
+        Conv2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check(device, "conv1d", |case, x| {
+        let [stride, padding, dilation, groups] =
+            ["stride", "padding", "dilation", "groups"].map(|name| number(case, name));
+        let config = Conv1dConfig { stride, padding, dilation, groups, cudnn_fwd_algo: None };
+        Conv1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check(device, "conv_transpose2d", |case, x| {
+        let [stride, padding, output_padding, dilation] =
+            ["stride", "padding", "output_padding", "dilation"].map(|name| number(case, name));
+        let config = ConvTranspose2dConfig { stride, padding, output_padding, dilation };
+        ConvTranspose2d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+    check(device, "conv_transpose1d", |case, x| {
+        let [stride, padding, output_padding, groups] =
+            ["stride", "padding", "output_padding", "groups"].map(|name| number(case, name));
+        let config = ConvTranspose1dConfig { stride, padding, output_padding, groups, dilation: 1 };
+        ConvTranspose1d::new(x[1].clone(), x.get(2).cloned(), config).forward(&x[0])
+    });
+}
+
+pub(crate) fn batch_norm_matches_pytorch(device: &Device) {
+    let layer = |x: &[Tensor]| {
+        let features = x[1].elem_count();
+        let statistic = |value: f64| (Tensor::ones(features, DType::F64, device)? * value)?.to_dtype(x[0].dtype());
+        BatchNorm::new(features, statistic(0.0)?, statistic(1.0)?, x[1].clone(), x[2].clone(), 1e-3)
+    };
+    check(device, "batch_norm", |case, x| layer(x)?.forward_t(&x[0], case.flag("train")));
+    check(device, "batch_norm_relu", |case, x| layer(x)?.forward_relu_t(&x[0], case.flag("train")));
+    check(device, "batch_norm_add_relu", |case, x| layer(x)?.forward_add_relu_t(&x[0], &x[3], case.flag("train")));
+}
+
+pub(crate) fn max_pool2d_matches_pytorch(device: &Device) {
+    check(device, "max_pool2d", |case: &Parameters, x| {
+        let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
+        max_pool2d(&x[0], case.pair("kernel"), MaxPool2dOptions { stride, padding, ceil_mode: case.flag("ceil") })
+    });
+}
+
+pub(crate) fn avg_pool2d_matches_pytorch(device: &Device) {
+    check(device, "avg_pool2d", |case, x| {
+        let (stride, padding) = (Some(case.pair("stride")), case.pair("padding"));
+        let (ceil_mode, count_include_pad) = (case.flag("ceil"), case.flag("count"));
+        avg_pool2d(&x[0], case.pair("kernel"), AvgPool2dOptions { stride, padding, ceil_mode, count_include_pad })
+    });
+}
+
+pub(crate) fn adaptive_avg_pool2d_matches_pytorch(device: &Device) {
+    check(device, "adaptive_avg_pool2d", |case, x| adaptive_avg_pool2d(&x[0], case.pair("size")));
+}
+
+pub(crate) fn interpolate_matches_pytorch(device: &Device) {
+    check(device, "nearest", |case, x| interpolate(&x[0], case.pair("size"), InterpolateMode::Nearest));
+    check(device, "bilinear", |case, x| {
+        interpolate(&x[0], case.pair("size"), InterpolateMode::Bilinear { align_corners: case.flag("align") })
+    });
+}
+
+pub(crate) fn nan_is_the_maximum(device: &Device) {
+    let x = Var::new(&[[[[1f32, f32::NAN, 5.0], [f32::NAN, 2.0, 3.0]]]], device).unwrap();
+    let y = max_pool2d(&x, 2, MaxPool2dOptions { stride: Some((1, 1)), ..Default::default() }).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert!(y.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|y| y.is_nan()));
+    // The last of several NaNs, as in PyTorch.
+    let dx = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(dx, [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]);
+}
+
+pub(crate) fn activations_match_pytorch(device: &Device) {
+    check(device, "relu", |_, x| relu(&x[0]));
+    check(device, "gelu", |_, x| gelu(&x[0]));
+    check(device, "gelu_erf", |_, x| gelu_erf(&x[0]));
+    check(device, "silu", |_, x| silu(&x[0]));
+}
+
+pub(crate) fn embedding_matches_pytorch(device: &Device) {
+    check(device, "embedding", |_, x| {
+        let indices: Vec<i64> = (0..12).map(|i| i * i % 7).collect();
+        let indices = Tensor::from_vec(indices, (3, 4), device)?;
+        Embedding::new(x[0].clone(), 5).forward(&indices)
+    });
+}
+
+pub(crate) fn attention_matches_pytorch(device: &Device) {
+    check(device, "attention", |case, qkv| {
+        let (queries, keys) = (qkv[0].dim(2)?, qkv[1].dim(2)?);
+        let pairs = (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j)));
+        let shape = (queries, keys);
+        let mask = match case.text("mask") {
+            "bool" => {
+                let seen = pairs.map(|(i, j)| u8::from((i * 5 + j * 3) % 4 != 0 && i != 2));
+                Some(Tensor::from_vec(seen.collect(), shape, device)?)
+            }
+            "float" => {
+                let values = pairs.map(|(i, j)| (i as f64 + 2.0 * j as f64).sin());
+                Some(Tensor::from_vec(values.collect(), shape, device)?)
+            }
+            _ => None,
+        };
+        let scale = case.text("scale").parse().ok();
+        let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale };
+        scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], &options)
+    });
+}
+
+pub(crate) fn softmax_matches_pytorch(device: &Device) {
+    check(device, "softmax", |case, x| softmax(&x[0], case.numbers("dim")[0]));
+    check(device, "log_softmax", |case, x| log_softmax(&x[0], case.numbers("dim")[0]));
+}
+
+pub(crate) fn cross_entropy_matches_pytorch(device: &Device) {
+    check(device, "cross_entropy", |case, x| {
+        let (shape, dtype) = (x[0].dims(), x[0].dtype());
+        let classes = shape[1] as i64;
+        let targets: Vec<i64> = (0..(x[0].elem_count() / shape[1]) as i64).map(|i| i * i % classes).collect();
+        let targets = Tensor::from_vec(targets, [&shape[..1], &shape[2..]].concat(), device)?;
+        let weight = || Tensor::arange(0f64, classes as f64, device)?.affine(1.0, 0.5)?.to_dtype(dtype);
+        let options = CrossEntropyOptions {
+            weight: case.flag("weighted").then(weight).transpose()?,
+            ignore_index: case.float("ignore") as i64,
+            label_smoothing: case.float("smoothing"),
+            reduction: if case.flag("mean") { Reduction::Mean } else { Reduction::Sum },
+        };
+        let loss = cross_entropy_with_options(&x[0], &targets, &options)?;
+        if targets.min_all()?.to_scalar::<i64>()? >= 0 {
+            let again = cross_entropy_with_options(&x[0], &targets.to_dtype(DType::U32)?, &options)?;
+            assert_eq!(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?, again.to_dtype(DType::F64)?.to_scalar::<f64>()?);
+        }
+        Ok(loss)
+    });
+}

@@ -1,0 +1,61 @@
+//! The barrier that names the ranks that did not come.
+use crate::common::ranks;
+use candle_ddp::Error;
+use candle_ddp::rendezvous::Store;
+use std::time::{Duration, Instant};
+
+const SHORT: Option<Duration> = Some(Duration::from_millis(300));
+
+#[test]
+fn all_ranks_pass_together_again_and_again() {
+    ranks(3, |pg| {
+        for round in 0..5 {
+            std::thread::sleep(Duration::from_millis(10 * ((round + pg.rank() as u64) % 3)));
+            pg.monitored_barrier(None, round % 2 == 0)?;
+        }
+        pg.barrier()?;
+        // Only the keys of the last barrier are left.
+        let keys = pg.store().num_keys()?;
+        pg.barrier()?;
+        for _ in 0..3 {
+            pg.monitored_barrier(None, true)?;
+        }
+        pg.barrier()?;
+        assert_eq!(pg.store().num_keys()?, keys);
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_missing_ranks_are_named_and_the_group_goes_on() {
+    for (wait_all_ranks, expected) in [(true, vec![1, 3]), (false, vec![1])] {
+        ranks(4, |pg| {
+            if pg.rank() % 2 == 0 {
+                let error = pg.monitored_barrier(SHORT, wait_all_ranks).unwrap_err();
+                let Error::MonitoredBarrier { rank, missing, .. } = &error else { panic!("{error}") };
+                assert_eq!((*rank, missing), (pg.rank(), &expected));
+                assert!(error.to_string().contains("did not come to monitored_barrier within 300ms"), "{error}");
+            }
+            pg.barrier()?;
+            if pg.rank() % 2 == 1 {
+                // This rank is too late for the others, and the others for it.
+                let error = pg.monitored_barrier(SHORT, wait_all_ranks).unwrap_err();
+                assert!(matches!(&error, Error::MonitoredBarrier { missing, .. } if *missing == expected), "{error}");
+            }
+            pg.monitored_barrier(None, wait_all_ranks)
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_failure_of_the_group_ends_the_wait() {
+    let start = Instant::now();
+    let error = ranks(2, |pg| match pg.rank() {
+        0 => pg.monitored_barrier(Some(Duration::from_secs(600)), true),
+        _ => Err(Error::RankFailed { rank: 1, reason: "no data".to_string() }),
+    });
+    assert!(error.unwrap_err().to_string().contains("no data"));
+    assert!(start.elapsed() < Duration::from_secs(300));
+}

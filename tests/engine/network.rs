@@ -1,0 +1,317 @@
+//! Ranks whose connections go through a proxy that delays, stalls, resets and corrupts what passes: the results are right,
+//! or all ranks get an error in time.
+use candle_core::{Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions, CpuTransport};
+use candle_ddp::backend::{Collective, Communicator, ReduceOp};
+use candle_ddp::rendezvous::{HashStore, Store};
+use candle_ddp::{Error, Result};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+/// Longer than any healthy call, and short enough to wait for.
+const TIMEOUT: Duration = Duration::from_millis(1500);
+/// What may be added to it on a busy machine, after asking the peer for its progress and waiting for its last frames.
+const GRACE: Duration = Duration::from_secs(8);
+
+/// A rank makes its connections in this order (`Kind` in the engine).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Data,
+    Direct,
+    Control,
+}
+
+const KINDS: [Kind; 3] = [Kind::Data, Kind::Direct, Kind::Control];
+
+/// What happens to the bytes that pass.
+#[derive(Clone, Copy, Debug)]
+enum Weather {
+    Clear,
+    /// Everything comes later.
+    Late(Duration),
+    /// Everything comes in pieces of three bytes.
+    Crumbs,
+    /// Nothing passes on connections of this kind, or of any kind.
+    Stalled(Option<Kind>),
+    /// Connections of this kind are reset, or all.
+    Reset(Option<Kind>),
+    /// The byte behind so many others that the higher rank sends next on this connection is inverted.
+    Corrupt(Kind, usize),
+}
+
+impl Weather {
+    fn meets(concerned: Option<Kind>, kind: Kind) -> bool {
+        concerned.is_none_or(|concerned| concerned == kind)
+    }
+}
+
+/// The network between two ranks.
+#[derive(Clone)]
+struct Network(Arc<(Mutex<Weather>, Barrier)>);
+
+impl Network {
+    fn set(&self, weather: Weather) {
+        *self.0.0.lock().unwrap() = weather;
+    }
+
+    /// Changes the weather while nothing is under way. Both ranks call it.
+    fn change(&self, weather: Weather) {
+        self.0.1.wait();
+        self.set(weather);
+        self.0.1.wait();
+    }
+
+    /// Listens for the connections of the higher rank, and passes them on to `listener`, the lower rank.
+    fn proxy(&self, listener: SocketAddr) -> SocketAddr {
+        let near = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = near.local_addr().unwrap();
+        let network = self.clone();
+        std::thread::spawn(move || {
+            for kind in KINDS {
+                let (Ok((caller, _)), Ok(called)) = (near.accept(), TcpStream::connect(listener)) else { return };
+                for (from, to, upwards) in [(&caller, &called, true), (&called, &caller, false)] {
+                    from.set_nodelay(true).unwrap();
+                    from.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+                    let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    let network = network.clone();
+                    std::thread::spawn(move || network.pass(from, to, kind, upwards));
+                }
+            }
+        });
+        address
+    }
+
+    /// Passes on what comes from one side, until that ends.
+    fn pass(&self, mut from: TcpStream, mut to: TcpStream, kind: Kind, upwards: bool) {
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            let weather = *self.0.0.lock().unwrap();
+            let size = if matches!(weather, Weather::Crumbs) { 3 } else { buffer.len() };
+            let count = match weather {
+                Weather::Reset(concerned) if Weather::meets(concerned, kind) => {
+                    // Closing it then sends a reset.
+                    rustix::net::sockopt::set_socket_linger(&from, Some(Duration::ZERO)).unwrap();
+                    return;
+                }
+                Weather::Stalled(concerned) if Weather::meets(concerned, kind) => {
+                    std::thread::sleep(Duration::from_millis(5));
+                    continue;
+                }
+                _ => match from.read(&mut buffer[..size]) {
+                    Ok(0) => {
+                        let _ = to.shutdown(Shutdown::Write);
+                        return;
+                    }
+                    Ok(count) => count,
+                    Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => continue,
+                    Err(_) => return,
+                },
+            };
+            let mut passing = self.0.0.lock().unwrap();
+            match &mut *passing {
+                Weather::Corrupt(corrupt, behind) if *corrupt == kind && upwards => {
+                    match buffer[..count].get_mut(*behind) {
+                        Some(byte) => {
+                            *byte ^= 0xff;
+                            *passing = Weather::Clear;
+                        }
+                        None => *behind -= count,
+                    }
+                }
+                _ => {}
+            }
+            drop(passing);
+            if let Weather::Late(time) = weather {
+                std::thread::sleep(time);
+            }
+            if to.write_all(&buffer[..count]).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Runs `body` on two ranks, each on its own thread, with a network between them. Returns the results by rank.
+fn on_two_ranks<T: Send>(
+    weather: Weather,
+    body: impl Fn(&Network, usize, Result<CpuCommunicator>) -> T + Sync,
+) -> Vec<T> {
+    let network = Network(Arc::new((Mutex::new(weather), Barrier::new(2))));
+    // Each rank has a store, so that they see different addresses.
+    let stores: [Arc<dyn Store>; 2] = [0, 1].map(|_| Arc::new(HashStore::new(TIMEOUT)) as Arc<dyn Store>);
+    std::thread::scope(|scope| {
+        let rank = |rank: usize| {
+            let (store, network, body) = (Arc::clone(&stores[rank]), &network, &body);
+            let options = CpuOptions { timeout: TIMEOUT, transport: CpuTransport::Tcp, ..CpuOptions::default() };
+            scope.spawn(move || body(network, rank, CpuCommunicator::new(store, rank, 2, options)))
+        };
+        let ranks = [0, 1].map(rank);
+        let published = stores[0].get("addr/0").unwrap();
+        let (address, rest) = std::str::from_utf8(&published).unwrap().split_once(' ').unwrap();
+        let proxy = network.proxy(address.parse().unwrap());
+        stores[1].set("addr/0", format!("{proxy} {rest}").as_bytes()).unwrap();
+        stores[0].set("addr/1", &stores[1].get("addr/1").unwrap()).unwrap();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Sums as many elements, of which rank r has r + 1 everywhere, and returns the sums.
+fn all_reduce(communicator: &CpuCommunicator, elements: usize) -> Result<Vec<f32>> {
+    let tensor = Tensor::full(communicator.rank() as f32 + 1.0, elements, &Device::Cpu)?;
+    communicator.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
+    Ok(tensor.to_vec1()?)
+}
+
+fn assert_all_reduce(communicator: &CpuCommunicator, elements: usize) {
+    assert!(all_reduce(communicator, elements).unwrap().iter().all(|value| *value == 3.0));
+}
+
+/// Makes calls until the group has failed, and returns that error.
+fn until_failure(communicator: &CpuCommunicator) -> String {
+    let start = Instant::now();
+    loop {
+        match all_reduce(communicator, 1000) {
+            Ok(sums) => assert!(sums.iter().all(|value| *value == 3.0), "a wrong number"),
+            Err(error) => {
+                assert!(matches!(error, Error::Group(_)), "{error:?}");
+                assert!(start.elapsed() < TIMEOUT + GRACE, "it took {:?}: {error}", start.elapsed());
+                return error.to_string();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slow_or_halting_network_changes_no_result() {
+    for weather in [Weather::Late(Duration::from_millis(3)), Weather::Crumbs] {
+        on_two_ranks(weather, |_, _, communicator| {
+            let communicator = communicator.unwrap();
+            for elements in [1, 1000, 20_000] {
+                assert_all_reduce(&communicator, elements);
+            }
+        });
+    }
+}
+
+#[test]
+fn a_short_outage_is_waited_for() {
+    on_two_ranks(Weather::Clear, |network, rank, communicator| {
+        let communicator = communicator.unwrap();
+        assert_all_reduce(&communicator, 10);
+        if rank == 0 {
+            network.set(Weather::Stalled(None));
+            std::thread::sleep(TIMEOUT / 5);
+            network.set(Weather::Clear);
+        }
+        assert_all_reduce(&communicator, 100_000);
+    });
+}
+
+#[test]
+fn a_long_outage_ends_at_the_time_out() {
+    let outage = |concerned, reason| {
+        let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
+            let communicator = communicator.unwrap();
+            assert_all_reduce(&communicator, 10);
+            network.change(Weather::Stalled(concerned));
+            until_failure(&communicator)
+        });
+        for error in errors {
+            assert!(error.contains("timed out after 1.5s") && error.contains(reason), "{concerned:?}: {error}");
+        }
+    };
+    // At once, since most of the test is waiting.
+    std::thread::scope(|scope| {
+        scope.spawn(|| outage(None, "does not answer: its process is stopped, or its host cannot be reached"));
+        scope.spawn(|| outage(Some(Kind::Data), "or the network is"));
+    });
+}
+
+#[test]
+fn a_reset_ends_the_group_at_once() {
+    for concerned in [None, Some(Kind::Data), Some(Kind::Control)] {
+        let start = Instant::now();
+        let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
+            let communicator = communicator.unwrap();
+            assert_all_reduce(&communicator, 10);
+            network.change(Weather::Reset(concerned));
+            until_failure(&communicator)
+        });
+        for error in errors {
+            let is_named =
+                error.contains("rank 0 is gone") || error.contains("rank 1 is gone") || error.contains("was lost");
+            assert!(is_named, "{concerned:?}: {error}");
+            assert!(!error.contains("timed out"), "{concerned:?}: {error}");
+        }
+        assert!(start.elapsed() < GRACE, "{concerned:?}: {:?}", start.elapsed());
+    }
+}
+
+/// The first bytes of a call are its header; then comes the payload.
+const HEADER: usize = 32;
+
+#[test]
+fn every_byte_of_a_header_counts() {
+    std::thread::scope(|scope| {
+        for byte in 0..HEADER {
+            scope.spawn(move || {
+                let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
+                    let communicator = communicator.unwrap();
+                    assert_all_reduce(&communicator, 10);
+                    network.change(Weather::Corrupt(Kind::Data, byte));
+                    until_failure(&communicator)
+                });
+                for error in errors {
+                    assert!(error.contains("rank 1"), "byte {byte}: {error}");
+                }
+            });
+        }
+    });
+}
+
+/// As in Gloo and NCCL: TCP's checksum is all that protects the payload. `docs/troubleshooting.md` says so.
+#[test]
+fn a_corrupted_payload_is_not_noticed() {
+    let sums = on_two_ranks(Weather::Clear, |network, _, communicator| {
+        let communicator = communicator.unwrap();
+        assert_all_reduce(&communicator, 10);
+        network.change(Weather::Corrupt(Kind::Data, HEADER));
+        all_reduce(&communicator, 4).unwrap()
+    });
+    assert_eq!(sums[1], [3.0; 4]);
+    assert!(sums[0][0] != 3.0 && sums[0][1..] == [3.0; 3], "{sums:?}");
+}
+
+#[test]
+fn corrupted_frames_of_a_monitor_end_the_group() {
+    let errors = on_two_ranks(Weather::Clear, |network, rank, communicator| {
+        let communicator = communicator.unwrap();
+        assert_all_reduce(&communicator, 10);
+        // The highest byte of the length of rank 1's goodbye.
+        network.change(Weather::Corrupt(Kind::Control, 3));
+        if rank == 1 {
+            return String::new();
+        }
+        until_failure(&communicator)
+    });
+    assert!(errors[0].contains("rank 1 sent it something that is not a message of this engine"), "{errors:?}");
+}
+
+#[test]
+fn corrupted_handshakes_make_no_group() {
+    std::thread::scope(|scope| {
+        for kind in KINDS {
+            for byte in (0..48).step_by(5) {
+                scope.spawn(move || {
+                    let start = Instant::now();
+                    let results = on_two_ranks(Weather::Corrupt(kind, byte), |_, _, communicator| communicator.err());
+                    let took = start.elapsed();
+                    assert!(results.iter().all(Option::is_some), "{kind:?}, byte {byte}: {results:?}");
+                    assert!(took < TIMEOUT + GRACE, "{kind:?}, byte {byte}: {took:?}");
+                });
+            }
+        }
+    });
+}

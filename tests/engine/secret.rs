@@ -1,0 +1,228 @@
+//! Ranks of the CPU engine that have a secret, and strangers at their connections.
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
+use candle_ddp::backend::{Collective, Communicator};
+use candle_ddp::rendezvous::{HashStore, Secret, Store};
+use candle_ddp::{Error, ReduceOp, Result};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread::{Scope, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// The sizes of a greeting (a handshake and a random number), of a reply, and of a proof.
+const GREETING: usize = 56 + 32;
+const REPLY: usize = GREETING + PROOF;
+const PROOF: usize = 32;
+
+fn secret() -> Option<Secret> {
+    Some(Secret::new("0123456789abcdef0123456789abcdef").unwrap())
+}
+
+fn store() -> Arc<dyn Store> {
+    Arc::new(HashStore::new(TIMEOUT))
+}
+
+/// Joins, and reduces once.
+fn join(store: &Arc<dyn Store>, rank: usize, size: usize, secret: Option<Secret>, timeout: Duration) -> Result<f32> {
+    let options = CpuOptions { timeout, secret, ..CpuOptions::default() };
+    let group = CpuCommunicator::new(Arc::clone(store), rank, size, options)?;
+    let tensor = Tensor::full(1f32 + rank as f32, 100, &Device::Cpu)?;
+    group.run(Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum })?;
+    Ok(tensor.to_dtype(DType::F32)?.to_vec1::<f32>()?[99])
+}
+
+fn start<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    store: &Arc<dyn Store>,
+    rank: usize,
+    size: usize,
+) -> ScopedJoinHandle<'scope, Result<f32>> {
+    let store = Arc::clone(store);
+    scope.spawn(move || join(&store, rank, size, secret(), TIMEOUT))
+}
+
+/// Where rank 0 listens, and the handshake that it has published.
+fn published(store: &Arc<dyn Store>) -> (SocketAddr, Vec<u8>, String) {
+    let text = String::from_utf8(store.get("addr/0").unwrap()).unwrap();
+    let (address, digits) = text.split_once(' ').unwrap();
+    let byte = |index| u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).unwrap();
+    let handshake = (0..digits.len() / 2).map(byte).collect();
+    (address.parse().unwrap(), handshake, digits.to_string())
+}
+
+fn call(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream
+}
+
+/// What comes until the other end closes the connection.
+fn rest(mut stream: TcpStream) -> usize {
+    let mut bytes = Vec::new();
+    match stream.read_to_end(&mut bytes) {
+        Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("it was not closed: {error}"),
+        _ => bytes.len(),
+    }
+}
+
+#[test]
+fn ranks_with_the_same_secret_connect() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..4).map(|rank| start(scope, &store, rank, 4)).collect();
+        ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), 10.));
+    });
+}
+
+#[test]
+fn a_rank_with_another_secret_or_none_is_refused() {
+    for other in [Some(Secret::random().unwrap()), None] {
+        let (store, timeout, none) = (store(), Duration::from_millis(1500), other.is_none());
+        std::thread::scope(|scope| {
+            let rank_0 = scope.spawn(|| join(&store, 0, 2, secret(), timeout));
+            let rank_1 = scope.spawn(|| join(&store, 1, 2, other, timeout));
+            let (error_0, error_1) = (rank_0.join().unwrap().unwrap_err(), rank_1.join().unwrap().unwrap_err());
+            assert_eq!(matches!(error_1, Error::Secret { .. }), !none, "{error_1:?}");
+            let expected =
+                if none { "it has a secret, and this rank has none" } else { "it has another secret than this" };
+            assert!(error_1.to_string().contains(expected), "{error_1}");
+            // Rank 0 does not know whether it was the peer, and waits for another one.
+            let expected = "said that it is rank 1, but did not prove that it has the secret of this rank: give all ranks the same";
+            assert!(error_0.to_string().contains(expected), "{error_0}");
+        });
+    }
+}
+
+#[test]
+fn the_other_way_round_too() {
+    let (store, timeout) = (store(), Duration::from_millis(1500));
+    std::thread::scope(|scope| {
+        let rank_0 = scope.spawn(|| join(&store, 0, 2, None, timeout));
+        let rank_1 = scope.spawn(|| join(&store, 1, 2, secret(), timeout));
+        let (error_0, error_1) = (rank_0.join().unwrap().unwrap_err(), rank_1.join().unwrap().unwrap_err());
+        assert!(error_0.to_string().contains("it has a secret, and this rank has none"), "{error_0}");
+        assert!(error_1.to_string().contains("it has none, and this rank has a secret"), "{error_1}");
+    });
+}
+
+/// A stranger who knows all that is in the store, and what is sent, but not the secret.
+#[test]
+fn who_only_knows_the_group_gets_nowhere() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let rank_0 = start(scope, &store, 0, 2);
+        let (address, handshake, _) = published(&store);
+        let greeting = |rank: u8, kind: u8| {
+            let mut greeting = handshake.clone();
+            (greeting[16], greeting[20]) = (rank, kind);
+            [greeting, vec![5; 32]].concat()
+        };
+        // Rank 0 proves that it knows the secret, and the stranger says the same.
+        let mut reflecting = call(address);
+        reflecting.write_all(&greeting(1, 0)).unwrap();
+        let mut reply = [0; REPLY];
+        reflecting.read_exact(&mut reply).unwrap();
+        assert_eq!(reply[..16], handshake[..16]);
+        reflecting.write_all(&reply[GREETING..]).unwrap();
+        assert_eq!(rest(reflecting), 0);
+        // The proof of one connection, rank or kind is none for another. Rank 0 is there to prove anything it is asked for.
+        for (rank, kind) in [(1, 0), (1, 2), (0, 0), (7, 1)] {
+            let mut other = call(address);
+            other.write_all(&[greeting(rank, kind), reply[GREETING..].to_vec()].concat()).unwrap();
+            other.read_exact(&mut [0; REPLY]).unwrap();
+            assert_eq!(rest(other), 0);
+        }
+        // Another world, which would be an error of the group if a peer said it.
+        let mut world = greeting(1, 0);
+        world[24] = 9;
+        let mut foreign = call(address);
+        foreign.write_all(&[world, vec![0; PROOF]].concat()).unwrap();
+        assert_eq!(rest(foreign), REPLY);
+        // One that says that it has no secret learns nothing at all.
+        let mut without = greeting(1, 0);
+        without[32] = 0;
+        let mut plain = call(address);
+        plain.write_all(&without).unwrap();
+        assert_eq!(rest(plain), 0);
+        // Far more of them than there are ranks, which never prove anything.
+        let unproved: Vec<TcpStream> = (0..100)
+            .map(|_| {
+                let mut stream = call(address);
+                stream.write_all(&greeting(1, 0)).unwrap();
+                stream
+            })
+            .collect();
+        let refused = unproved.iter().skip(20).take(5).all(|stream| rest(stream.try_clone().unwrap()) == 0);
+        assert!(refused);
+        let started = Instant::now();
+        drop(unproved);
+        let rank_1 = start(scope, &store, 1, 2);
+        assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
+        assert!(started.elapsed() < TIMEOUT);
+    });
+}
+
+/// Forwards connections to `to`, three of which make a peer, and returns what each client has sent before the first reply
+/// and right after it.
+fn record(listener: &TcpListener, to: SocketAddr, kept: &Mutex<Vec<Vec<u8>>>) {
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            let (client, server) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
+            scope.spawn(move || {
+                let copy = |mut from: &TcpStream, mut to: &TcpStream, keep: bool| {
+                    let (mut bytes, mut sent) = ([0; 4096], Vec::new());
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        if keep && sent.len() < GREETING + PROOF {
+                            sent.extend_from_slice(&bytes[..count]);
+                            if sent.len() >= GREETING + PROOF {
+                                kept.lock().unwrap().push(sent[..GREETING + PROOF].to_vec());
+                            }
+                        }
+                        if to.write_all(&bytes[..count]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                };
+                std::thread::scope(|scope| {
+                    scope.spawn(|| copy(&server, &client, false));
+                    copy(&client, &server, true);
+                });
+            });
+        }
+    });
+}
+
+#[test]
+fn a_replayed_handshake_is_refused() {
+    let store = store();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let kept = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        // Rank 2 comes last, so that rank 0 listens until then.
+        let rank_0 = start(scope, &store, 0, 3);
+        let (address, _, digits) = published(&store);
+        let proxy = listener.local_addr().unwrap();
+        store.set("addr/0", format!("{proxy} {digits}").as_bytes()).unwrap();
+        let (listener, kept) = (&listener, &kept);
+        scope.spawn(move || record(listener, address, kept));
+        let rank_1 = start(scope, &store, 1, 3);
+        let started = Instant::now();
+        while kept.lock().unwrap().len() < 3 {
+            assert!(started.elapsed() < TIMEOUT);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for recorded in kept.lock().unwrap().iter() {
+            let mut replay = call(address);
+            replay.write_all(recorded).unwrap();
+            assert_eq!(rest(replay), REPLY, "refused after rank 0's own proof");
+        }
+        store.set("addr/0", format!("{address} {digits}").as_bytes()).unwrap();
+        let rank_2 = start(scope, &store, 2, 3);
+        for rank in [rank_0, rank_1, rank_2] {
+            assert_eq!(rank.join().unwrap().unwrap(), 6.);
+        }
+    });
+}

@@ -1,0 +1,296 @@
+//! Several ddpruns on this machine, each of which is a node.
+use crate::{Ran, Running, Sandbox, free_port, is_alive, wait_until};
+use candle_ddp::rendezvous::{Store, TcpStore};
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+/// The nodes of a run, with a fixed number of them and, unless the arguments say otherwise, two workers each.
+pub(crate) struct Nodes {
+    sandbox: Sandbox,
+    pub(crate) port: u16,
+    count: usize,
+}
+
+impl Nodes {
+    pub(crate) fn new(count: usize) -> Self {
+        Self { sandbox: Sandbox::new(), port: free_port(), count }
+    }
+
+    fn start(&self, node_rank: usize, args: &[&str], script: &str) -> Running {
+        let own = [
+            format!("--nnodes={}", self.count),
+            format!("--node-rank={node_rank}"),
+            "--master-addr=127.0.0.1".to_string(),
+            format!("--master-port={}", self.port),
+            "--no-secret".to_string(),
+        ];
+        let mut own: Vec<&str> = own.iter().map(String::as_str).collect();
+        if !args.iter().any(|arg| arg.replace('_', "-").starts_with("--nproc-per-node")) {
+            own.push("--nproc-per-node=2");
+        }
+        self.sandbox.start(&[&own, args].concat(), script)
+    }
+
+    fn start_all(&self, args: &[&str], script: &str) -> Vec<Running> {
+        (0..self.count).map(|node_rank| self.start(node_rank, args, script)).collect()
+    }
+
+    pub(crate) fn run(&self, args: &[&str], script: &str) -> Vec<Ran> {
+        finish(self.start_all(args, script))
+    }
+}
+
+/// Waits for all of them at once, since each may wait for the output of the others to be read.
+pub(crate) fn finish(nodes: Vec<Running>) -> Vec<Ran> {
+    let threads: Vec<_> = nodes.into_iter().map(|node| std::thread::spawn(|| Ran::of(node))).collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+/// The script's workers wait for this file, so that all of them are there when something happens.
+const ALL_STARTED: &str = ": >started$RANK; while [ $(ls started* | wc -l) -lt $WORLD_SIZE ]; do sleep 0.01; done;";
+
+#[test]
+fn a_failure_on_one_node_ends_all_and_each_names_it() {
+    let nodes = Nodes::new(3);
+    let script = format!(
+        r#"trap 'date +%s.%N >ended$RANK.new; mv ended$RANK.new ended$RANK; exit 1' TERM
+        {ALL_STARTED}
+        if [ $RANK = 4 ]; then date +%s.%N >failed; echo "Error: no data" >&2; exit 42; fi
+        while true; do sleep 0.01; done"#
+    );
+    let all = nodes.run(&[], &script);
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    for ran in &all {
+        assert_eq!(ran.code, Some(42), "{ran:?}");
+        ran.says(&format!("rank 4 on host {host} (node 2) failed first: it exited with code 42, "));
+        ran.says("its last lines:\n    Error: no data");
+    }
+    all[0].says("on this node on host");
+    all[0].says("rank 0 exited with code 1 after ddprun asked it to exit");
+    assert!(all[2].stderr.contains("rank 5 exited with code 1 after ddprun"), "{:?}", all[2]);
+    let time = |name: &str| -> f64 { nodes.sandbox.wait_for(name).parse().unwrap() };
+    let failed = time("failed");
+    // The workers of the other nodes are ended within a second.
+    let longest = (0..4).map(|rank| time(&format!("ended{rank}")) - failed).fold(0., f64::max);
+    assert!(longest < 3.0, "the last worker was ended after {longest} s, of which half a second is meant");
+}
+
+/// Rank 0 is the first to end, but only because rank 3 was killed.
+#[test]
+fn the_rank_that_was_killed_on_another_node_is_the_root() {
+    let script = format!(
+        r#"{ALL_STARTED}
+        case $RANK in
+        0) while [ ! -e killed ]; do sleep 0.01; done
+           echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1;;
+        3) : >killed; while [ -e started0 ] && [ ! -e gone ]; do sleep 0.2; : >gone; done; kill -9 $$;;
+        esac
+        exec sleep 1000"#
+    );
+    for ran in Nodes::new(2).run(&[], &script) {
+        assert_eq!(ran.code, Some(128 + 9), "{ran:?}");
+        ran.says("rank 3 on host ");
+        ran.says("(node 1) failed first: it was killed by SIGKILL");
+        assert!(!ran.stderr.contains("rank 0 on host"), "{ran:?}");
+    }
+}
+
+/// Nothing failed on the node of the rank that is named.
+#[test]
+fn a_rank_that_only_others_blame_is_named_with_its_node() {
+    let script = format!(
+        "{ALL_STARTED} [ $RANK = 0 ] || exec sleep 1000
+        echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1"
+    );
+    for ran in Nodes::new(2).run(&[], &script) {
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        ran.says(
+            "rank 3 failed first, according to the error of rank 0: see the output of ddprun on the machine with ",
+        );
+        ran.says("--node-rank 1. Here,\nrank 0 on host ");
+    }
+}
+
+/// Errors that name each other lead to the rank that names none.
+#[test]
+fn errors_that_name_ranks_of_other_nodes_are_followed() {
+    let script = format!(
+        r#"{ALL_STARTED}
+        case $RANK in
+        1) echo 'Error: rank 2 ended the group: no disk' >&2; exit 1;;
+        2) while [ ! -e go ]; do sleep 0.01; : >go; done; sleep 0.1; echo 'Error: no disk' >&2; exit 7;;
+        esac
+        exec sleep 1000"#
+    );
+    for ran in Nodes::new(2).run(&[], &script) {
+        assert_eq!(ran.code, Some(7), "{ran:?}");
+        ran.says("(node 1) failed first: it exited with code 7");
+    }
+}
+
+#[test]
+fn a_signal_to_one_node_ends_all() {
+    let nodes = Nodes::new(2);
+    let mut running = nodes.start_all(&[], &format!("{ALL_STARTED} : >up$RANK; exec sleep 1000"));
+    wait_until("all workers", || (0..4).all(|rank| nodes.sandbox.path(&format!("up{rank}")).exists()));
+    running[1].send(Signal::TERM);
+    let all = finish(running);
+    assert_eq!([all[0].code, all[1].code], [Some(1), Some(128 + 15)]);
+    all[0].says("node 1 (host ");
+    all[0].says("leaves: ddprun received SIGTERM");
+}
+
+/// The agents of other nodes see that the connection is closed, and their workers end as well.
+#[test]
+fn the_death_of_the_node_that_hosts_the_store_ends_all() {
+    let nodes = Nodes::new(2);
+    let mut running = nodes.start_all(&[], &format!("{ALL_STARTED} echo $$ >pid$RANK; exec sleep 1000"));
+    let workers: Vec<_> = (0..4).map(|rank| nodes.sandbox.pid(&format!("pid{rank}"))).collect();
+    let start = Instant::now();
+    running[0].send(Signal::KILL);
+    let all = finish(running);
+    assert!(start.elapsed() < Duration::from_secs(20));
+    assert_eq!([all[0].code, all[1].code], [None, Some(1)]);
+    all[1].says("the store of the run is gone");
+    assert!(workers.iter().all(|worker| !is_alive(*worker)));
+}
+
+/// A node that is killed closes no connection that anybody watches: it is missed.
+#[test]
+fn the_death_of_another_node_is_noticed_by_its_silence() {
+    let nodes = Nodes::new(2);
+    let args = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=20"];
+    let mut running = nodes.start_all(&args, &format!("{ALL_STARTED} : >up$RANK; exec sleep 1000"));
+    wait_until("all workers", || (0..4).all(|rank| nodes.sandbox.path(&format!("up{rank}")).exists()));
+    running[1].send(Signal::KILL);
+    let all = finish(running);
+    assert_eq!([all[0].code, all[1].code], [Some(1), None]);
+    all[0].says("node 1 (host ");
+    all[0].says("has given no sign of life for 2 s: its machine, its network or its ddprun is gone");
+}
+
+#[test]
+fn a_node_that_never_comes_is_named() {
+    let nodes = Nodes::new(3);
+    let args = ["--rdzv-conf", "join_timeout=1.5"];
+    let running = [0, 2].map(|node_rank| nodes.start(node_rank, &args, "echo started"));
+    for ran in finish(running.into()) {
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        ran.says("2 of 3 nodes have come within 1.5 s: look at the output of ddprun with --node-rank 1");
+        assert_eq!(ran.stdout, "");
+    }
+}
+
+#[test]
+fn nodes_that_do_not_fit_are_refused() {
+    let nodes = Nodes::new(2);
+    let first = nodes.start(0, &[], "exit 0");
+    let other = Ran::of(nodes.start(1, &["--nproc-per-node=3"], "exit 0"));
+    assert_eq!(other.code, Some(1));
+    other.says("--nproc-per-node is 3 here, but 2 on the node that hosts the store");
+    let twin = Ran::of(nodes.start(0, &["--rdzv-conf=is_host=false"], "exit 0"));
+    twin.says("--node-rank 0 is taken by the ddprun on host");
+    let all = finish(vec![first, nodes.start(1, &[], "exit 0")]);
+    assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+}
+
+#[test]
+fn all_nodes_start_again_together_until_none_fails() {
+    // Rank 2 fails twice; rank 0's node had nothing to do with it. A node whose workers have finished starts again as well.
+    let script = r#"
+        echo "rank $RANK of attempt $TORCHELASTIC_RESTART_COUNT"
+        : >here$TORCHELASTIC_RESTART_COUNT-$RANK
+        while [ $(ls here$TORCHELASTIC_RESTART_COUNT-* | wc -l) -lt $WORLD_SIZE ]; do sleep 0.01; done
+        if [ $RANK = 2 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then sleep 0.3; exit 7; fi
+        if [ $RANK -lt 2 ]; then exit 0; fi
+        if [ $RANK = 2 ]; then : >done; fi
+        while [ ! -e done ]; do sleep 0.02; done"#;
+    let all = Nodes::new(2).run(&["--max-restarts", "3"], script);
+    for (node_rank, ran) in all.iter().enumerate() {
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        let ranks = 2 * node_rank..2 * node_rank + 2;
+        let expected: Vec<String> =
+            ranks.flat_map(|rank| (0..3).map(move |attempt| format!("rank {rank} of attempt {attempt}"))).collect();
+        assert_eq!(ran.sorted(), expected);
+        for restart in [1, 2] {
+            ran.says(&format!("exited with code 7: all workers are started again (restart {restart} of 3)"));
+        }
+        ran.says("rank 2 on node 1 (host ");
+    }
+}
+
+#[test]
+fn the_last_failure_counts_when_all_restarts_of_the_nodes_are_used_up() {
+    let script = format!(
+        r#"{} if [ $RANK = 3 ]; then echo "Error: attempt $TORCHELASTIC_RESTART_COUNT" >&2; exit 9; fi; exec sleep 1000"#,
+        ALL_STARTED.replace("started", "started$TORCHELASTIC_RESTART_COUNT-")
+    );
+    for ran in Nodes::new(2).run(&["--max-restarts", "1"], &script) {
+        assert_eq!(ran.code, Some(9), "{ran:?}");
+        ran.says("rank 3 on host ");
+        ran.says("    Error: attempt 1");
+        assert!(!ran.stderr.contains("    Error: attempt 0"), "{ran:?}");
+    }
+}
+
+/// Keys that workers leave behind are gone in the next attempt, as with PyTorch, which uses the same ones again.
+#[test]
+fn the_store_is_empty_after_a_restart() {
+    let nodes = Nodes::new(2);
+    let script = r#"
+        echo $TORCHELASTIC_RESTART_COUNT >attempt$RANK
+        while [ ! -e go$TORCHELASTIC_RESTART_COUNT ]; do sleep 0.02; done
+        exit $((1 - $TORCHELASTIC_RESTART_COUNT))"#;
+    let running = nodes.start_all(&["--max-restarts", "1", "--nproc-per-node", "1"], script);
+    let store = || TcpStore::connect("127.0.0.1", nodes.port, Duration::from_secs(30)).unwrap();
+    nodes.sandbox.wait_for("attempt1");
+    store().set("left behind", b"1").unwrap();
+    std::fs::write(nodes.sandbox.path("go0"), "").unwrap();
+    wait_until("the restart", || (0..2).all(|rank| nodes.sandbox.wait_for(&format!("attempt{rank}")) == "1"));
+    assert!(!store().check(&["left behind"]).unwrap());
+    assert!(store().check(&["candle_ddp/run_id"]).unwrap());
+    std::fs::write(nodes.sandbox.path("go1"), "").unwrap();
+    assert!(finish(running).iter().all(|ran| ran.code == Some(0)));
+}
+
+/// The store outlives the workers of its node, until those of all nodes have finished.
+#[test]
+fn nodes_that_have_finished_wait_for_the_others() {
+    let nodes = Nodes::new(2);
+    let script = r#"
+        echo $RANK >finished$RANK
+        if [ $GROUP_RANK = 1 ]; then while [ ! -e go ]; do sleep 0.02; done; fi"#;
+    let mut running = nodes.start_all(&[], script);
+    for rank in 0..4 {
+        nodes.sandbox.wait_for(&format!("finished{rank}"));
+    }
+    wait_until("the workers of node 0 to end", || {
+        let children = format!("/proc/{}/task/{0}/children", running[0].child().id());
+        std::fs::read_to_string(children).unwrap().trim().is_empty()
+    });
+    let store = TcpStore::connect("127.0.0.1", nodes.port, Duration::from_secs(30)).unwrap();
+    store.set("last", b"checkpoint").unwrap();
+    assert!(running[0].child().try_wait().unwrap().is_none());
+    std::fs::write(nodes.sandbox.path("go"), "").unwrap();
+    for ran in finish(running) {
+        assert_eq!((ran.code, ran.stderr.lines().count()), (Some(0), 1), "{ran:?}");
+        ran.says("for each worker: ");
+    }
+}
+
+#[test]
+fn the_wait_for_other_nodes_is_bounded() {
+    let nodes = Nodes::new(2);
+    let script = "if [ $GROUP_RANK = 1 ]; then while [ ! -e go ]; do sleep 0.02; done; fi";
+    let args = ["--rdzv-conf", "exit_barrier_timeout=0.3"];
+    let mut running = nodes.start_all(&args, script);
+    let last = running.remove(1);
+    let first = finish(running).remove(0);
+    assert_eq!(first.code, Some(0), "{first:?}");
+    first.says("it has waited long enough for the others to finish (--rdzv-conf exit_barrier_timeout)");
+    // The other node goes on without the store.
+    std::fs::write(nodes.sandbox.path("go"), "").unwrap();
+    let last = finish(vec![last]).remove(0);
+    assert_eq!(last.code, Some(0), "{last:?}");
+    last.says("It hosted the store: failures on other nodes go unnoticed from here on");
+}

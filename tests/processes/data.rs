@@ -1,0 +1,107 @@
+//! Processes under the real launcher that are killed in the middle of an epoch, and others that go on.
+//!
+//! The processes are this test binary itself; an environment variable makes it a rank.
+#![cfg(feature = "launcher")]
+use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader, randperm};
+use candle_ddp::optim::StateDict;
+use candle_ddp::seed::Generator;
+use candle_ddp::{InitOptions, Result, init_process_group};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The variable that names the folder of the run; unset in the test's own process.
+const FOLDER: &str = "CANDLE_DDP_TEST_DATA_FOLDER";
+/// The variable that says after how many steps the ranks are killed.
+const KILLED_AFTER: &str = "CANDLE_DDP_TEST_DATA_KILLED_AFTER";
+const SAMPLES: usize = 101;
+
+struct Slow;
+
+impl Dataset for Slow {
+    type Sample = usize;
+
+    fn len(&self) -> usize {
+        SAMPLES
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<usize> {
+        std::thread::sleep(std::time::Duration::from_micros(random.below(2000)));
+        // Workers must leave rayon's threads, of which ddprun sets the number, to training.
+        assert_eq!(rayon::current_num_threads(), 1);
+        Ok(index)
+    }
+}
+
+/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
+#[test]
+fn rank_of_another_test() {
+    let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
+    rank(&folder).unwrap();
+}
+
+/// Reads an epoch, writes down what it has consumed, and saves where it is after every step.
+fn rank(folder: &Path) -> Result<()> {
+    let pg = init_process_group(InitOptions::default())?;
+    let options = SamplerOptions { seed: 3, ..Default::default() };
+    let sampler = DistributedSampler::new(SAMPLES, pg.world_size(), pg.rank(), options)?;
+    let options = LoaderOptions { batch_size: 3, num_workers: 3, ..Default::default() };
+    let mut loader = StatefulDataLoader::new(Slow, sampler, options, Ok)?;
+    let state = folder.join("loader.safetensors");
+    if state.exists() {
+        loader.load(&state)?;
+    }
+    let killed_after: usize = std::env::var(KILLED_AFTER).map_or(usize::MAX, |steps| steps.parse().unwrap());
+    let consumed = folder.join(format!("{}-of-{}", pg.rank(), pg.world_size()));
+    let mut consumed = OpenOptions::new().create(true).append(true).open(consumed).unwrap();
+    for (step, batch) in loader.iter().enumerate() {
+        for index in batch? {
+            writeln!(consumed, "{index}").unwrap();
+        }
+        pg.barrier()?;
+        if pg.rank() == 0 {
+            loader.save(&state)?;
+        }
+        pg.barrier()?;
+        if step + 1 == killed_after {
+            // All at once, with samples read ahead.
+            let me = rustix::process::getpid();
+            rustix::process::kill_process(me, rustix::process::Signal::KILL).unwrap();
+        }
+    }
+    assert_eq!(loader.epoch(), 1);
+    Ok(())
+}
+
+fn run(folder: &Path, ranks: usize, killed_after: Option<usize>) -> bool {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
+    command.args(["--exact", "data::rank_of_another_test", "--nocapture"]).env(FOLDER, folder);
+    if let Some(steps) = killed_after {
+        command.env(KILLED_AFTER, steps.to_string());
+    }
+    command.output().unwrap().status.success()
+}
+
+#[test]
+fn killed_runs_go_on_with_other_numbers_of_ranks() {
+    for (before, after) in [(1, 3), (4, 2)] {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(!run(folder.path(), before, Some(4)), "{before} ranks were not killed");
+        assert!(run(folder.path(), after, None), "{after} ranks do not go on");
+        let mut counts = vec![0; SAMPLES];
+        for file in std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()) {
+            if file.extension().is_none() {
+                let consumed = std::fs::read_to_string(file).unwrap();
+                consumed.lines().for_each(|index| counts[index.parse::<usize>().unwrap()] += 1);
+            }
+        }
+        // What is left after the kill is padded to a multiple of the ranks, from the head of the order.
+        let left = SAMPLES - 4 * 3 * before;
+        let mut expected = vec![1; SAMPLES];
+        let padding = left.next_multiple_of(after) - left;
+        randperm(SAMPLES, 3).iter().take(padding).for_each(|index| expected[index] += 1);
+        assert_eq!(counts, expected, "{before} → {after} ranks");
+    }
+}

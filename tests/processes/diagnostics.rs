@@ -1,0 +1,164 @@
+//! Uneven inputs and the flight recorder with ranks as real processes.
+//!
+//! The processes are this test binary itself; an environment variable makes it a rank.
+use crate::common::{assert_close, fill, floats, tensor, test_arguments};
+use candle_core::{DType, Device, Module, Tensor};
+use candle_ddp::flight_recorder::FOLDER_VARIABLE;
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
+use candle_ddp::{
+    DdpOptions, DistributedDataParallel, FlightRecorderOptions, InitOptions, JoinOptions, ProcessGroup, ReduceOp,
+    Result, init_process_group,
+};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+/// The variable that names a rank's job; unset in the test's own process.
+const JOB: &str = "CANDLE_DDP_TEST_DIAGNOSTICS_JOB";
+const RESULT: &str = "CANDLE_DDP_TEST_RESULT";
+
+/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
+#[test]
+fn rank_of_another_test() {
+    let Ok(job) = std::env::var(JOB) else { return };
+    let timeout = Duration::from_secs(if job == "diverge" { 5 } else { 60 });
+    let flight_recorder = FlightRecorderOptions { on_sigusr1: job == "signal", ..Default::default() };
+    let pg = init_process_group(InitOptions { timeout, flight_recorder, ..Default::default() }).unwrap();
+    match job.as_str() {
+        "uneven" => uneven(&pg).unwrap(),
+        "diverge" => diverge(&pg),
+        "signal" => signal(&pg).unwrap(),
+        other => panic!("no such job: {other}"),
+    }
+}
+
+/// This test binary as `world` ranks under the launcher.
+fn launch(job: &str, world: usize, variables: &[(&str, &Path)]) -> Output {
+    let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    launcher.env(JOB, job).env("RAYON_NUM_THREADS", "1").envs(variables.iter().copied());
+    launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
+    launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap()
+}
+
+fn batch(rank: usize, step: usize) -> Tensor {
+    tensor(&[5, 4], (10 * rank + step) as u64)
+}
+
+/// Rank r has r + 1 batches.
+fn uneven(pg: &ProcessGroup) -> Result<()> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(4, 2, vb), DdpOptions::default())?;
+    fill(&varmap, 3);
+    let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW { lr: 0.1, ..Default::default() })?;
+    let joined = ddp.join(JoinOptions::default(), || {
+        (0..=pg.rank()).try_for_each(|step| {
+            let grads = ddp.backward(&ddp.forward(&batch(pg.rank(), step))?.sqr()?.mean_all()?)?;
+            optimizer.step(&grads)
+        })
+    })?;
+    joined.sync(&mut optimizer)?;
+    let weights: Vec<f32> = ddp.parameters().iter().flat_map(|var| floats(var)).collect();
+    let path = format!("{}/rank{}", std::env::var(RESULT).unwrap(), pg.rank());
+    std::fs::write(path, serde_json::to_string(&weights).unwrap()).unwrap();
+    pg.barrier()
+}
+
+#[test]
+fn processes_with_different_numbers_of_batches_train_like_one() {
+    const WORLD: usize = 3;
+    let folder = tempfile::tempdir().unwrap();
+    let output = launch("uneven", WORLD, &[(RESULT, folder.path())]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let varmap = VarMap::new();
+    let net: Linear = linear(4, 2, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    fill(&varmap, 3);
+    let named = ["weight", "bias"].map(|name| (name.to_string(), varmap.data().lock().unwrap()[name].clone()));
+    let vars: Vec<_> = named.iter().map(|(_, var)| var.clone()).collect();
+    let mut optimizer = AdamW::from_named(named.into(), ParamsAdamW { lr: 0.1, ..Default::default() }).unwrap();
+    for step in 0..WORLD {
+        let losses = (step..WORLD).map(|rank| net.forward(&batch(rank, step))?.sqr()?.mean_all());
+        let losses = losses.collect::<candle_core::Result<Vec<_>>>().unwrap();
+        let loss = (Tensor::stack(&losses, 0).unwrap().sum_all().unwrap() / WORLD as f64).unwrap();
+        optimizer.step(&loss.backward().unwrap()).unwrap();
+    }
+    let expected: Vec<f32> = vars.iter().flat_map(|var| floats(var)).collect();
+    for rank in 0..WORLD {
+        let text = std::fs::read_to_string(folder.path().join(format!("rank{rank}"))).unwrap();
+        assert_close(&serde_json::from_str::<Vec<f32>>(&text).unwrap(), &expected, 1e-5, &format!("rank {rank}"));
+    }
+}
+
+/// Waits until `ranks` have written their files.
+fn wait_for_files(ranks: impl Iterator<Item = usize> + Clone) {
+    let folder = std::env::var(FOLDER_VARIABLE).unwrap();
+    let is_there = |rank| Path::new(&folder).join(format!("rank{rank}.flight.json")).exists();
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    while !ranks.clone().all(is_there) {
+        assert!(std::time::Instant::now() < deadline, "a file was not written");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Rank 2 broadcasts where ranks 0 and 1 all-reduce, and rank 3 never comes.
+fn diverge(pg: &ProcessGroup) {
+    (0..3).for_each(|_| pg.barrier().unwrap());
+    let tensor = |elements: usize| Tensor::zeros(elements, DType::F32, pg.device()).unwrap();
+    let result = match pg.rank() {
+        2 => pg.broadcast(&tensor(10), 0),
+        3 => {
+            // Its own too: it is told of the others' failure.
+            wait_for_files(0..4);
+            Ok(())
+        }
+        _ => pg.all_reduce(&tensor(100), ReduceOp::Sum),
+    };
+    assert_eq!(result.is_ok(), pg.rank() == 3);
+}
+
+#[test]
+fn the_launcher_explains_who_parted() {
+    let folder = tempfile::tempdir().unwrap();
+    // The recorder creates the folder.
+    let records = folder.path().join("a/b");
+    let output = launch("diverge", 4, &[(FOLDER_VARIABLE, &records)]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let explain = |folder: &Path| {
+        let output = Command::new(env!("CARGO_BIN_EXE_ddprun")).arg("--explain").arg(folder).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, text) = explain(&records);
+    let expected = "rank 2 called broadcast(f32[10], root 0) as call 4 of group world, ranks 0 and 1 all_reduce(f32[100]); \
+                    rank 3 never came to call 4: its last call, 3, barrier(), ";
+    assert!(code == Some(0) && text.contains(expected), "{text}");
+    assert!(text.contains("\nthe error was: rank 2 called broadcast(f32[10]) where rank "), "{text}");
+    // A rank that was killed leaves no file.
+    std::fs::remove_file(records.join("rank0.flight.json")).unwrap();
+    std::fs::write(records.join(".rank0.flight.json.0123456789abcdef.tmp"), "{").unwrap();
+    assert!(explain(&records).1.contains("there is no file of rank 0: its process was killed"), "{text}");
+    std::fs::write(records.join("rank0.flight.json"), "{").unwrap();
+    let (code, text) = explain(&records);
+    assert!(code == Some(1) && text.contains("rank0.flight.json: EOF while parsing"), "{text}");
+    let (code, text) = explain(folder.path());
+    assert!(code == Some(2) && text.contains("CANDLE_DDP_FLIGHT_RECORDER=FOLDER"), "{text}");
+}
+
+/// Each rank signals itself, and goes on.
+fn signal(pg: &ProcessGroup) -> Result<()> {
+    use rustix::process::{Signal, getpid, kill_process};
+    pg.barrier()?;
+    kill_process(getpid(), Signal::USR1).unwrap();
+    wait_for_files(pg.rank()..pg.rank() + 1);
+    let file = Path::new(&std::env::var(FOLDER_VARIABLE).unwrap()).join(format!("rank{}.flight.json", pg.rank()));
+    let text = std::fs::read_to_string(file).unwrap();
+    assert!(text.contains("\"reason\":\"SIGUSR1\"") && text.contains("\"operation\":\"barrier\""), "{text}");
+    pg.barrier()
+}
+
+#[test]
+fn a_signal_has_the_files_written_and_the_ranks_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = launch("signal", 2, &[(FOLDER_VARIABLE, folder.path())]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+}

@@ -1,0 +1,86 @@
+//! `elastic::run` with an optimizer whose state is sharded over the ranks, which are killed.
+use crate::common::{floats, tensor};
+use crate::elastic::{BATCH, EVENTS, Net, Run, SAMPLES, event, result, run_as_rank, variables};
+use candle_core::{DType, IndexOp, Tensor};
+use candle_ddp::elastic::{Parts, Progress, State};
+use candle_ddp::optim::{Optimizer, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
+use candle_nn::VarMap;
+
+const EPOCHS: usize = 2;
+
+struct Training {
+    varmap: VarMap,
+    progress: Progress,
+}
+
+impl Parts for Training {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        vec![("model", &mut self.varmap), ("progress", &mut self.progress)]
+    }
+}
+
+fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
+    assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
+    let data = tensor(&[SAMPLES, 4], 1);
+    while state.progress.epoch < EPOCHS {
+        let mine: Vec<usize> = state.progress.indices(SAMPLES, 11, pg.rank(), pg.world_size())?.take(BATCH).collect();
+        let rows: Vec<Tensor> = mine.iter().map(|index| data.i(*index)).collect::<candle_core::Result<_>>()?;
+        let loss = ddp.forward(&Tensor::stack(&rows, 0)?)?.sqr()?.mean_all()?;
+        event("forward", own, state.commits())?;
+        let grads = ddp.backward(&loss)?;
+        event("backward", own, state.commits())?;
+        optimizer.step(&grads)?;
+        // Other learning rates in each step: they have to come back as well.
+        optimizer.set_learning_rate(optimizer.learning_rate() * 0.99)?;
+        state.progress.advance(mine.len() * pg.world_size(), SAMPLES);
+        event("step", own, state.commits())?;
+        state.commit_with(&[("optimizer", &optimizer)])?;
+        event("commit", own, state.commits())?;
+    }
+    Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
+}
+
+#[test]
+fn rank_of_another_test() {
+    if std::env::var(EVENTS).is_ok() {
+        let new = |own| State::new(Training { varmap: variables(own), progress: Progress::default() });
+        run_as_rank(new, train);
+    }
+}
+
+fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Run {
+    Run::of("elastic_zero::rank_of_another_test", world_size, options, events, min)
+}
+
+#[test]
+fn the_shards_of_a_killed_rank_come_from_its_mirror() {
+    let calm = launched(3, &[], "", None);
+    calm.succeeded();
+    // At each place of a step, each rank.
+    let events = "0 kill-forward 0,1 kill-forward 3,0 kill-backward 5,2 kill-step 7,1 kill-commit 9,0 kill-step 10,2 kill-commit 13";
+    let run = launched(3, &["--max-restarts", "7"], events, None);
+    run.succeeded();
+    assert_eq!(result(run.folder.path(), &[0, 1, 2]), result(calm.folder.path(), &[0, 1, 2]));
+    assert!(run.stderr().contains("(restart 7 of 7)"), "{}", run.stderr());
+}
+
+#[test]
+fn the_ranks_that_are_left_share_the_shards() {
+    let run = launched(4, &[], "2 kill-forward 2,0 kill-commit 4", Some(2));
+    run.succeeded();
+    result(run.folder.path(), &[1, 3]);
+}
+
+#[test]
+fn what_a_rank_and_its_mirror_held_is_lost_when_they_die_together() {
+    let run = launched(3, &["--max-restarts", "2"], "1 follow-forward 4,2 kill-forward 4", None);
+    assert!(!run.output.status.success());
+    for rank in 0..3 {
+        let error = run.read(&format!("error-{rank}"));
+        let expected = "what rank 1 held in commit 4 of the states that are sharded over the ranks is not available";
+        assert!(error.contains(expected), "{error}");
+    }
+}

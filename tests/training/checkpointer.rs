@@ -1,0 +1,593 @@
+//! Checkpoints of whole runs: resumed in any world, damaged, removed, and what fails.
+use crate::common::{assert_close, fill, floats, ranks, tensor, test_arguments, var};
+use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Json, SaveHandle, StateDict};
+use candle_ddp::nn::Dropout;
+use candle_ddp::optim::{
+    AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr, ZeroRedundancyOptimizer,
+};
+use candle_ddp::seed::Generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, ProcessGroup, Result};
+use candle_nn::{Init, Linear, VarBuilder, VarMap, linear};
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+/// Sizes that no number of ranks divides.
+struct Net {
+    first: Linear,
+    dropout: Dropout,
+    second: Linear,
+}
+
+impl Net {
+    fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>, p: f32) -> candle_core::Result<Self> {
+        let dropout = Dropout::new(p, generator.clone());
+        Ok(Self { first: linear(5, 7, vb.pp("first"))?, dropout, second: linear(7, 3, vb.pp("second"))? })
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.second.forward(&self.dropout.forward(&self.first.forward(x)?.tanh()?, true)?)
+    }
+}
+
+struct Run {
+    varmap: VarMap,
+    ddp: DistributedDataParallel<Net>,
+    optimizer: Box<dyn Optimizer>,
+    schedule: CosineAnnealingLr,
+    scaler: GradScaler,
+    generator: Arc<Mutex<Generator>>,
+    best: f64,
+    losses: Json<Vec<f32>>,
+}
+
+impl Run {
+    fn new(pg: &ProcessGroup, zero: bool, p: f32, seed: u64) -> Result<Self> {
+        let varmap = VarMap::new();
+        let generator = Arc::new(Mutex::new(Generator::for_rank(seed, pg.rank())));
+        // Buckets of a few parameters each.
+        let options = DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() };
+        let build = |vb| Net::new(vb, &generator, p);
+        let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
+        fill(&varmap, seed);
+        let params = ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..Default::default() };
+        let mut optimizer: Box<dyn Optimizer> = match zero {
+            true => Box::new(ZeroRedundancyOptimizer::new(&ddp, params)?),
+            false => Box::new(AdamW::from_named(ddp.named_parameters(), params)?),
+        };
+        let params = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };
+        let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
+        let options = GradScalerOptions { growth_interval: 2, ..Default::default() };
+        let scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
+        let (best, losses) = (f64::INFINITY, Json(Vec::new()));
+        Ok(Self { varmap, ddp, optimizer, schedule, scaler, generator, best, losses })
+    }
+
+    fn parts(&self) -> [(&str, &dyn StateDict); 7] {
+        let Self { varmap, optimizer, schedule, scaler, generator, best, losses, .. } = self;
+        [
+            ("model", varmap),
+            ("optimizer", optimizer),
+            ("schedule", schedule),
+            ("scaler", scaler),
+            ("dropout", generator),
+            ("best", best),
+            ("losses", losses),
+        ]
+    }
+
+    fn parts_mut(&mut self) -> [(&str, &mut dyn StateDict); 7] {
+        let Self { varmap, optimizer, schedule, scaler, generator, best, losses, .. } = self;
+        [
+            ("model", varmap),
+            ("optimizer", optimizer),
+            ("schedule", schedule),
+            ("scaler", scaler),
+            ("dropout", generator),
+            ("best", best),
+            ("losses", losses),
+        ]
+    }
+
+    fn train(&mut self, steps: std::ops::Range<u64>) -> Result<()> {
+        let pg = self.ddp.process_group().clone();
+        let part = 12 / pg.world_size();
+        for step in steps {
+            let x = tensor(&[12, 5], 100 + step).narrow(0, part * pg.rank(), part)?;
+            let loss = self.ddp.forward(&x)?.sqr()?.mean_all()?;
+            let mut grads = self.ddp.backward(&self.scaler.scale(&loss)?)?;
+            self.scaler.step(&mut self.optimizer, &mut grads)?;
+            self.scaler.update()?;
+            self.schedule.step(&mut self.optimizer)?;
+            let loss = pg.all_reduce_scalars([f64::from(loss.to_scalar::<f32>()?)], candle_ddp::ReduceOp::Avg)?[0];
+            self.best = self.best.min(loss);
+            self.losses.0.push(loss as f32);
+        }
+        Ok(())
+    }
+
+    /// Everything, by name, as bits. All ranks call it.
+    fn state(&self) -> Result<Vec<(String, Vec<u64>)>> {
+        let mut state = Vec::new();
+        for (part, dict) in self.parts() {
+            for (name, tensor) in dict.state_dict()? {
+                let values = tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+                state.push((format!("{part}.{name}"), values.into_iter().map(f64::to_bits).collect()));
+            }
+        }
+        state.sort();
+        Ok(state)
+    }
+
+    fn weights(&self) -> Vec<f32> {
+        self.ddp.parameters().iter().flat_map(|var| floats(var)).collect()
+    }
+}
+
+fn checkpointer(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
+    Checkpointer::new(pg, folder, CheckpointerOptions::default())
+}
+
+fn names(folder: &Path) -> BTreeSet<String> {
+    folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[track_caller]
+fn expect(folder: &Path, expected: &[&str]) {
+    assert_eq!(names(folder), expected.iter().map(|name| name.to_string()).collect());
+}
+
+#[test]
+fn a_run_that_is_resumed_is_the_run_without_a_break() {
+    for (world_size, zero) in [(1, false), (2, false), (3, false), (1, true), (2, true), (3, true)] {
+        let folder = tempfile::tempdir().unwrap();
+        let straight = ranks(world_size, |pg| {
+            let mut run = Run::new(&pg, zero, 0.3, 7)?;
+            run.train(0..6)?;
+            run.state()
+        });
+        ranks(world_size, |pg| {
+            let mut run = Run::new(&pg, zero, 0.3, 7)?;
+            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            run.train(0..3)?;
+            let saved = checkpointer.save(3, &run.parts())?;
+            // What comes then is not in the checkpoint.
+            run.train(3..4)?;
+            assert_eq!((saved.step(), saved.wait()?), (3, folder.path().join("step-00000003")));
+            assert!(saved.is_done());
+            Ok(())
+        })
+        .unwrap();
+        let resumed = ranks(world_size, |pg| {
+            let mut run = Run::new(&pg, zero, 0.3, 8)?;
+            // It says which sequence of the seed it draws from, which is the rank's own and not in the checkpoint.
+            *run.generator.lock().unwrap() = Generator::for_rank(0, pg.rank());
+            assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())?, Some(3));
+            run.train(3..6)?;
+            run.state()
+        });
+        assert_eq!(resumed.unwrap(), straight.unwrap(), "{world_size} ranks, zero: {zero}");
+        let optimizer = (0..world_size).map(|rank| match zero {
+            true => format!("optimizer-{rank:05}-of-{world_size:05}.safetensors"),
+            false => "optimizer.safetensors".to_string(),
+        });
+        let parts =
+            ["model", "schedule", "scaler", "dropout", "best", "losses"].map(|name| format!("{name}.safetensors"));
+        let expected = optimizer.chain(parts).chain(["checkpoint.json".to_string()]).collect::<BTreeSet<_>>();
+        assert_eq!(names(&folder.path().join("step-00000003")), expected);
+    }
+}
+
+#[test]
+fn a_run_goes_on_in_a_world_of_another_size() {
+    let alone = ranks(1, |pg| {
+        let mut run = Run::new(&pg, false, 0., 7)?;
+        run.train(0..8)?;
+        Ok(run.weights())
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let mut weights = Vec::new();
+    // Between worlds with shards, and out of one with a whole state into one with shards.
+    for (step, world_size, zero) in [(0, 2, false), (2, 2, true), (4, 3, true), (6, 1, true)] {
+        let found = ranks(world_size, |pg| {
+            let mut run = Run::new(&pg, zero, 0., 7)?;
+            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            assert_eq!(checkpointer.load_latest(&mut run.parts_mut())?, (step > 0).then_some(step));
+            run.train(step..step + 2)?;
+            checkpointer.save(step + 2, &run.parts())?;
+            Ok(run.weights())
+        });
+        weights = found.unwrap();
+    }
+    assert_close(&weights[0], &alone.unwrap()[0], 1e-5, "the weights");
+    // Shards do not load into a plain optimizer, which says so.
+    let error = ranks(1, |pg| {
+        let mut run = Run::new(&pg, false, 0., 7)?;
+        checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("in 1 parts") && error.contains("ZeroRedundancyOptimizer"), "{error}");
+}
+
+/// The value that all of its parts have, which is changed in place as optimizers do.
+struct Filled(Var);
+
+impl Filled {
+    fn new(value: f32, elements: usize) -> Self {
+        Self(Var::from_tensor(&Tensor::full(value, elements, &Device::Cpu).unwrap()).unwrap())
+    }
+
+    fn set(&self, value: f32) {
+        self.0.set(&Tensor::full(value, self.0.shape(), &Device::Cpu).unwrap()).unwrap();
+    }
+
+    fn values(&self) -> Vec<f32> {
+        floats(&self.0)
+    }
+}
+
+impl StateDict for Filled {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        Ok(HashMap::from([("w".to_string(), self.0.as_tensor().clone())]))
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        Ok(self.0.set(&state["w"])?)
+    }
+}
+
+#[test]
+fn a_save_has_the_values_of_its_moment() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let mut state = Filled::new(0., 1 << 20);
+        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let mut handles: Vec<SaveHandle> = Vec::new();
+        for step in 1..=5 {
+            state.set(step as f32);
+            handles.push(checkpointer.save(step, &[("state", &state)])?);
+            state.set(-1.);
+            // One at a time.
+            assert!(handles[..handles.len() - 1].iter().all(SaveHandle::is_done));
+        }
+        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(5));
+        assert!(state.values().iter().all(|value| *value == 5.));
+        if pg.rank() == 0 {
+            std::fs::remove_file(folder.path().join("step-00000005/checkpoint.json")).unwrap();
+        }
+        pg.barrier()?;
+        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(4));
+        assert!(state.values().iter().all(|value| *value == 4.));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_newest_and_the_best_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    ranks(2, |pg| {
+        let mut state = Filled::new(0., 3);
+        let options = CheckpointerOptions { keep: 2, every: 2 };
+        let mut saver = Checkpointer::new(&pg, root, options.clone())?;
+        assert_eq!(saver.load_latest(&mut [("state", &mut state)])?, None);
+        assert_eq!(saver.load_best(&mut [("state", &mut state)])?, None);
+        for step in 1..=8u64 {
+            state.set(step as f32);
+            let parts: &[(&str, &dyn StateDict)] = &[("state", &state)];
+            let saved = match step {
+                2 | 4 => Some(saver.save_best(step, parts)?),
+                _ => saver.save_if_due(step, parts)?,
+            };
+            assert_eq!(saved.is_some(), step % 2 == 0);
+        }
+        saver.finish()?;
+        if pg.rank() == 0 {
+            expect(root, &["step-00000004", "step-00000006", "step-00000008"]);
+        }
+        assert_eq!(saver.load_best(&mut [("state", &mut state)])?, Some(4));
+        assert_eq!(state.values(), [4.0; 3]);
+        // To save an earlier step is a mistake, unless the later ones are moved away.
+        let error = saver.save(6, &[("state", &state)]).unwrap_err().to_string();
+        assert!(error.contains("step-00000008 is of a later step than 6"), "{error}");
+        drop(saver);
+        let mut other = Checkpointer::new(&pg, root, options.clone())?;
+        let error = other.save(1, &[("state", &state)]).unwrap_err().to_string();
+        assert!(error.contains("step-00000008 is of a later step than 1"), "{error}");
+        // The same step is saved once more.
+        assert_eq!(other.save(8, &[("state", &state)])?.wait()?, root.join("step-00000008-2"));
+        assert_eq!(other.load_latest(&mut [("state", &mut state)])?, Some(8));
+        assert_eq!(state.values(), [4.0; 3]);
+        // Ranks that do not do the same.
+        let every = 1 + pg.rank() as u64;
+        let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 2, every }).unwrap_err().to_string();
+        assert!(error.contains("ranks gave different ones") && error.contains("every: 2"), "{error}");
+        let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 0, every: 1 }).unwrap_err().to_string();
+        assert!(error.contains("keep: it must be at least 1"), "{error}");
+        let name = if pg.rank() == 0 { "state" } else { "other" };
+        let error = other.save(9, &[(name, &state)]).unwrap_err().to_string();
+        assert!(error.contains("ranks save different ones: part other, the same on all ranks on rank 1"), "{error}");
+        let error = other.save(9, &[("a/b", &state)]).unwrap_err().to_string();
+        assert!(error.contains("cannot be the name of a file"), "{error}");
+        pg.barrier()
+    })
+    .unwrap();
+}
+
+#[test]
+fn what_is_damaged_is_passed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let options = CheckpointerOptions { keep: 4, ..Default::default() };
+    ranks(2, |pg| {
+        let mut checkpointer = Checkpointer::new(&pg, root, options.clone())?;
+        let state = Filled::new(0., 3);
+        for step in 1..=4 {
+            state.set(step as f32);
+            checkpointer.save(step, &[("state", &state)])?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    let file = |step: u64, name: &str| root.join(format!("step-{step:08}")).join(name);
+    // Bytes are missing from one, of one nothing but the length is right, and one has no index.
+    let whole = std::fs::read(file(2, "state.safetensors")).unwrap();
+    std::fs::write(file(2, "state.safetensors"), &whole[..whole.len() - 1]).unwrap();
+    std::fs::write(file(3, "state.safetensors"), vec![b'x'; whole.len()]).unwrap();
+    std::fs::remove_file(file(4, "checkpoint.json")).unwrap();
+    ranks(2, |pg| {
+        let mut state = Filled::new(0., 3);
+        let mut checkpointer = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 2, ..options.clone() })?;
+        assert_eq!(checkpointer.load_latest(&mut [("state", &mut state)])?, Some(1));
+        assert_eq!(state.values(), [1.0; 3]);
+        // Damaged ones are neither in the way nor counted.
+        for step in 2..=3 {
+            checkpointer.save(step, &[("state", &state)])?;
+        }
+        checkpointer.finish()
+    })
+    .unwrap();
+    expect(root, &["step-00000002", "step-00000002-2", "step-00000003", "step-00000003-2", "step-00000004"]);
+}
+
+/// A number that only some take over.
+struct Choosy {
+    value: f64,
+    refuses: bool,
+}
+
+impl StateDict for Choosy {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.value.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        if self.refuses && self.value == 0. {
+            let reason = "it is refused".to_string();
+            return Err(Error::Io { context: "loading".to_string(), error: std::io::Error::other(reason) });
+        }
+        self.value.load_state_dict(state)
+    }
+}
+
+#[test]
+fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
+    let folder = tempfile::tempdir().unwrap();
+    for (zero, step) in [(false, 2), (true, 4)] {
+        ranks(3, |pg| {
+            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            let mut run = Run::new(&pg, zero, 0.3, 7)?;
+            run.train(0..2)?;
+            let choosy = Choosy { value: 1., refuses: false };
+            checkpointer.save(step, &[&run.parts()[..], &[("choosy", &choosy)]].concat())?;
+            let mut run = Run::new(&pg, zero, 0.3, 8)?;
+            run.train(0..1)?;
+            let before = run.state()?;
+            let mut choosy = Choosy { value: 0., refuses: pg.rank() == 1 };
+            let mut load = |run: &mut Run, choosy: &mut Choosy| {
+                let mut parts: Vec<(&str, &mut dyn StateDict)> = run.parts_mut().into();
+                parts.push(("choosy", choosy));
+                checkpointer.load_latest(&mut parts)
+            };
+            match (pg.rank(), load(&mut run, &mut choosy)) {
+                (1, Err(Error::Io { error, .. })) => assert!(error.to_string().contains("it is refused")),
+                (0 | 2, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("it is refused")),
+                (rank, other) => panic!("rank {rank}: {other:?}"),
+            }
+            assert_eq!(run.state()?, before);
+            assert_eq!(choosy.value, 0.);
+            choosy.refuses = false;
+            assert_eq!(load(&mut run, &mut choosy)?, Some(step));
+            assert!(run.state()? != before && choosy.value == 1.);
+            // A part that is not there, and a model that is another one.
+            let mut nothing = 0.;
+            let error = checkpointer.load_latest(&mut [("nothing", &mut nothing)]).unwrap_err().to_string();
+            assert!(error.contains(r#"has no part "nothing", but model, optimizer, "#), "{error}");
+            let mut varmap = VarMap::new();
+            varmap.get(2, "fc.bias", Init::Const(0.), DType::F32, &Device::Cpu)?;
+            let error = checkpointer.load_latest(&mut [("model", &mut varmap)]).unwrap_err().to_string();
+            assert!(error.contains("missing from the file (1): fc.bias"), "{error}");
+            pg.barrier()
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn the_model_loads_in_plain_candle() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = ranks(2, |pg| {
+        let mut run = Run::new(&pg, false, 0., 7)?;
+        run.train(0..1)?;
+        checkpointer(&pg, folder.path())?.save(1, &run.parts())?;
+        Ok(run.weights())
+    });
+    let mut varmap = VarMap::new();
+    let generator = Arc::new(Mutex::new(Generator::new(0)));
+    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu), &generator, 0.).unwrap();
+    varmap.load(folder.path().join("step-00000001/model.safetensors")).unwrap();
+    let names = ["first.weight", "first.bias", "second.weight", "second.bias"];
+    let loaded: Vec<f32> = names.iter().flat_map(|name| floats(&var(&varmap, name))).collect();
+    let (mut saved, mut loaded) = (saved.unwrap().remove(0), loaded);
+    saved.sort_by(f32::total_cmp);
+    loaded.sort_by(f32::total_cmp);
+    assert_eq!(saved, loaded);
+}
+
+/// A part of which each rank has its own, or cannot.
+struct Own {
+    elements: usize,
+    fails: bool,
+}
+
+impl StateDict for Own {
+    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        unreachable!("it is spread over the ranks")
+    }
+
+    fn load_state_dict(&mut self, _: &HashMap<String, Tensor>) -> Result<()> {
+        unreachable!("it is spread over the ranks")
+    }
+
+    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+        if self.fails {
+            return Err(Error::Io { context: "reading".into(), error: std::io::Error::other("no state today") });
+        }
+        Ok(Some(HashMap::from([("own".to_string(), Tensor::zeros(self.elements, DType::F32, &Device::Cpu)?)])))
+    }
+
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+        self.elements = shards.iter().map(|shard| shard["own"].elem_count()).sum();
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rank_without_a_state_is_an_error_on_all() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(3, |pg| {
+        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let mut own = Own { elements: 2, fails: pg.rank() == 1 };
+        match (pg.rank(), checkpointer.save(1, &[("own", &own)])) {
+            (1, Err(Error::Io { error, .. })) => assert!(error.to_string().contains("no state today")),
+            (_, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("no state today"), "{reason}"),
+            (rank, other) => panic!("rank {rank}: {other:?}"),
+        }
+        own.fails = false;
+        checkpointer.save(1, &[("own", &own)])?.wait()?;
+        checkpointer.load_latest(&mut [("own", &mut own)])?;
+        assert_eq!(own.elements, 6);
+        pg.barrier()
+    })
+    .unwrap();
+    expect(folder.path(), &["step-00000001"]);
+}
+
+/// A link to nowhere has the name of the folder, so that the folder cannot be made.
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("taken");
+    std::os::unix::fs::symlink(folder.path().join("deep/missing"), &root).unwrap();
+    ranks(2, |pg| {
+        let check = |error: Error| {
+            let text = error.to_string();
+            assert!(text.contains("making the folder") && text.contains("taken"), "{text}");
+            let is_own = matches!(&error, Error::Io { .. });
+            let is_others = matches!(&error, Error::RankFailed { rank: 0, .. });
+            assert!(if pg.rank() == 0 { is_own } else { is_others }, "{error:?}");
+        };
+        let mut checkpointer = checkpointer(&pg, &root)?;
+        let save = |checkpointer: &mut Checkpointer| checkpointer.save(1, &[("value", &1.5)]);
+        // Nobody asks the first handle: the next call tells.
+        save(&mut checkpointer)?;
+        check(save(&mut checkpointer).unwrap_err());
+        let handle = save(&mut checkpointer)?;
+        check(handle.wait().unwrap_err());
+        let again = handle.wait().unwrap_err().to_string();
+        assert!(again.contains("saving the checkpoint of step 1") && again.contains("making the folder"), "{again}");
+        checkpointer.finish()?;
+        save(&mut checkpointer)?;
+        check(checkpointer.finish().unwrap_err());
+        // Once it can be written, all is well.
+        if pg.rank() == 0 {
+            std::fs::remove_file(&root).unwrap();
+        }
+        pg.barrier()?;
+        save(&mut checkpointer)?.wait()?;
+        pg.barrier()
+    })
+    .unwrap();
+    expect(&root, &["step-00000001"]);
+}
+
+/// Runs itself in a process that may not write files of more than a few blocks, which is what a full disk looks like.
+#[test]
+fn a_full_disk_leaves_the_checkpoints_that_there_are() {
+    const FOLDER: &str = "CANDLE_DDP_TEST_FULL_DISK_OF_A_CHECKPOINTER";
+    const NAME: &str = "a_full_disk_leaves_the_checkpoints_that_there_are";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        // Rank 1's part alone does not fit.
+        ranks(2, |pg| {
+            let mut checkpointer = checkpointer(&pg, Path::new(&folder))?;
+            let own = Own { elements: 10 + pg.rank() * 50_000, fails: false };
+            let handle = checkpointer.save(2, &[("value", &2.0), ("own", &own)])?;
+            match (pg.rank(), handle.wait()) {
+                (1, Err(Error::Io { context, .. })) => assert!(context.contains("own-00001-of-00002"), "{context}"),
+                (0, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("writing"), "{reason}"),
+                (rank, other) => panic!("rank {rank}: {other:?}"),
+            }
+            pg.barrier()
+        })
+        .unwrap();
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, &[("value", &1.0)])?.wait()).unwrap();
+    let output = std::process::Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
+        .arg(std::env::current_exe().unwrap())
+        .args(test_arguments(module_path!(), NAME))
+        .env(FOLDER, folder.path())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    expect(folder.path(), &["step-00000001"]);
+    let mut value = 0.;
+    ranks(1, |pg| {
+        let mut value = 0.;
+        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut [("value", &mut value)])?, Some(1));
+        Ok(value)
+    })
+    .map(|values| value = values[0])
+    .unwrap();
+    assert_eq!(value, 1.0);
+}
+
+/// An error in training does not take the checkpoint with it that is being written.
+#[test]
+fn a_save_ends_well_where_training_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = ranks(2, |pg| {
+        let state = Filled::new(3., 1 << 20);
+        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let _handle = checkpointer.save(3, &[("state", &state)])?;
+        if pg.rank() == 1 {
+            pg.abort("a layer failed");
+        }
+        pg.barrier()
+    });
+    assert!(error.unwrap_err().to_string().contains("a layer failed"));
+    ranks(1, |pg| {
+        let mut state = Filled::new(0., 1 << 20);
+        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut [("state", &mut state)])?, Some(3));
+        assert!(state.values().iter().all(|value| *value == 3.));
+        Ok(())
+    })
+    .unwrap();
+}

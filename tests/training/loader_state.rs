@@ -1,0 +1,306 @@
+//! `StatefulDataLoader`: its order, its augmentation, and runs that go on where others have stopped.
+use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{default_collate, randperm};
+use candle_ddp::optim::StateDict;
+use candle_ddp::seed::Generator;
+use candle_ddp::{Error, Result};
+use proptest::prelude::*;
+
+type Collate = fn(Vec<usize>) -> Result<Vec<usize>>;
+type Indices = StatefulDataLoader<std::ops::Range<usize>, Collate>;
+
+/// The ranks and options of a run.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    len: usize,
+    world_size: usize,
+    sampler: SamplerOptions,
+    loader: LoaderOptions,
+}
+
+impl Run {
+    /// The loader of a rank. Its batches are indices.
+    fn loader(&self, rank: usize) -> Indices {
+        let sampler = DistributedSampler::new(self.len, self.world_size, rank, self.sampler).unwrap();
+        StatefulDataLoader::new(0..self.len, sampler, self.loader, Ok as Collate).unwrap()
+    }
+
+    fn loaders(&self) -> impl Iterator<Item = Indices> {
+        (0..self.world_size).map(|rank| self.loader(rank))
+    }
+
+    /// How often each sample is seen in an epoch that nothing interrupts.
+    fn counts(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.len];
+        self.loaders().for_each(|loader| count(&loader, usize::MAX, &mut counts));
+        counts
+    }
+}
+
+/// Consumes `batches` batches, or what there is.
+fn count(loader: &Indices, batches: usize, counts: &mut [usize]) {
+    loader.iter().take(batches).for_each(|batch| batch.unwrap().into_iter().for_each(|index| counts[index] += 1));
+}
+
+/// Interrupts a run after `steps` steps in epoch 3 and goes on with another. Returns how many samples were consumed when it was
+/// interrupted, and how often each was seen in the whole epoch.
+fn interrupted(first: Run, steps: usize, second: Run) -> (usize, Vec<usize>) {
+    let mut counts = vec![0; first.len];
+    let mut states = Vec::new();
+    for mut loader in first.loaders() {
+        loader.set_epoch(3);
+        // No more than there are, so that the loader is still in this epoch.
+        count(&loader, steps.min(loader.num_batches()), &mut counts);
+        states.push(loader.state());
+    }
+    assert!(states.iter().all(|state| *state == states[0]), "{states:?}");
+    let dict = states[0].state_dict().unwrap();
+    for mut loader in second.loaders() {
+        loader.load_state_dict(&dict).unwrap();
+        assert_eq!(loader.state(), states[0]);
+        loader.set_epoch(3); // as a loop over epochs does
+        count(&loader, usize::MAX, &mut counts);
+        assert_eq!(loader.state(), LoaderState { epoch: 4, consumed: 0, ..states[0] });
+    }
+    (states[0].consumed, counts)
+}
+
+fn run(len: usize, world_size: usize, batch_size: usize, sampler: SamplerOptions) -> Run {
+    Run { len, world_size, sampler, loader: LoaderOptions { batch_size, ..Default::default() } }
+}
+
+/// The order that all ranks share in epoch 3.
+fn order(len: usize, options: SamplerOptions) -> Vec<usize> {
+    if options.shuffle { randperm(len, options.seed.wrapping_add(3)).iter().collect() } else { (0..len).collect() }
+}
+
+#[test]
+fn runs_go_on_with_another_number_of_ranks() {
+    for (before, after) in [(1, 3), (4, 2)] {
+        for shuffle in [true, false] {
+            let sampler = SamplerOptions { shuffle, seed: 7, ..Default::default() };
+            // 12 samples were consumed: a multiple of either number of ranks.
+            let (first, second) = (run(50, before, 12 / before, sampler), run(50, after, 5, sampler));
+            let (consumed, counts) = interrupted(first, 1, second);
+            assert_eq!(consumed, 12);
+            // 50 samples are 51 on three ranks: that padding is the same as well.
+            let whole = &order(50, sampler);
+            let mut expected = vec![1; 50];
+            whole[..50_usize.next_multiple_of(after) - 50].iter().for_each(|index| expected[*index] += 1);
+            assert_eq!(counts, expected, "{before} → {after} ranks, shuffle {shuffle}");
+
+            let sampler = SamplerOptions { drop_last: true, ..sampler };
+            let (_, counts) = interrupted(Run { sampler, ..first }, 1, Run { sampler, ..second });
+            let mut expected = vec![1; 50];
+            whole[50 / after * after..].iter().for_each(|index| expected[*index] = 0);
+            assert_eq!(counts, expected, "{before} → {after} ranks, shuffle {shuffle}, drop_last");
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn an_interruption_changes_nothing(
+        len in 1_usize..80, ranks in (1_usize..6, 1_usize..6), batch_sizes in (1_usize..9, 1_usize..9), steps in 0_usize..12,
+        (shuffle, drop_last, padding) in any::<(bool, bool, bool)>(), seed: u64,
+    ) {
+        let sampler = SamplerOptions { shuffle, seed, drop_last, padding: padding || drop_last };
+        let (first, second) = (run(len, ranks.0, batch_sizes.0, sampler), run(len, ranks.1, batch_sizes.1, sampler));
+        // Without padding, ranks may end at different times: stop before.
+        let steps = if sampler.padding { steps } else { steps.min(len / ranks.0 / batch_sizes.0) };
+        let (consumed, counts) = interrupted(first, steps, second);
+        let order = order(len, sampler);
+
+        // The head may be padding and the tail dropped: in either case fewer samples than ranks. What is between is there once.
+        let left = len - consumed;
+        let padded = if drop_last || !padding { 0 } else { left.next_multiple_of(ranks.1) - left };
+        let first_padding = if consumed < len || drop_last { 0 } else { len.next_multiple_of(ranks.0) - len };
+        let dropped = if drop_last { left % ranks.1 } else { 0 };
+        let mut expected = vec![1; len];
+        for place in (0..padded).chain(0..if padding { first_padding } else { 0 }) {
+            expected[order[place % len]] += 1;
+        }
+        order[len - dropped..].iter().for_each(|index| expected[*index] = 0);
+        prop_assert_eq!(&counts, &expected);
+        if consumed % ranks.1 == 0 && consumed < len {
+            prop_assert_eq!(counts.iter().sum::<usize>(), second.counts().iter().sum::<usize>());
+        }
+    }
+
+    #[test]
+    fn the_same_run_goes_on_with_the_same_batches(
+        len in 1_usize..80, world_size in 1_usize..6, batch_size in 1_usize..9, steps in 0_usize..12, drop_last: bool, seed: u64,
+    ) {
+        let mut run = run(len, world_size, batch_size, SamplerOptions { seed, ..Default::default() });
+        run.loader.drop_last = drop_last;
+        for rank in 0..world_size {
+            let (straight, stopped, mut resumed) = (run.loader(rank), run.loader(rank), run.loader(rank));
+            let whole: Vec<_> = straight.iter().map(Result::unwrap).collect();
+            prop_assert_eq!(whole.len(), straight.num_batches());
+            let part: Vec<_> = stopped.iter().take(steps.min(whole.len())).map(Result::unwrap).collect();
+            resumed.resume(stopped.state()).unwrap();
+            prop_assert_eq!(resumed.iter().len(), whole.len() - part.len());
+            let rest: Vec<_> = resumed.iter().map(Result::unwrap).collect();
+            prop_assert_eq!([part, rest].concat(), whole);
+        }
+    }
+}
+
+/// Each sample is its index and a random number.
+struct Augmented;
+
+impl Dataset for Augmented {
+    type Sample = (u32, i64);
+
+    fn len(&self) -> usize {
+        40
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<(u32, i64)> {
+        // Some take longer than others.
+        if index.is_multiple_of(7) {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        Ok((index as u32, random.next_u64() as i64))
+    }
+}
+
+/// The batches of three epochs.
+fn augmented(rank: usize, num_workers: usize, seed: u64) -> Vec<Vec<(u32, i64)>> {
+    let options = SamplerOptions { seed, ..Default::default() };
+    let sampler = DistributedSampler::new(40, 2, rank, options).unwrap();
+    let options = LoaderOptions { batch_size: 3, num_workers, ..Default::default() };
+    let loader = StatefulDataLoader::new(Augmented, sampler, options, default_collate).unwrap();
+    let mut epochs = Vec::new();
+    while loader.epoch() < 3 {
+        let mut samples = Vec::new();
+        for batch in &loader {
+            let (indices, numbers) = batch.unwrap();
+            samples.extend(indices.to_vec1().unwrap().into_iter().zip(numbers.to_vec1().unwrap()));
+        }
+        epochs.push(samples);
+    }
+    epochs
+}
+
+#[test]
+fn augmentation_does_not_depend_on_the_workers() {
+    for rank in 0..2 {
+        let expected = augmented(rank, 0, 5);
+        for workers in [1, 2, 5] {
+            assert_eq!(augmented(rank, workers, 5), expected, "rank {rank}, {workers} workers");
+        }
+        for (epoch, samples) in expected.iter().enumerate() {
+            assert_eq!(samples.len(), 20);
+            for (index, number) in samples {
+                let mut random = Generator::for_sample(5, epoch, *index as usize, rank);
+                assert_eq!(*number, random.next_u64() as i64);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_epoch_and_rank_and_seed_draws_other_numbers() {
+    let mut numbers: Vec<i64> = Vec::new();
+    for (rank, seed) in [(0, 5), (1, 5), (0, 6)] {
+        numbers.extend(augmented(rank, 2, seed).concat().iter().map(|(_, number)| number));
+    }
+    let count = numbers.len();
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert_eq!((count, numbers.len()), (9 * 20, 9 * 20));
+}
+
+#[test]
+fn what_was_read_ahead_is_not_consumed() {
+    let sampler = DistributedSampler::new(40, 2, 0, SamplerOptions::default()).unwrap();
+    let options = LoaderOptions { batch_size: 3, num_workers: 2, prefetch_factor: 4, ..Default::default() };
+    let loader = StatefulDataLoader::new(Augmented, sampler, options, default_collate).unwrap();
+    let at = |epoch, consumed| LoaderState { seed: 0, epoch, consumed };
+    let mut batches = loader.iter();
+    assert_eq!(loader.state(), at(0, 0));
+    for consumed in [6, 12, 18, 24, 30, 36, 40] {
+        batches.next().unwrap().unwrap();
+        assert_eq!(loader.state(), at(0, consumed));
+    }
+    // The epoch is over when the loop is, so that a resumed run does what comes after the loop, or does not do it twice.
+    assert!(batches.next().is_none());
+    assert_eq!(loader.state(), at(1, 0));
+    assert!(batches.next().is_none());
+    assert_eq!(loader.state(), at(1, 0));
+}
+
+#[test]
+fn a_resumed_run_has_the_seed_of_the_run_before() {
+    let before = run(12, 1, 2, SamplerOptions { seed: 8, ..Default::default() }).loader(0);
+    let mut after = run(12, 1, 2, SamplerOptions { seed: 9, ..Default::default() }).loader(0);
+    before.iter().take(2).for_each(drop);
+    after.resume(before.state()).unwrap();
+    assert_eq!(after.state().seed, 8);
+    let whole: Vec<_> = before.iter().map(Result::unwrap).collect();
+    assert_eq!(after.iter().map(Result::unwrap).collect::<Vec<_>>(), whole[2..]);
+}
+
+#[test]
+fn a_run_that_was_stopped_after_the_last_batch_ends_its_epoch() {
+    let mut loader = run(12, 2, 3, SamplerOptions::default()).loader(0);
+    loader.resume(LoaderState { seed: 0, epoch: 5, consumed: 12 }).unwrap();
+    assert_eq!((loader.epoch(), loader.iter().len()), (5, 0));
+    assert!(loader.iter().next().is_none());
+    assert_eq!((loader.epoch(), loader.iter().len()), (6, 2));
+}
+
+#[test]
+fn a_loop_that_is_left_early_begins_the_epoch_anew() {
+    let mut loader = run(12, 1, 2, SamplerOptions::default()).loader(0);
+    let first: Vec<_> = loader.iter().take(2).map(Result::unwrap).collect();
+    assert_eq!(loader.state().consumed, 4);
+    assert_eq!(loader.iter().take(2).map(Result::unwrap).collect::<Vec<_>>(), first);
+    // But a resumed run goes on, however often it is asked how much is left, and in the same epoch only.
+    loader.resume(loader.state()).unwrap();
+    loader.set_epoch(0);
+    assert_eq!([loader.iter().len(), loader.iter().len()], [4, 4]);
+    assert_eq!(loader.state().consumed, 4);
+    assert_ne!(loader.iter().next().unwrap().unwrap(), first[0]);
+    assert_eq!(loader.iter().len(), 6);
+    loader.resume(loader.state()).unwrap();
+    loader.set_epoch(1);
+    assert_eq!((loader.state().consumed, loader.iter().len()), (0, 6));
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let sampler = |len| DistributedSampler::new(len, 1, 0, SamplerOptions::default()).unwrap();
+    let new = |len, options| StatefulDataLoader::new(0..40, sampler(len), options, Ok as Collate).map(|_| ());
+    let refused = |argument: &str, result: Result<()>| match result {
+        Err(Error::InvalidArgument { argument: found, .. }) => assert_eq!(found, argument),
+        other => panic!("{argument}: {other:?}"),
+    };
+    let options = LoaderOptions::default();
+    refused("sampler", new(41, options));
+    refused("batch_size", new(40, LoaderOptions { batch_size: 0, ..options }));
+    refused("prefetch_factor", new(40, LoaderOptions { num_workers: 1, prefetch_factor: 0, ..options }));
+    refused("prefetch_factor", new(40, LoaderOptions { num_workers: usize::MAX, ..options }));
+    new(40, LoaderOptions { prefetch_factor: 0, ..options }).unwrap();
+
+    let mut loader = run(12, 1, 2, SamplerOptions { seed: u64::MAX, ..Default::default() }).loader(0);
+    loader.iter().take(3).for_each(drop);
+    let before = loader.state();
+    refused("state", loader.resume(LoaderState { consumed: 13, ..before }));
+    assert!(matches!(loader.load_state_dict(&Default::default()), Err(Error::Parameter { .. })));
+    assert_eq!(loader.state(), before);
+    let mut copy = LoaderState::default();
+    copy.load_state_dict(&before.state_dict().unwrap()).unwrap();
+    assert_eq!(copy, LoaderState { seed: u64::MAX, epoch: 0, consumed: 6 });
+}
+
+#[test]
+fn an_empty_dataset_has_empty_epochs() {
+    for num_workers in [0, 2] {
+        let mut empty = run(0, 2, 3, SamplerOptions::default());
+        empty.loader.num_workers = num_workers;
+        let loader = empty.loader(1);
+        assert_eq!((loader.num_batches(), loader.iter().count(), loader.epoch()), (0, 0, 1));
+    }
+}

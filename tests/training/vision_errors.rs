@@ -1,0 +1,238 @@
+//! Damaged files, folders that are something else, and arguments that make no sense.
+use crate::vision_values::golden;
+use candle_ddp::data::Dataset;
+use candle_ddp::seed::Generator;
+use candle_ddp::vision::{
+    Ade20k, Cifar10, Cifar100, Cifar100Labels, ColorJitter, Image, ImageFolder, ImageFolderOptions, Mask, Normalize,
+    RandomCrop, RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, ResizeSize, Split, Transform,
+};
+use candle_ddp::{Error, Result};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+fn error<T>(result: Result<T>) -> String {
+    result.map(|_| ()).unwrap_err().to_string()
+}
+
+/// A dataset of two classes of two images each.
+fn small_folder() -> tempfile::TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (number, class) in ["a", "a", "b", "b"].into_iter().enumerate() {
+        fs::create_dir_all(root.path().join(class)).unwrap();
+        fs::copy(golden().join("folder/Bee/420.jpg"), root.path().join(class).join(format!("{number}.jpg"))).unwrap();
+    }
+    root
+}
+
+fn get<D: Dataset>(dataset: &D, index: usize) -> Result<D::Sample> {
+    dataset.get(index, &mut Generator::new(0))
+}
+
+#[test]
+fn a_damaged_image_is_an_error_or_is_skipped() {
+    let root = small_folder();
+    let broken = [root.path().join("a/1.jpg"), root.path().join("b/3.jpg")];
+    let whole = fs::read(&broken[0]).unwrap();
+    fs::write(&broken[0], &whole[..whole.len() / 2]).unwrap();
+    fs::write(&broken[1], b"RIFF\0\0\0\0WEBPVP8 ").unwrap();
+
+    let strict = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    let text = error(get(&strict, 1));
+    assert!(text.starts_with(&format!("{}: a damaged JPEG file", broken[0].display())), "{text}");
+    let text = error(get(&strict, 3));
+    assert!(text.contains("b/3.jpg: a WebP file: only JPEG or PNG is read"), "{text}");
+    assert!(strict.skipped().is_empty());
+
+    let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
+    let labels: Vec<u32> = [0, 1, 2, 3, 3, 1].map(|index| get(&patient, index).unwrap().1).to_vec();
+    // 1 becomes 2, and 3 becomes 0.
+    assert_eq!(labels, [0, 1, 1, 0, 0, 1]);
+    assert_eq!(patient.skipped(), broken);
+
+    // A file that is gone is no damage.
+    fs::remove_file(root.path().join("a/0.jpg")).unwrap();
+    assert!(matches!(get(&patient, 0), Err(Error::Io { .. })));
+    // No image is left.
+    fs::write(root.path().join("a/0.jpg"), b"").unwrap();
+    fs::write(root.path().join("b/2.jpg"), b"").unwrap();
+    let text = error(get(&patient, 1));
+    assert!(text.contains("a/0.jpg: the file is empty"), "{text}");
+    assert_eq!(patient.skipped().len(), 4);
+    let text = error(get(&patient, 1));
+    assert!(text.ends_with("a/1.jpg: all 4 images are damaged, as this one is"), "{text}");
+    for dataset in [&strict, &patient] {
+        assert_eq!(error(get(dataset, 4)), "index: 4 of 4 samples");
+    }
+}
+
+/// Wherever a file ends too early, that is noticed. Other damage may go unnoticed, since JPEG has no checksums, but nothing
+/// panics.
+#[test]
+fn every_truncated_file_is_damaged() {
+    let mut generator = Generator::new(1);
+    let folder = golden().join("folder");
+    for name in ["Bee/420.jpg", "Bee/progressive.jpg", "Bee/restart.jpg", "ant/x/cmyk.jpg", "wasp/palette.png"] {
+        let whole = fs::read(folder.join(name)).unwrap();
+        assert!(Image::decode(&whole).is_ok());
+        // What follows the pixels of a PNG does not count.
+        let lost = if name.ends_with("png") { 13 } else { 1 };
+        for len in (0..=whole.len() - lost).rev().take(40).chain((0..40).map(|part| whole.len() * part / 40)) {
+            assert!(Image::decode(&whole[..len]).is_err(), "{name}: {len} of {} bytes", whole.len());
+        }
+        for _ in 0..300 {
+            let mut damaged = whole.clone();
+            for _ in 0..1 + generator.below(3) {
+                let place = generator.below(whole.len() as u64) as usize;
+                damaged[place] ^= 1 << generator.below(8);
+            }
+            let _ = Image::decode(&damaged);
+        }
+    }
+}
+
+#[test]
+fn folders_that_are_something_else() {
+    let root = small_folder();
+    let open = |path: &Path| error(ImageFolder::new(path, (), Default::default()));
+    assert!(open(&root.path().join("missing")).starts_with("reading the folder "));
+    assert!(open(&root.path().join("a")).ends_with("there are no folders in it: it needs one for each class"));
+    fs::create_dir_all(root.path().join("c/deeper")).unwrap();
+    fs::write(root.path().join("c/jpg"), b"").unwrap();
+    assert!(open(root.path()).ends_with("there are no images (.jpg, .jpeg, .png) of the classes c"));
+
+    assert!(error(Ade20k::new(root.path(), Split::Train, ())).starts_with("reading the folder "));
+    fs::create_dir_all(root.path().join("images/training")).unwrap();
+    assert!(error(Ade20k::new(root.path(), Split::Train, ())).ends_with("there are no images (.jpg) in it"));
+    let image = root.path().join("images/training/x.jpg");
+    fs::copy(golden().join("folder/Bee/420.jpg"), &image).unwrap();
+    let text = error(Ade20k::new(root.path(), Split::Train, ()));
+    assert!(
+        text.contains("x.jpg: its annotation is missing: ") && text.ends_with("annotations/training/x.png"),
+        "{text}"
+    );
+    let annotation = root.path().join("annotations/training/x.png");
+    fs::create_dir_all(annotation.parent().unwrap()).unwrap();
+    for (file, reason) in [
+        ("mask.png", "and its annotation "),
+        ("folder/wasp/rgb.png", "a mask is a PNG file of 8-bit grey or of a palette, and this is one of Rgb"),
+        ("folder/wasp/grey.png", "and labels go from 0 to 150"),
+        ("folder/Bee/420.jpg", "a JPEG file: only PNG is read"),
+    ] {
+        fs::copy(golden().join(file), &annotation).unwrap();
+        let text = error(get(&Ade20k::new(root.path(), Split::Train, ()).unwrap(), 0));
+        assert!(text.contains(reason), "{file}: {text}");
+    }
+}
+
+/// Each label stands for one colour of the palette, which the golden data has checked.
+#[test]
+fn palettes_of_any_depth_are_masks() {
+    for (name, count) in [("palette.png", 23), ("palette_transparent.png", 23), ("palette_4.png", 16)] {
+        let path = golden().join("folder/wasp").join(name);
+        let (image, mask) = (Image::open(&path).unwrap(), Mask::open(&path).unwrap());
+        assert_eq!((mask.height(), mask.width()), (21, 27));
+        let mut colors = BTreeMap::new();
+        for (pixel, label) in image.pixels().chunks(3).zip(mask.labels()) {
+            assert_eq!(*colors.entry(label).or_insert(pixel), pixel, "{name}: label {label}");
+        }
+        assert_eq!(colors.len(), count, "{name}");
+    }
+    let path = golden().join("folder/wasp/grey.png");
+    let grey: Vec<u8> = Image::open(&path).unwrap().pixels().chunks(3).map(|pixel| pixel[0]).collect();
+    assert_eq!(Mask::open(&path).unwrap().labels(), grey);
+}
+
+/// Differs from plane to plane.
+fn byte_at(place: usize) -> u8 {
+    (place + place / 251 * 3) as u8
+}
+
+/// Bytes that follow from their place, as the files have them: labels, then planes of red, green and blue.
+fn records(count: usize, labels: &[usize]) -> Vec<u8> {
+    let ramp: Vec<u8> = (0..256 + 3072).map(byte_at).collect();
+    let mut bytes = Vec::new();
+    for number in 0..count {
+        bytes.extend(labels.iter().map(|classes| (number % classes) as u8));
+        bytes.extend_from_slice(&ramp[number * 7 % 256..][..3072]);
+    }
+    bytes
+}
+
+#[test]
+fn cifar_is_read_from_its_binary_files() {
+    let root = tempfile::tempdir().unwrap();
+    let inner = root.path().join("cifar-100-binary");
+    fs::create_dir(&inner).unwrap();
+    fs::write(root.path().join("test_batch.bin"), records(10_000, &[10])).unwrap();
+    fs::write(inner.join("test.bin"), records(10_000, &[20, 100])).unwrap();
+    let ten = Cifar10::new(root.path(), Split::Eval, ()).unwrap();
+    let fine = Cifar100::new(root.path(), Split::Eval, Cifar100Labels::Fine, ()).unwrap();
+    let coarse = Cifar100::new(&inner, Split::Eval, Cifar100Labels::Coarse, ()).unwrap();
+    assert_eq!((ten.len(), fine.len(), coarse.len()), (10_000, 10_000, 10_000));
+    for index in [0, 1, 57, 9_999] {
+        let (image, label) = get(&ten, index).unwrap();
+        assert_eq!(label as usize, index % 10);
+        let pixel =
+            |y: usize, x: usize| [0, 1, 2].map(|channel| byte_at(index * 7 % 256 + channel * 1024 + y * 32 + x));
+        let pixels: Vec<u8> = (0..32).flat_map(|y| (0..32).flat_map(move |x| pixel(y, x))).collect();
+        assert_eq!((image.height(), image.width(), image.pixels()), (32, 32, &pixels[..]));
+        assert_eq!(get(&fine, index).unwrap(), (image.clone(), index as u32 % 100));
+        assert_eq!(get(&coarse, index).unwrap(), (image, index as u32 % 20));
+    }
+    assert_eq!(error(get(&ten, 10_000)), "index: 10000 of 10000 samples");
+
+    let text = error(Cifar10::new(root.path(), Split::Train, ()));
+    assert!(text.starts_with("reading ") && text.contains("data_batch_1.bin"), "{text}");
+    let mut damaged = records(10_000, &[10]);
+    damaged[3073 * 5] = 10;
+    fs::write(root.path().join("test_batch.bin"), &damaged).unwrap();
+    let text = error(Cifar10::new(root.path(), Split::Eval, ()));
+    assert!(text.ends_with("test_batch.bin: record 5 has the label 10, and there are only 10 classes"), "{text}");
+    fs::write(root.path().join("test_batch.bin"), &damaged[1..]).unwrap();
+    let text = error(Cifar10::new(root.path(), Split::Eval, ()));
+    assert!(text.contains("test_batch.bin: it has 30729999 bytes, which are no records of 3073 bytes"), "{text}");
+    fs::write(root.path().join("test_batch.bin"), []).unwrap();
+    let text = error(Cifar10::new(root.path(), Split::Eval, ()));
+    assert!(text.contains("test_batch.bin: it has 0 bytes"), "{text}");
+    fs::write(root.path().join("test_batch.bin"), records(3, &[10])).unwrap();
+    assert_eq!(Cifar10::new(root.path(), Split::Eval, ()).unwrap().len(), 3);
+}
+
+#[test]
+fn arguments_that_make_no_sense() {
+    let image = || Image::new(4, 6, vec![7; 72]).unwrap();
+    assert_eq!(error(Image::new(2, 2, vec![0; 11])), "pixels: 11 bytes, and an image of 2×2 pixels needs 12");
+    assert!(error(Image::new(usize::MAX, 2, vec![])).contains("are too many"));
+    assert!(error(Mask::new(0, 2, vec![])).contains("would be empty"));
+    let try_out = |transform: &dyn Transform| error(transform.apply(&mut image(), None, &mut Generator::new(0)));
+    let size = |height, width| Resize { size: ResizeSize::Exact(height, width) };
+    assert!(try_out(&size(0, 5)).contains("would be empty"));
+    assert!(try_out(&size(1 << 30, 1 << 30)).contains("are too many"));
+    assert!(try_out(&RandomCrop { size: (4, 7), ..Default::default() }).contains("set pad_if_needed"));
+    assert!(try_out(&RandomCrop { size: (0, 0), ..Default::default() }).contains("would be empty"));
+    assert!(try_out(&RandomCrop { padding: usize::MAX, ..Default::default() }).contains("padding"));
+    assert!(try_out(&RandomResize { min_size: 5, max_size: 5 }).starts_with("max_size: "));
+    assert!(try_out(&RandomResizedCrop { scale: (0., 1.), ..Default::default() }).starts_with("scale: "));
+    assert!(try_out(&RandomResizedCrop { ratio: (2., 1.), ..Default::default() }).starts_with("ratio: "));
+    assert!(
+        try_out(&ColorJitter { hue: 0.6, ..Default::default() }).ends_with("it is a number that goes from 0 to 0.5")
+    );
+    assert!(try_out(&ColorJitter { contrast: f64::NAN, ..Default::default() }).starts_with("contrast: "));
+    for p in [-0.1, 1.1, f64::NAN] {
+        assert!(try_out(&RandomHorizontalFlip { p }).ends_with("a probability goes from 0 to 1"));
+    }
+    let flat = Normalize { std: [1., 0., 1.], ..Default::default() };
+    for text in [error(flat.apply(&image())), error(flat.batch([&image()]))] {
+        assert!(text.starts_with("std: [1.0, 0.0, 1.0]: "), "{text}");
+    }
+    let other = Image::new(6, 4, vec![7; 72]).unwrap();
+    assert!(error(Normalize::default().batch([&image(), &other])).starts_with("images: number 1 of the batch has 6×4"));
+    assert!(error(Normalize::default().collate::<u32>(vec![])).starts_with("images: a batch needs at least one"));
+
+    // An error of a transform says of which file.
+    let root = small_folder();
+    let folder = ImageFolder::new(root.path(), RandomCrop::default(), Default::default()).unwrap();
+    let text = error(get(&folder, 0));
+    assert!(text.contains("a/0.jpg: size: 224×224 pixels"), "{text}");
+}
