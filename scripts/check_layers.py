@@ -14,26 +14,29 @@ from pathlib import Path
 
 # Lowest first. A module may use those before it; modules on the same line may not use each other.
 LAYERS = [
-    ["error", "panic", "deadline", "warnings"],
+    ["error", "panic", "deadline", "warnings", "hash", "host"],
     ["random"],
     ["kernels"],
     ["tensor"],
     ["state"],
     ["seed"],
     ["rendezvous"],
+    ["flight_recorder"],
     ["backend"],
     ["process_group"],
     ["conformance"],
     ["trace"],
     ["ddp"],
     ["nn", "data"],
+    ["vision"],
     ["amp"],
     ["optim"],
-    ["checkpoint", "data_parallel"],
+    ["checkpoint", "data_parallel", "elastic"],
     ["launch"],
+    ["fuzzing"],
 ]
 # The launcher is separate from training: of the modules below it, it may use these, and of `trace` only the files.
-LAUNCHER_USES = {("error",), ("panic",), ("deadline",), ("random",), ("rendezvous",), ("trace", "merge")}
+LAUNCHER_USES = {("error",), ("panic",), ("deadline",), ("host",), ("random",), ("rendezvous",), ("trace", "merge"), ("flight_recorder",)}
 
 ROOT = Path(__file__).resolve().parent.parent / "src"
 

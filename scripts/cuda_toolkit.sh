@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Assembles a CUDA toolkit from PyPI wheels, so that the feature `nccl` can be built, linked and started on a machine
-# without a GPU. Installs nothing outside the folder; running it again resumes an incomplete installation.
+# Assembles a CUDA toolkit from PyPI wheels, so that the features `nccl` and `cudnn` can be built, linked and started on a
+# machine without a GPU. Installs nothing outside the folder; running it again resumes an incomplete installation.
 #
 #     scripts/cuda_toolkit.sh FOLDER        # 1.4 GB
 #     source FOLDER/env.sh
@@ -8,7 +8,8 @@
 #
 # The driver library, libcuda.so.1, comes with a GPU's driver and is in no wheel. The script builds a stub whose functions
 # all return CUDA_ERROR_NO_DEVICE, so that programs link and start. env.sh adds the stub to LD_LIBRARY_PATH; on a machine
-# with a driver, remove that line.
+# with a driver, remove that line. cuDNN's wheel has 900 MB, of which linking needs only the names: by default its library
+# is such a stub as well, whose functions return CUDNN_STATUS_NOT_INITIALIZED. CUDNN=1 installs the wheel instead.
 set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 home=$(mkdir -p "${1:?usage: cuda_toolkit.sh FOLDER}" && cd "$1" && pwd)
@@ -17,6 +18,7 @@ pins=(
   nvidia-cuda-cccl==13.0.85 'nvidia-cublas==13.0.*' nvidia-curand==10.4.0.35 nvidia-cuda-nvrtc==13.0.88
   nvidia-nccl-cu13==2.28.9
 )
+[ -z "${CUDNN:-}" ] || pins+=('nvidia-cudnn-cu13==9.*')
 
 # Install the wheels, once per set of pins.
 if [ "$(cat "$home/pins" 2>/dev/null)" != "${pins[*]}" ]; then
@@ -44,14 +46,24 @@ for archive in libcudadevrt.a libcudart_static.a; do
   ln -sf "$(find "$wheels" -name "$archive" | head -n 1)" "$home/lib64/$archive"
 done
 
-# Build the driver stub, with every function that cudarc names.
+# Build the stubs, with every function that cudarc names.
 cudarc=$(cd "$project" && cargo metadata --format-version 1 --locked --features nccl |
   python3 -c 'import json, sys; print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
-stub=$home/lib64/stubs/libcuda.c
-grep -rhoE '\bfn cu[A-Za-z0-9_]+' "$(dirname "$cudarc")/src/driver/sys" | sort -u |
-  sed -E 's/fn (.*)/int \1(void) { return 100; }/' >"$stub"
-cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$home/lib64/stubs/libcuda.so" "$stub" 2>/dev/null
-ln -sf libcuda.so "$home/lib64/stubs/libcuda.so.1"
+stub() { # FOLDER OF BINDINGS, PREFIX OF NAMES, LIBRARY, VERSION, RESULT
+  local library=$home/lib64/stubs/$3
+  grep -rhoE "\\bfn $2[A-Za-z0-9_]+" "$(dirname "$cudarc")/src/$1/sys" | sort -u |
+    sed -E "s/fn (.*)/int \\1(void) { return $5; }/" >"$library.c"
+  cc -shared -fPIC -Wl,-soname,"$3.so.$4" -o "$library.so" "$library.c" 2>/dev/null
+  ln -sf "$3.so" "$library.so.$4"
+}
+stub driver cu libcuda 1 100
+rm -f "$home"/lib64/stubs/libcudnn.* "$home"/lib64/libcudnn*
+if [ -n "${CUDNN:-}" ]; then
+  find "$wheels/cudnn/lib" -name '*.so.9' -exec ln -sf {} "$home/lib64/" ';'
+  ln -sf libcudnn.so.9 "$home/lib64/libcudnn.so"
+else
+  stub cudnn cudnn libcudnn 9 1001
+fi
 
 cat >"$home/env.sh" <<EOF
 export CUDA_HOME="$home" CUDA_PATH="$home" PATH="$home/bin:\$PATH"

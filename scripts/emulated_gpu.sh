@@ -2,7 +2,7 @@
 # Runs a command with an emulated GPU, on a machine without one (see tests/emulated_gpu/README.md):
 #
 #     source FOLDER/env.sh        # the folder of scripts/cuda_toolkit.sh
-#     scripts/emulated_gpu.sh cargo test --release --features nccl --test gpu --test gpu_data_parallel
+#     scripts/emulated_gpu.sh cargo test --release --features nccl --test gpu --test gpu_layers --test gpu_data_parallel
 #
 # EMULATED_GPUS=2 emulates two GPUs. GPU tests then fail instead of being skipped. Needs a C compiler.
 set -euo pipefail

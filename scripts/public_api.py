@@ -5,7 +5,7 @@
     scripts/public_api.py --update   writes it anew
 
 A line is an item, with its fields or variants, a method, a trait that a type implements, or a re-export. Features: the
-default ones and `conformance`; of those for CUDA it has what is there without them. Traits that the compiler derives (Send,
+default ones, `conformance` and `vision`; of those for CUDA it has what is there without them. Traits that the compiler derives (Send,
 Sync) are not in it. The pages are those of the rustdoc at hand, and another version may write something differently: then
 the listing changes with the compiler.
 """
@@ -102,7 +102,7 @@ def listing(pages):
 
 def main():
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    command = ["cargo", "doc", "--quiet", "--no-deps", "--locked", "--lib", "--features", "conformance"]
+    command = ["cargo", "doc", "--quiet", "--no-deps", "--locked", "--lib", "--features", "conformance,vision"]
     subprocess.run(command, cwd=ROOT, check=True)
     lines = listing(target / "doc" / "candle_ddp")
     if len(lines) < 100:
