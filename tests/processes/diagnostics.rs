@@ -10,7 +10,7 @@ use candle_ddp::{
     Result, init_process_group,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
@@ -89,29 +89,41 @@ fn processes_with_different_numbers_of_batches_train_like_one() {
     }
 }
 
-/// Waits until `ranks` have written their files.
-fn wait_for_files(ranks: impl Iterator<Item = usize> + Clone) {
-    let folder = std::env::var(FOLDER_VARIABLE).unwrap();
-    let is_there = |rank| Path::new(&folder).join(format!("rank{rank}.flight.json")).exists();
+/// Waits until all of `files` exist.
+fn wait_for_files(files: &[PathBuf]) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    while !ranks.clone().all(is_there) {
-        assert!(std::time::Instant::now() < deadline, "a file was not written");
+    while !files.iter().all(|file| file.exists()) {
+        assert!(std::time::Instant::now() < deadline, "one was not written: {files:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+fn records(ranks: std::ops::Range<usize>) -> Vec<PathBuf> {
+    let folder = PathBuf::from(std::env::var(FOLDER_VARIABLE).unwrap());
+    ranks.map(|rank| folder.join(format!("rank{rank}.flight.json"))).collect()
 }
 
 /// Rank 2 broadcasts where ranks 0 and 1 all-reduce, and rank 3 never comes.
 fn diverge(pg: &ProcessGroup) {
     (0..3).for_each(|_| pg.barrier().unwrap());
     let tensor = |elements: usize| Tensor::zeros(elements, DType::F32, pg.device()).unwrap();
+    let called = |rank: usize| PathBuf::from(std::env::var(RESULT).unwrap()).join(format!("called{rank}"));
     let result = match pg.rank() {
-        2 => pg.broadcast(&tensor(10), 0),
+        2 => {
+            // Otherwise the failure could end the group before the others have made their call.
+            wait_for_files(&[called(0), called(1)]);
+            pg.broadcast(&tensor(10), 0)
+        }
         3 => {
             // Its own too: it is told of the others' failure.
-            wait_for_files(0..4);
+            wait_for_files(&records(0..4));
             Ok(())
         }
-        _ => pg.all_reduce(&tensor(100), ReduceOp::Sum),
+        rank => {
+            let work = pg.all_reduce_async(&tensor(100), ReduceOp::Sum).unwrap();
+            std::fs::write(called(rank), "").unwrap();
+            work.wait()
+        }
     };
     assert_eq!(result.is_ok(), pg.rank() == 3);
 }
@@ -121,7 +133,7 @@ fn the_launcher_explains_who_parted() {
     let folder = tempfile::tempdir().unwrap();
     // The recorder creates the folder.
     let records = folder.path().join("a/b");
-    let output = launch("diverge", 4, &[(FOLDER_VARIABLE, &records)]);
+    let output = launch("diverge", 4, &[(FOLDER_VARIABLE, &records), (RESULT, folder.path())]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let explain = |folder: &Path| {
         let output = Command::new(env!("CARGO_BIN_EXE_ddprun")).arg("--explain").arg(folder).output().unwrap();
@@ -148,7 +160,7 @@ fn signal(pg: &ProcessGroup) -> Result<()> {
     use rustix::process::{Signal, getpid, kill_process};
     pg.barrier()?;
     kill_process(getpid(), Signal::USR1).unwrap();
-    wait_for_files(pg.rank()..pg.rank() + 1);
+    wait_for_files(&records(pg.rank()..pg.rank() + 1));
     let file = Path::new(&std::env::var(FOLDER_VARIABLE).unwrap()).join(format!("rank{}.flight.json", pg.rank()));
     let text = std::fs::read_to_string(file).unwrap();
     assert!(text.contains("\"reason\":\"SIGUSR1\"") && text.contains("\"operation\":\"barrier\""), "{text}");

@@ -5,15 +5,32 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Trains a narrow ResNet on two ranks, with the small data set in `home`, and returns the lines of its metrics.
+/// Writes `count` noisy images in CIFAR-10's format, which are brighter the higher their label.
+fn write_images(path: &Path, count: usize) {
+    let mut noise = 1_u32;
+    let mut records = Vec::new();
+    for index in 0..count {
+        let label = (index % 10) as u8;
+        records.push(label);
+        records.extend((0..3 * 32 * 32).map(|_| {
+            noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            20 * label + (noise >> 26) as u8
+        }));
+    }
+    std::fs::write(path, records).unwrap();
+}
+
+/// Trains a narrow ResNet on two ranks with 200 images, and returns the lines of its metrics.
 fn cifar10_resnet18(home: &Path, arguments: &[&str]) -> Vec<Value> {
     let metrics = home.join("metrics.jsonl");
+    (1..=5).for_each(|number| write_images(&home.join(format!("data_batch_{number}.bin")), 40));
+    write_images(&home.join("test_batch.bin"), 20);
     let output = Command::new(env!("CARGO_BIN_EXE_ddprun"))
         .args(["--standalone", "--nproc-per-node", "2"])
         .arg(example("cifar10_resnet18"))
-        .args(["--epochs", "2", "--width", "2", "--batch-size", "64", "--metrics", metrics.to_str().unwrap()])
+        .args(["--data", home.to_str().unwrap(), "--metrics", metrics.to_str().unwrap()])
+        .args(["--epochs", "2", "--width", "2", "--batch-size", "8"])
         .args(arguments)
-        .env("XDG_CACHE_HOME", home)
         .output()
         .unwrap();
     let printed = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -26,18 +43,18 @@ fn cifar10_resnet18(home: &Path, arguments: &[&str]) -> Vec<Value> {
 fn a_resumed_run_ends_as_it_would_have_ended() {
     let home = tempfile::tempdir().unwrap();
     let checkpoints = home.path().join("checkpoints");
-    // 749 images are 12 batches, and 4 steps of 3.
+    // A rank's 100 images are 13 batches: 4 steps of 3, and one of the last.
     let arguments = ["--accumulate", "3", "--checkpoints", checkpoints.to_str().unwrap()];
     let lines = cifar10_resnet18(home.path(), &arguments);
     let steps: Vec<_> = lines.iter().filter_map(|line| line["step"].as_u64()).collect();
-    assert_eq!(steps, (1..=8).collect::<Vec<_>>());
+    assert_eq!(steps, (1..=10).collect::<Vec<_>>());
     // As if the run had ended in its second epoch.
     std::fs::remove_dir_all(checkpoints.join("step-00000002")).unwrap();
     let resumed = cifar10_resnet18(home.path(), &[&arguments[..], &["--resume"]].concat());
     // The metrics go on in the same file, which has all that the first run wrote.
     assert_eq!(resumed[..lines.len()], lines);
     let resumed = &resumed[lines.len()..];
-    assert_eq!(resumed[0]["step"], 5);
+    assert_eq!(resumed[0]["step"], 6);
     for key in ["epoch", "test_accuracy", "parameter_hash"] {
         assert!(!lines.last().unwrap()[key].is_null());
         assert_eq!(resumed.last().unwrap()[key], lines.last().unwrap()[key], "{key}");
