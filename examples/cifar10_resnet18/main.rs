@@ -16,11 +16,11 @@ use candle_core::DType;
 use candle_ddp::checkpoint;
 use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
-use candle_ddp::vision::{Cifar10, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
+use candle_ddp::vision::{Cifar10, Image, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, Result, nn};
 use candle_nn::{VarBuilder, VarMap};
 use clap::builder::ArgPredicate;
-use clap::{ArgAction, Parser};
+use clap::{ArgAction, Parser, ValueEnum};
 use common::accuracy::accuracy;
 use common::batch_norm::BatchNormOptions;
 use common::options::TrainOptions;
@@ -74,6 +74,10 @@ struct Options {
     /// The number of threads that make batches on each rank.
     #[arg(long, default_value_t = 1)]
     workers: usize,
+    /// The dtype of the model. f64 is for comparisons with other implementations: in f32, rounding errors grow with every
+    /// step.
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: Dtype,
     /// Write the initial weights to this file.
     #[arg(long, value_name = "FILE")]
     export_init: Option<PathBuf>,
@@ -86,6 +90,12 @@ struct Options {
     training: TrainOptions,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    F64,
+}
+
 /// Of CIFAR-10's training images.
 const NORMALIZE: Normalize = Normalize { mean: [0.4914, 0.4822, 0.4465], std: [0.2470, 0.2435, 0.2616] };
 const CLASSES: usize = 10;
@@ -95,6 +105,10 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let dtype = match options.dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F64 => DType::F64,
+    };
     let folder = match &options.data {
         Some(folder) => folder.clone(),
         None => cache::folder(pg, "digits-cifar10", small::VERSION, small::write)?,
@@ -111,13 +125,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let resnet18 = ResNetOptions { arch: Arch::Resnet18, stem: Stem::Cifar, width: options.width, dilated_stages: 0 };
     let norm = |channels, vb: VarBuilder| options.batch_norm.build(pg, channels, vb);
     let ddp_options = options.training.ddp_options();
-    let ddp = DistributedDataParallel::new(
-        pg,
-        &varmap,
-        DType::F32,
-        |vb| ResNet::new(resnet18, CLASSES, &norm, vb),
-        ddp_options,
-    )?;
+    let ddp =
+        DistributedDataParallel::new(pg, &varmap, dtype, |vb| ResNet::new(resnet18, CLASSES, &norm, vb), ddp_options)?;
     if let Some(path) = &options.export_init {
         checkpoint::save_distributed(pg, &varmap, path)?;
     }
@@ -133,9 +142,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let test_sampler = DistributedSampler::new(test.len(), pg.world_size(), pg.rank(), test_options)?;
     let loader_options =
         LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, ..Default::default() };
-    let mut loader = StatefulDataLoader::new(train, sampler, loader_options, |samples| NORMALIZE.collate(samples))?;
-    let test_loader =
-        StatefulDataLoader::new(test, test_sampler, loader_options, |samples| NORMALIZE.collate(samples))?;
+    let collate = move |samples: Vec<(Image, u32)>| {
+        let (images, labels) = NORMALIZE.collate(samples)?;
+        Ok((images.to_dtype(dtype)?, labels))
+    };
+    let mut loader = StatefulDataLoader::new(train, sampler, loader_options, collate)?;
+    let test_loader = StatefulDataLoader::new(test, test_sampler, loader_options, collate)?;
 
     let mut run = Run::new(
         pg,
@@ -156,7 +168,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let micro_batch = run.micro_batch(index);
             // The gradients of all but the last batch of a step are only added up.
             let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
-            let logits = ddp.forward_t(&images, true)?.to_dtype(DType::F32)?;
+            let logits = ddp.forward_t(&images, true)?.to_dtype(dtype)?;
             let loss = (nn::cross_entropy(&logits, &labels)? / micro_batch.count as f64)?;
             let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
             if micro_batch.is_last {

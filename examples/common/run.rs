@@ -4,7 +4,7 @@ use super::metrics::Metrics;
 use super::options::{MicroBatch, TrainOptions};
 use super::progress::Progress;
 use super::summary::{Summary, parameter_hash};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, Json, StateDict};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use serde_json::{Map, Value};
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
         samples: usize,
         learning_rate: f64,
     ) -> Result<()> {
-        self.loss_sum += f64::from(loss.to_scalar::<f32>()?);
+        self.loss_sum += loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         self.samples += samples;
         if !micro_batch.is_last {
             return Ok(());

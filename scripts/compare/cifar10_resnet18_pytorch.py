@@ -70,13 +70,13 @@ def read(folder, names):
     return TensorDataset((images - mean) / std, torch.tensor(records[:, 0]).long())
 
 
-def accuracy(model, loader):
+def accuracy(model, loader, dtype):
     """Returns the fraction of the images of all ranks that the model classifies correctly."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for images, labels in loader:
-            counts += torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
+            counts += torch.tensor([(model(images.to(dtype)).argmax(1) == labels).sum(), len(labels)])
     model.train()
     dist.all_reduce(counts)
     return (counts[0] / counts[1]).item()
@@ -92,7 +92,8 @@ def load(model, path):
 def train(options):
     train = read(options.data, [f"data_batch_{number}" for number in range(1, 6)])
     test = read(options.data, ["test_batch"])
-    model = ResNet18(options.width)
+    dtype = {"f32": torch.float32, "f64": torch.float64}[options.dtype]
+    model = ResNet18(options.width).to(dtype)
     load(model, options.init)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), options.lr, momentum=0.9, weight_decay=5e-4, fused=True)
@@ -108,16 +109,17 @@ def train(options):
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(images), labels)
+            loss = F.cross_entropy(ddp(images.to(dtype)), labels)
             loss.backward()
             optimizer.step()
             step += 1
             metrics.write(step, loss.item())
         schedule.step()
-        metrics.write_line({"epoch": epoch + 1, "test_accuracy": accuracy(model, test_loader)})
+        metrics.write_line({"epoch": epoch + 1, "test_accuracy": accuracy(model, test_loader, dtype)})
 
 
 parser = training.parser(__doc__)
 parser.add_argument("--epochs", type=int, required=True)
 parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--dtype", choices=["f32", "f64"], default="f32")
 training.run(train, parser.parse_args())
