@@ -5,6 +5,7 @@ use super::reducer::Gradient;
 use super::{announce, order, sync};
 use crate::panic::panic_message;
 use crate::process_group::Active;
+use crate::rendezvous::count_step;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -165,6 +166,9 @@ fn in_order<T>(
         Ok(Err(error)) => Some(format!("backward failed: {error}")),
         Err(panic) => Some(format!("backward failed: {}", panic_message(&**panic))),
     };
+    if reason.is_none() && !synchronised.is_empty() {
+        count_step();
+    }
     if let Some(reason) = reason {
         models.iter().for_each(|model| model.reducer.cancel());
         // In a world of one, the program may try again, with a smaller batch for example.

@@ -245,6 +245,7 @@ impl Membership {
             world_size: self.members.len(),
             is_whole: self.members.len() == self.run.world_size(),
             deadline,
+            generation: Some(number),
             superseded: Some(format!("{}/{}", self.prefix, Generations::key(number + 1))),
         })?;
         let pg = self.joining.join(met, watcher)?;

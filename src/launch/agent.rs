@@ -5,8 +5,10 @@ use super::environment::Incarnation;
 use super::error::Result;
 use super::members::{Members, cannot_go_on};
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Report, Round, Slot};
+use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus};
 use super::store;
 use super::worker::{Exit, Starter, Worker};
+use crate::rendezvous::json::encode;
 use crate::rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +35,8 @@ pub(super) struct Agent<'a> {
     pub(super) starter: Starter<'a>,
     /// The store, if this machine hosts it.
     server: Option<TcpStoreServer>,
+    /// The connection to it of an agent without other nodes, once there was a reason to connect.
+    own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
     link: Option<Link>,
     /// This node's number among them, and the members of the last round.
@@ -49,6 +53,9 @@ pub(super) struct Agent<'a> {
     restart_count: u32,
     /// How often all workers were started again.
     attempt: u64,
+    /// For `ddprun --status`, without other nodes.
+    phase: Phase,
+    last_failure: Option<LastFailure>,
 }
 
 impl<'a> Agent<'a> {
@@ -58,6 +65,7 @@ impl<'a> Agent<'a> {
         Self {
             starter,
             server,
+            own_store: None,
             link,
             slot: None,
             slots: Vec::new(),
@@ -67,6 +75,8 @@ impl<'a> Agent<'a> {
             restarts_left,
             restart_count: 0,
             attempt: 0,
+            phase: Phase::Running,
+            last_failure: None,
             members: None,
         }
     }
@@ -150,21 +160,27 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// The members of an elastic run on this machine alone, and the smallest world size that they accept.
-    fn elastic(&mut self) -> Result<Option<(&mut Members, usize)>> {
+    /// The store of a run on this machine alone.
+    fn own_store(&mut self) -> Result<Option<Arc<dyn Store>>> {
         // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent would
         // drive out.
         let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.is_joined();
         let Some(server) = self.server.as_ref().filter(is_ours) else { return Ok(None) };
-        let members = match &mut self.members {
-            Some(members) => members,
+        let store = match &mut self.own_store {
+            Some(store) => store,
             none => {
                 let options = TcpStoreOptions { timeout: TIMEOUT, secret: self.starter.config.secret.get().cloned() };
-                let store: Arc<dyn Store> =
-                    Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
-                none.insert(Members::new(store, self.attempt, self.starter.topology.world_size()))
+                none.insert(Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?))
             }
         };
+        Ok(Some(Arc::clone(store)))
+    }
+
+    /// The members of an elastic run on this machine alone, and the smallest world size that they accept.
+    fn elastic(&mut self) -> Result<Option<(&mut Members, usize)>> {
+        let Some(store) = self.own_store()? else { return Ok(None) };
+        let (attempt, world_size) = (self.attempt, self.starter.topology.world_size());
+        let members = self.members.get_or_insert_with(|| Members::new(store, attempt, world_size));
         Ok(members.announced()?.map(|min_world_size| (members, min_world_size)))
     }
 
@@ -221,10 +237,10 @@ impl<'a> Agent<'a> {
             return self.start_all(started);
         }
         self.attempt += 1;
-        self.members = None;
+        (self.members, self.own_store, self.phase) = (None, None, Phase::Running);
         if self.server.take().is_some() {
             // A new store, since PyTorch's keys are the same in each attempt: it would connect to ranks that have ended.
-            (self.server, self.starter.master_port) = store::host(self.starter.config)?;
+            (self.server, self.starter.master_port) = store::host(self.starter.config, &self.status())?;
         }
         self.start_all(started)
     }
@@ -238,12 +254,40 @@ impl<'a> Agent<'a> {
             link.tell(Message::Exited(Exited { rank, how, code }));
             return if failed { Verdict::Told } else { Verdict::GoOn };
         }
-        match self.judge(worker, ended.how, failed) {
-            Ok(verdict) => verdict,
-            Err(error) => {
-                message(format_args!("rank {} {}, and cannot be replaced: {error}", worker.rank, ended.how));
-                if failed { Verdict::Fail } else { Verdict::GoOn }
-            }
+        let verdict = self.judge(worker, ended.how, failed).unwrap_or_else(|error| {
+            message(format_args!("rank {} {}, and cannot be replaced: {error}", worker.rank, ended.how));
+            if failed { Verdict::Fail } else { Verdict::GoOn }
+        });
+        if failed {
+            self.phase = match verdict {
+                Verdict::RestartAll => Phase::Restarting,
+                Verdict::Fail => Phase::Ending,
+                _ => Phase::Running,
+            };
+            self.last_failure = Some(LastFailure::now(format!("rank {} {}", worker.rank, ended.how)));
+            self.tell_status();
+        }
+        verdict
+    }
+
+    /// What there is to tell about a run on this machine alone.
+    fn status(&self) -> RunStatus {
+        let config = self.starter.config;
+        RunStatus {
+            phase: self.phase,
+            attempt: self.attempt,
+            restarts: config.max_restarts - self.restarts_left,
+            last_failure: self.last_failure.clone(),
+            ..RunStatus::of(config)
+        }
+    }
+
+    fn tell_status(&mut self) {
+        let status = encode(&self.status());
+        let told =
+            self.own_store().and_then(|store| Ok(store.map(|store| store.set(RUN_STATUS, &status)).transpose()?));
+        if let Err(error) = told {
+            log::debug!("the status of the run is not in its store: {error}");
         }
     }
 

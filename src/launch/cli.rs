@@ -11,6 +11,7 @@ Examples:
   ddprun --nproc-per-node 2 target/release/train --epochs 3
   ddprun --nproc-per-node 2 --example digits -- --epochs 3
   ddprun --nproc-per-node 2 python train.py
+  ddprun --status node0:29500
 
 Every worker gets torchrun's environment variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on. \
 Its standard input is empty. ddprun forwards its output line by line; if ddprun runs on a terminal, so does the worker.
@@ -220,6 +221,18 @@ pub(crate) struct Cli {
         help_heading = OUTPUT
     )]
     pub(crate) explain: Option<PathBuf>,
+
+    /// Shows a run that is going on: its nodes and ranks, their steps and speed, the generation, the restarts that are used up,
+    /// and the last failure. HOST:PORT is that of its store: --rdzv-endpoint, or --master-addr and --master-port, which a run
+    /// on one machine needs for this. The run's secret is taken from CANDLE_DDP_SECRET or CANDLE_DDP_SECRET_FILE, which the
+    /// run must have been started with, or --no-secret. Starts no workers.
+    #[arg(
+        long,
+        value_name = "HOST:PORT",
+        conflicts_with_all = ["command", "example", "bin", "merge_traces", "explain"],
+        help_heading = OUTPUT
+    )]
+    pub(crate) status: Option<String>,
 
     /// torchrun's option to run a Python module; refused with a hint.
     #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]

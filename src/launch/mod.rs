@@ -35,6 +35,7 @@ mod report;
 mod root_cause;
 mod secret;
 mod signal;
+mod status;
 mod store;
 mod streams;
 mod summary;
@@ -49,13 +50,14 @@ use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
 use config::{Config, Program};
-use console::{Console, message};
+use console::{Console, Target, message};
 use error::{Error, Result, USAGE};
 use events::Events;
 use folder::RunFolder;
 use processes::Host;
 use rustix::thread::CpuSet;
 use secret::RunSecret;
+use status::RunStatus;
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -94,10 +96,11 @@ fn parse() -> Result<Cli, ExitCode> {
 /// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
 /// process, such as the main thread, because the workers die with that thread.
 fn run(cli: Cli) -> ExitCode {
-    let result = match (&cli.merge_traces, &cli.explain) {
-        (Some(folder), _) => merge_traces(folder),
-        (None, Some(folder)) => explain(folder),
-        (None, None) => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    let result = match (&cli.merge_traces, &cli.explain, &cli.status) {
+        (Some(folder), ..) => merge_traces(folder),
+        (None, Some(folder), _) => explain(folder),
+        (None, None, Some(address)) => show_status(address, cli.no_secret),
+        (None, None, None) => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
     };
     let End { code, patience, events } = result.unwrap_or_else(|error| {
         message(describe(&error));
@@ -154,6 +157,13 @@ fn explain(folder: &Path) -> Result<End> {
     Ok(End::now(0))
 }
 
+fn show_status(address: &str, no_secret: bool) -> Result<End> {
+    let text = status::of_run(address, no_secret)?;
+    // The text is lost if stdout has no reader.
+    let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
+    Ok(End::now(0))
+}
+
 fn execute(config: &Config) -> Result<End> {
     let program: OsString = match &config.program {
         Program::Path(path) => path.clone(),
@@ -167,7 +177,7 @@ fn execute(config: &Config) -> Result<End> {
     };
     let events = Events::listen(&config.signals)?;
     store::check_address(config)?;
-    let (server, master_port) = store::host(config)?;
+    let (server, master_port) = store::host(config, &RunStatus::of(config))?;
     if config.secret == RunSecret::None && !config.no_secret {
         secret::say_none(master_port);
     }

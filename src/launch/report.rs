@@ -6,7 +6,7 @@ use super::root_cause::{self, Cause};
 use super::summary::Findings;
 use super::supervisor::Outcome;
 use crate::host::host_name;
-use std::time::UNIX_EPOCH;
+use crate::rendezvous::milliseconds;
 
 /// Shows what has failed, and returns the exit code.
 pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8 {
@@ -52,12 +52,11 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
 /// What this node tells the others about its first failure.
 fn own_report(findings: &Findings, cause: Cause, code: u8) -> Option<Report> {
     let worker = findings.workers.get(cause.worker)?;
-    let at = worker.ended.and_then(|ended| ended.at.duration_since(UNIX_EPOCH).ok());
     Some(Report {
         rank: worker.rank,
         killed: root_cause::failed(worker) && root_cause::was_killed(worker),
         elsewhere: cause.elsewhere,
-        at: at.map_or(u64::MAX, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX)),
+        at: worker.ended.map_or(u64::MAX, |ended| milliseconds(ended.at)),
         code,
         text: findings.first(cause, &place(findings))?,
     })

@@ -4,7 +4,9 @@ use super::console::message;
 use super::error::{Error, Result};
 use super::events::Events;
 use super::nodes::{Address, Coordinator, Link, Node};
+use super::status::{RUN_STATUS, RunStatus};
 use crate::host::host_name;
+use crate::rendezvous::json::encode;
 use crate::rendezvous::{Listening, TcpStoreServer, host_store};
 use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -49,8 +51,9 @@ impl log::Log for Warnings {
 /// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
 /// it is dropped.
 ///
-/// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it.
-pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
+/// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it. It says
+/// `status` about the run from its beginning.
+pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpStoreServer>, u16)> {
     // A program that calls the launcher may already have a logger.
     if log::set_logger(&Warnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
@@ -69,7 +72,9 @@ pub(super) fn host(config: &Config) -> Result<(Option<TcpStoreServer>, u16)> {
         return Ok((None, port));
     }
     let secret = &config.secret;
-    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests()) {
+    let status = String::from_utf8_lossy(&encode(status)).into_owned();
+    let pairs = [(RUN_STATUS, status.as_str())];
+    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), &pairs) {
         // Another ddprun of the run is on this machine, and was here first.
         Err(crate::Error::Io { error, .. })
             if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>

@@ -17,14 +17,15 @@ fn named(run_id: Option<&str>) -> Option<&str> {
 }
 
 /// Hosts the store of the run `run_id`. With `guests`, it serves clients that do not know `secret` as well, with keys of
-/// their own, until one proves that it knows it.
+/// their own, until one proves that it knows it. The job's keys begin with `pairs`.
 pub(crate) fn host(
     listening: &Listening,
     run_id: Option<&str>,
     secret: Option<&Secret>,
     guests: bool,
+    pairs: &[(&str, &str)],
 ) -> Result<TcpStoreServer> {
-    let pairs = [(RUN_ID, named(run_id).unwrap_or_default())];
+    let pairs = [&[(RUN_ID, named(run_id).unwrap_or_default())][..], pairs].concat();
     let options = TcpStoreServerOptions { secret: secret.cloned(), guests, ..Default::default() };
     TcpStoreServer::serve(&listening.addresses, options, &pairs)
 }
@@ -49,7 +50,7 @@ pub(super) fn host_shared(
     }
     let deadline = Instant::now() + RELEASE;
     let server = loop {
-        match host(listening, run_id, secret, false) {
+        match host(listening, run_id, secret, false, &[]) {
             Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(20));
             }

@@ -1,4 +1,5 @@
 use super::cancellation::Cancellation;
+use super::progress::Reporter;
 use super::{FileStore, Store, TcpStore};
 use crate::{Error, Result};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -33,12 +34,19 @@ pub(super) struct InitStore {
     limited: RwLock<Option<Arc<dyn Store>>>,
     pub(super) cancellation: Cancellation,
     pub(super) deadline: Instant,
+    /// Works as long as the group that uses this store.
+    _reporter: Option<Arc<Reporter>>,
 }
 
 impl InitStore {
     pub(super) fn new(plain: Arc<dyn LimitedStore>, deadline: Instant) -> Self {
         let limited = RwLock::new(Some(plain.limited(deadline + REPORTING)));
-        Self { plain, limited, cancellation: Cancellation::default(), deadline }
+        Self { plain, limited, cancellation: Cancellation::default(), deadline, _reporter: None }
+    }
+
+    /// Keeps `reporter` at work as long as this store.
+    pub(super) fn reporting(self, reporter: Option<Arc<Reporter>>) -> Self {
+        Self { _reporter: reporter, ..self }
     }
 
     /// Returns another limited store, with its own `deadline`.

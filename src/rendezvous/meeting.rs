@@ -5,6 +5,7 @@ use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
 use super::options::RendezvousOptions;
 use super::plan::{Plan, StoreLocation};
+use super::progress::{Place, Reporter};
 use super::tcp_store::Listening;
 use super::{FileStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
@@ -83,6 +84,7 @@ pub(crate) fn meet(options: &RendezvousOptions) -> Result<(Rendezvous, InitWatch
         world_size: run.plan.world_size,
         is_whole: true,
         deadline,
+        generation: None,
         superseded: None,
     })
 }
@@ -99,6 +101,8 @@ pub(crate) struct RunStore {
     prefix: String,
     timeout: Duration,
     secret: Option<Secret>,
+    /// Tells `ddprun` the progress of this rank, if that has started it.
+    reporter: Option<Arc<Reporter>>,
 }
 
 /// Some ranks that meet in the store of their run.
@@ -111,6 +115,8 @@ pub(crate) struct Meeting {
     /// Whether they are all ranks of the run, with the ranks that they have in it.
     pub(crate) is_whole: bool,
     pub(crate) deadline: Instant,
+    /// Their generation, if they run elastically.
+    pub(crate) generation: Option<u64>,
     /// A key that ends the meeting, since another one takes its place.
     pub(crate) superseded: Option<String>,
 }
@@ -159,7 +165,8 @@ impl RunStore {
             Some(run_id) => format!("{PREFIX}/run {run_id}"),
             None => PREFIX.to_string(),
         };
-        Ok(Self { plan, name, store, addresses, hosts, prefix, timeout: options.timeout, secret })
+        let reporter = reporter(&plan, secret.as_ref());
+        Ok(Self { plan, name, store, addresses, hosts, prefix, timeout: options.timeout, secret, reporter })
     }
 
     /// The rank of this process.
@@ -209,8 +216,11 @@ impl RunStore {
 
     /// Waits for the other ranks of a meeting. Also returns the watcher for the rest of initialisation.
     pub(crate) fn meet(&self, meeting: Meeting) -> Result<(Rendezvous, InitWatcher)> {
-        let Meeting { prefix, rank, world_size, is_whole, deadline, superseded } = meeting;
-        let base = Arc::new(InitStore::new(Arc::clone(&self.store), deadline));
+        let Meeting { prefix, rank, world_size, is_whole, deadline, generation, superseded } = meeting;
+        if let (Some(reporter), Some(generation)) = (&self.reporter, generation) {
+            reporter.set_generation(generation);
+        }
+        let base = Arc::new(InitStore::new(Arc::clone(&self.store), deadline).reporting(self.reporter.clone()));
         let mut watcher = InitWatcher::new(Arc::clone(&base), &prefix, rank, self.hosts);
         let started = watcher.start(world_size, superseded);
         let join = || -> Result<Rendezvous> {
@@ -240,6 +250,13 @@ impl RunStore {
             Err(error) => watcher.conclude(Err(error)),
         }
     }
+}
+
+/// Begins to tell the progress of this rank, if `ddprun` has started it.
+fn reporter(plan: &Plan, secret: Option<&Secret>) -> Option<Arc<Reporter>> {
+    let StoreLocation::Tcp { host, port, launcher_hosts: true } = &plan.store else { return None };
+    let place = Place { rank: plan.rank, host: host.clone(), port: *port, secret: secret.cloned() };
+    (!plan.is_plain).then(|| Reporter::start(place)).flatten().map(Arc::new)
 }
 
 /// Counts how often this process has joined this store as this rank. The count is part of the keys, because the store

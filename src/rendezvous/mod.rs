@@ -12,10 +12,12 @@ mod init_method;
 mod init_store;
 mod init_watcher;
 mod join;
+pub(crate) mod json;
 mod meeting;
 mod options;
 mod plan;
 mod prefix_store;
+mod progress;
 mod reports;
 pub(crate) mod secret;
 mod slurm;
@@ -39,6 +41,9 @@ pub use options::RendezvousOptions;
 #[cfg(feature = "launcher")]
 pub(crate) use plan::STORE_VARIABLE;
 pub use prefix_store::PrefixStore;
+pub(crate) use progress::count_step;
+#[cfg(feature = "launcher")]
+pub(crate) use progress::{RankStatus, milliseconds, rank_status_key};
 pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_report};
 pub use secret::Secret;
 pub use store::Store;

@@ -1,5 +1,6 @@
 //! `--nnodes MIN:MAX` with `--rdzv-backend c10d`: nodes come and go.
 use crate::nodes::finish;
+use crate::status::status_when;
 use crate::{Ran, Running, Sandbox, free_port, wait_until};
 use candle_ddp::rendezvous::TcpStore;
 use rustix::process::Signal;
@@ -67,8 +68,17 @@ fn the_others_go_on_without_a_dead_node_and_admit_one_that_comes() {
     nodes.wait_for_round(0, 1); // there is nobody else within last_call_timeout
     let mut second = nodes.start(&[], SCRIPT);
     assert_eq!(nodes.wait_for_round(1, 2), ["0-of-4-0", "1-of-4-0", "2-of-4-1", "3-of-4-1"]);
+    let status = |attempt| {
+        let first = format!("run a: running, attempt {attempt}, 0 of 0 restarts used");
+        status_when(&nodes.sandbox, nodes.port, &first)
+    };
+    let both = status(1);
+    assert!(both.matches("  alive\n").count() == 2 && both.contains("\n3  ") && both.contains("no failure"), "{both}");
     second.send(Signal::KILL);
     assert_eq!(nodes.wait_for_round(2, 1), ["0-of-2-0", "1-of-2-0"]);
+    let one = status(2);
+    assert!(one.matches("  alive\n").count() == 1 && !one.contains("\n2  "), "{one}");
+    assert!(one.contains("UTC: node 1 (host ") && one.contains("has given no sign of life for 4 s"), "{one}");
     let third = nodes.start(&[], SCRIPT);
     nodes.wait_for_round(3, 2);
     let all = nodes.end(vec![first, third]);

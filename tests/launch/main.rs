@@ -13,6 +13,7 @@ mod output;
 mod port;
 mod restarts;
 mod secret;
+mod status;
 mod terminal;
 mod unread;
 mod usage;

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// What happens to ranks, as a list of `RANK WHERE COMMIT`: the folder of the test remembers what has happened.
 pub(crate) const EVENTS: &str = "CANDLE_DDP_TEST_ELASTIC";
-const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+pub(crate) const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 const MIN: &str = "CANDLE_DDP_TEST_MIN";
 pub(crate) const SAMPLES: usize = 50;
 pub(crate) const BATCH: usize = 2;
@@ -190,11 +190,11 @@ pub(crate) fn run_as_rank<S: Parts>(
 }
 
 /// How the test binary runs nothing but the entry point `test`.
-fn arguments(test: &str) -> [&str; 4] {
+pub(crate) fn arguments(test: &str) -> [&str; 4] {
     [test, "--exact", "--nocapture", "--test-threads=1"]
 }
 
-const RANK: &str = "elastic::rank_of_another_test";
+pub(crate) const RANK: &str = "elastic::rank_of_another_test";
 
 pub(crate) struct Run {
     pub(crate) folder: tempfile::TempDir,
@@ -252,7 +252,7 @@ fn node(folder: &Path, port: u16, events: &str) -> Child {
 }
 
 #[track_caller]
-fn wait_for(what: &str, done: impl Fn() -> bool) {
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < Duration::from_secs(120), "timed out waiting for {what}");

@@ -19,3 +19,4 @@ mod load;
 #[path = "../common/programs.rs"]
 mod programs;
 mod small_data;
+mod status;

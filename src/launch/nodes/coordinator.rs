@@ -4,6 +4,7 @@ use super::run::{Action, Run};
 use super::terms::{Pace, Terms};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, welcome_key};
 use crate::launch::error::{Error, Result};
+use crate::launch::status::{RUN_STATUS, RunStatus};
 use crate::rendezvous::{PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ impl Coordinator {
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
-        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new() };
+        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None };
         let work = move || serve(desk, run, &pace);
         let thread = std::thread::Builder::new().name("ddprun-coordinator".into()).spawn(work);
         Ok(Self { thread: thread.map_err(|error| Error::io("starting a thread", error))? })
@@ -57,7 +58,7 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
             desk.hear_messages(&mut run, tick - now)
         };
         run.on_time(Instant::now());
-        if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)) {
+        if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(run.status())) {
             // Only the end of the process takes away the store that it hosts.
             log::debug!("the coordinator: {error}");
             return;
@@ -72,6 +73,8 @@ struct Desk {
     entries: u64,
     /// The last sign of life of each node, and how many times in a row there was no newer one.
     beats: BTreeMap<Slot, (Vec<u8>, u32)>,
+    /// What was last told about the run.
+    told: Option<RunStatus>,
 }
 
 impl Desk {
@@ -127,9 +130,18 @@ impl Desk {
                     };
                     self.keys.set(&welcome_key(slot), &encode(&welcome))?;
                 }
-                Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID])?,
+                Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS])?,
                 Action::Root(report) => self.keys.set(ROOT, &encode(&report))?,
             }
+        }
+        Ok(())
+    }
+
+    /// Writes what there is to tell about the run, if that has changed.
+    fn tell(&mut self, status: RunStatus) -> crate::Result<()> {
+        if self.told.as_ref() != Some(&status) {
+            self.store.set(RUN_STATUS, &encode(&status))?;
+            self.told = Some(status);
         }
         Ok(())
     }

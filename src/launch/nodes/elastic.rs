@@ -15,6 +15,9 @@ impl Run {
         let Exited { rank, ref how, code } = *exited;
         let what = format!("rank {rank} on {} {how}", self.name(slot));
         let failed = code != 0;
+        if failed {
+            self.note_failure(&what);
+        }
         let replaced = self.restarts_left > 0;
         let max_restarts = self.terms.max_restarts;
         let Some(processes) = &mut self.processes else { return };

@@ -12,12 +12,15 @@ mod elastic;
 mod link;
 mod message;
 mod run;
+mod status;
 mod terms;
 
 pub(super) use coordinator::Coordinator;
 pub(super) use link::{Address, Link, News};
 pub(super) use message::{Admission, Entry, Exited, Message, Node, Replacement, Report, Round, Slot};
 pub(super) use terms::{Pace, Terms};
+
+use crate::rendezvous::json::{self, encode};
 
 /// Comes before the keys of the agents.
 const PREFIX: &str = "candle_ddp/nodes";
@@ -40,15 +43,6 @@ fn entry_key(number: u64) -> String {
     format!("log/{number}")
 }
 
-/// A value of the store. What is written here cannot fail to be JSON.
-fn encode(value: &impl serde::Serialize) -> Vec<u8> {
-    serde_json::to_vec(value).unwrap_or_default()
-}
-
 fn decode<T: serde::de::DeserializeOwned>(key: &str, bytes: &[u8]) -> crate::Result<T> {
-    serde_json::from_slice(bytes).map_err(|error| crate::Error::Store {
-        operation: format!("reading {PREFIX}/{key}"),
-        store: "of the run".to_string(),
-        reason: format!("another version of ddprun has written it ({error}): run the same version on all nodes"),
-    })
+    json::decode(&format!("{PREFIX}/{key}"), bytes)
 }

@@ -2,6 +2,7 @@
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
 use super::terms::{Pace, Terms};
 use crate::launch::members::Members;
+use crate::launch::status::LastFailure;
 use crate::rendezvous::Store;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -64,6 +65,8 @@ pub(super) struct Run {
     store: Arc<dyn Store>,
     /// The nodes that are alive.
     pub(super) nodes: BTreeMap<Slot, Node>,
+    /// The hosts of all nodes that have come.
+    pub(super) hosts: BTreeMap<Slot, String>,
     /// The members of the last round, by their ranks; some may be gone.
     pub(super) members: Vec<Slot>,
     pub(super) state: State,
@@ -73,6 +76,7 @@ pub(super) struct Run {
     pub(super) restarts_left: u32,
     /// The processes of the last round, for the case that they run elastically.
     pub(super) processes: Option<Members>,
+    pub(super) last_failure: Option<LastFailure>,
     pub(super) actions: Vec<Action>,
 }
 
@@ -85,12 +89,14 @@ impl Run {
             is_static,
             store,
             nodes: BTreeMap::new(),
+            hosts: BTreeMap::new(),
             members: Vec::new(),
             state: State::Meeting { since: Instant::now(), enough_since: None },
             rounds: 0,
             restart_count: 0,
             restarts_left,
             processes: None,
+            last_failure: None,
             actions: Vec::new(),
         }
     }
@@ -158,6 +164,7 @@ impl Run {
         }
         let host = node.host.clone();
         self.nodes.insert(slot, node);
+        self.hosts.insert(slot, host.clone());
         if let State::Running { members, .. } = &self.state
             && members.len() < self.terms.max_nodes
             && !self.admit(slot)
@@ -202,6 +209,7 @@ impl Run {
         };
         let Some(Suspicion { exited, slot, .. }) = suspicion.take_if(is_settled) else { return };
         let what = format!("rank {} on {} {}", exited.rank, self.name(slot), exited.how);
+        self.note_failure(&what);
         // Where the number of nodes is fixed, none can take the place of one that has finished and left.
         let can_restart = !self.is_static || self.members.iter().all(|member| self.nodes.contains_key(member));
         if self.restarts_left == 0 || !can_restart {
@@ -291,6 +299,9 @@ impl Run {
     fn lose(&mut self, slot: Slot, reason: String) {
         self.nodes.remove(&slot);
         let is_running = matches!(&self.state, State::Running { members, .. } if members.contains(&slot));
+        if is_running {
+            self.note_failure(&reason);
+        }
         if is_running && !self.go_on_without(slot, &reason) {
             self.replace_lost(reason);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
@@ -412,6 +423,7 @@ impl Run {
 
     /// Ends the run. `first` is the node on which a worker has failed.
     pub(super) fn fail(&mut self, reason: String, code: u8, first: Option<Slot>) {
+        self.note_failure(&reason);
         self.actions.push(Action::Write(Entry::Failed { reason, code }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.state = State::Ending { reports: Some(Reports { awaited, first, got: Vec::new(), deadline: None }) };
