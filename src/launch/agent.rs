@@ -119,7 +119,8 @@ impl<'a> Agent<'a> {
         let nodes = round.slots.len();
         self.slots = round.slots;
         let Some(node_rank) = node_rank else {
-            let lost = "the other nodes have gone on without this one, which gave no sign of life in time";
+            let lost = "the other nodes have gone on without this one, which gave no sign of life in time, or whose \
+                        connection to the store was cut";
             return if was_member { Err(lost.to_string()) } else { Ok(false) };
         };
         let local_world_size = self.starter.topology.local_world_size;

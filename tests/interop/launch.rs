@@ -70,3 +70,45 @@ fn a_pytorch_program_runs_under_ddprun() {
         assert!(out.contains(&format!("gradient averaged on rank {rank} of 2")), "{out}");
     }
 }
+
+/// Rank 1 is killed in the middle of its first training.
+const KILLED_ONCE: &str = r#"
+import os, signal, torch, torch.distributed as dist
+torch.set_num_threads(1)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+print(f"rank {rank} of {world} begins attempt {attempt}", flush=True)
+for step in range(4):
+    values = torch.full((1000,), rank + step + 1.0)
+    dist.all_reduce(values)
+    assert torch.all(values == sum(r + step + 1.0 for r in range(world))), values
+    if (rank, step, attempt) == (1, 2, "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+print(f"rank {rank} of {world} ends attempt {attempt}", flush=True)
+os._exit(0)  # PyTorch's own threads sometimes abort an interpreter that ends in good order
+"#;
+
+/// This is what torchrun promises. Whether it succeeds depends on luck: its ranks may find the keys of those that have ended.
+#[test]
+fn a_pytorch_program_whose_worker_was_killed_is_restarted() {
+    let Some(python) = crate::pytorch::python("a_pytorch_program_whose_worker_was_killed_is_restarted") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("train.py");
+    std::fs::write(&script, KILLED_ONCE).unwrap();
+    let mut ddprun = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    ddprun.args(["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]).arg(python).arg(&script);
+    let out = run(&mut ddprun);
+    let mut lines: Vec<&str> = out.lines().collect();
+    lines.sort_unstable();
+    let expected = [
+        "rank 0 of 2 begins attempt 0",
+        "rank 0 of 2 begins attempt 1",
+        "rank 0 of 2 ends attempt 1",
+        "rank 1 of 2 begins attempt 0",
+        "rank 1 of 2 begins attempt 1",
+        "rank 1 of 2 ends attempt 1",
+    ];
+    assert_eq!(lines, expected);
+}

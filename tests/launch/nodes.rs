@@ -38,6 +38,12 @@ impl Nodes {
     pub(crate) fn run(&self, args: &[&str], script: &str) -> Vec<Ran> {
         finish(self.start_all(args, script))
     }
+
+    /// Waits for all workers of [`UP`].
+    fn wait_until_up(&self) {
+        let workers = 2 * self.count;
+        wait_until("all workers", || (0..workers).all(|rank| self.sandbox.path(&format!("up{rank}")).exists()));
+    }
 }
 
 /// Waits for all of them at once, since each may wait for the output of the others to be read.
@@ -48,6 +54,9 @@ pub(crate) fn finish(nodes: Vec<Running>) -> Vec<Ran> {
 
 /// The script's workers wait for this file, so that all of them are there when something happens.
 const ALL_STARTED: &str = ": >started$RANK; while [ $(ls started* | wc -l) -lt $WORLD_SIZE ]; do sleep 0.01; done;";
+
+/// Workers that say that they are there, and do not end by themselves.
+const UP: &str = ": >up$RANK; exec sleep 1000";
 
 #[test]
 fn a_failure_on_one_node_ends_all_and_each_names_it() {
@@ -131,8 +140,8 @@ fn errors_that_name_ranks_of_other_nodes_are_followed() {
 #[test]
 fn a_signal_to_one_node_ends_all() {
     let nodes = Nodes::new(2);
-    let mut running = nodes.start_all(&[], &format!("{ALL_STARTED} : >up$RANK; exec sleep 1000"));
-    wait_until("all workers", || (0..4).all(|rank| nodes.sandbox.path(&format!("up{rank}")).exists()));
+    let mut running = nodes.start_all(&[], UP);
+    nodes.wait_until_up();
     running[1].send(Signal::TERM);
     let all = finish(running);
     assert_eq!([all[0].code, all[1].code], [Some(1), Some(128 + 15)]);
@@ -155,18 +164,34 @@ fn the_death_of_the_node_that_hosts_the_store_ends_all() {
     assert!(workers.iter().all(|worker| !is_alive(*worker)));
 }
 
-/// A node that is killed closes no connection that anybody watches: it is missed.
+/// The system closes the connections of a ddprun that is killed, and nobody waits for its signs of life: here, ten minutes
+/// would pass before they are missed.
 #[test]
-fn the_death_of_another_node_is_noticed_by_its_silence() {
+fn the_death_of_another_nodes_ddprun_is_noticed_at_once() {
     let nodes = Nodes::new(2);
-    let args = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=20"];
-    let mut running = nodes.start_all(&args, &format!("{ALL_STARTED} : >up$RANK; exec sleep 1000"));
-    wait_until("all workers", || (0..4).all(|rank| nodes.sandbox.path(&format!("up{rank}")).exists()));
+    let mut running = nodes.start_all(&["--rdzv-conf", "keep_alive_interval=60"], UP);
+    nodes.wait_until_up();
     running[1].send(Signal::KILL);
     let all = finish(running);
     assert_eq!([all[0].code, all[1].code], [Some(1), None]);
     all[0].says("node 1 (host ");
-    all[0].says("has given no sign of life for 2 s: its machine, its network or its ddprun is gone");
+    all[0].says("is gone: its ddprun has ended without a word, or its connection to the store was cut");
+}
+
+/// A ddprun that is stopped closes no connection, like a machine that has lost its power: it is missed.
+#[test]
+fn the_death_of_another_node_is_noticed_by_its_silence() {
+    let nodes = Nodes::new(2);
+    let args = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=20"];
+    let mut running = nodes.start_all(&args, UP);
+    nodes.wait_until_up();
+    running[1].send(Signal::STOP);
+    let stopped = running.pop();
+    let first = finish(running).remove(0);
+    drop(stopped);
+    assert_eq!(first.code, Some(1));
+    first.says("node 1 (host ");
+    first.says("has given no sign of life for 2 s: its machine, its network or its ddprun is gone");
 }
 
 #[test]

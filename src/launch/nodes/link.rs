@@ -118,6 +118,7 @@ fn speak(
 ) -> std::result::Result<(), News> {
     // The host of the store may come late; afterwards, each call has to be answered at once.
     address.connect(pace.join_timeout)?;
+    // Nobody else uses this client, so all that follows goes over one connection, whose end is that of the agent.
     let store = Arc::new(address.connect(pace.patience())?);
     let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
     let inbox = format!("{PREFIX}/{INBOX}");
@@ -133,8 +134,11 @@ fn speak(
         Welcome::From { entry } => entry,
         Welcome::Refused { reason } => return Err(News::Refused(reason)),
     };
+    // Only the store of a ddprun, which has answered, knows last wills.
+    store.last_will(&inbox, &encode(&(slot, Message::Gone))).map_err(|error| lost(&error))?;
     tell(News::Joined(slot));
-    let (listener, told) = (keys.clone(), tell.clone());
+    let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
+    let told = tell.clone();
     let listen = move || {
         if let Err(error) = listen(&listener, from, &root, &told) {
             told(gone(&error));

@@ -33,6 +33,8 @@ pub(in crate::launch) enum Message {
     Report(Option<Report>),
     /// It needs the store no more.
     Bye,
+    /// Its connection has closed: its last will, which the store sends in its name. It means nothing after a goodbye.
+    Gone,
 }
 
 /// How the process of a rank has ended.

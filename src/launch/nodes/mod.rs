@@ -5,8 +5,9 @@
 //!   the run ends with its store.
 //! - An agent tells it what happens on its node by a queue in the store ([`Message`]), and follows its log ([`Entry`]).
 //!   Both arrive at once, since waiting for a key needs no polling.
-//! - Every agent gives signs of life. One that stops giving them is taken for dead; one that cannot give them ends its
-//!   workers, because the store is gone.
+//! - Every agent gives signs of life. One that stops giving them is taken for dead, and so is at once one whose connection
+//!   closes without a goodbye: the store then sends its last will ([`Message::Gone`]). An agent that cannot give signs of
+//!   life ends its workers, because the store is gone.
 mod coordinator;
 mod elastic;
 mod link;
@@ -14,6 +15,8 @@ mod message;
 mod run;
 mod status;
 mod terms;
+#[cfg(test)]
+mod tests;
 
 pub(super) use coordinator::Coordinator;
 pub(super) use link::{Address, Link, News};

@@ -130,7 +130,7 @@ impl Run {
 
     pub(super) fn on_message(&mut self, slot: Slot, message: Message) {
         if !matches!(message, Message::Join(_)) && !self.nodes.contains_key(&slot) {
-            // It was taken for dead, and the others have gone on without it.
+            // It was taken for dead, and the others have gone on without it, or it has left.
             return;
         }
         match message {
@@ -144,6 +144,7 @@ impl Run {
                 self.nodes.remove(&slot);
                 self.forget(slot);
             }
+            Message::Gone => self.on_gone(slot),
         }
     }
 
@@ -290,6 +291,16 @@ impl Run {
         let seconds = self.pace.patience().as_secs_f64();
         let reason = format!(
             "{} has given no sign of life for {seconds} s: its machine, its network or its ddprun is gone",
+            self.name(slot)
+        );
+        self.lose(slot, reason);
+    }
+
+    /// The connection of a node has closed, although it has not left. If its ddprun lives, it has lost the store by that, and
+    /// ends its workers.
+    fn on_gone(&mut self, slot: Slot) {
+        let reason = format!(
+            "{} is gone: its ddprun has ended without a word, or its connection to the store was cut",
             self.name(slot)
         );
         self.lose(slot, reason);

@@ -33,7 +33,7 @@ pub(crate) fn store_protocol(data: &[u8]) {
         });
         if let Err(Malformed(reason)) = serve(client, packet, &mut state) {
             assert!(!reason.is_empty());
-            state.forget(client.id);
+            state.leave(client.id);
             clients.remove(&number);
         }
         for id in state.take_woken() {

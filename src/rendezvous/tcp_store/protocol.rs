@@ -60,8 +60,9 @@ enum Command {
     QueueLen,
     ListKeys,
     Barrier,
-    /// Not one of PyTorch's.
+    /// Not one of PyTorch's, like the next one.
     Prove = 0xDD,
+    LastWill = 0xDE,
 }
 
 /// PyTorch's commands in the order of their bytes, from 0.
@@ -72,6 +73,9 @@ const COMMANDS: [Command; 19] = {
         Ping, QueuePush, QueuePop, QueueLen, ListKeys, Barrier,
     ]
 };
+
+/// The commands that PyTorch's server does not have.
+const OWN_COMMANDS: [Command; 2] = [Command::Prove, Command::LastWill];
 
 /// The fields that follow a command byte.
 #[derive(Clone, Copy)]
@@ -95,7 +99,7 @@ impl Command {
         use Kind::{Block, I64, Key, U32, Value};
         match self {
             Self::Validate | Self::Ping => Layout::Fixed(&[U32]),
-            Self::Set | Self::Append | Self::QueuePush => Layout::Fixed(&[Key, Value]),
+            Self::Set | Self::Append | Self::QueuePush | Self::LastWill => Layout::Fixed(&[Key, Value]),
             Self::CompareSet => Layout::Fixed(&[Key, Value, Value]),
             Self::Get | Self::Delete | Self::QueuePop | Self::QueueLen => Layout::Fixed(&[Key]),
             Self::Add | Self::Barrier => Layout::Fixed(&[Key, I64]),
@@ -152,6 +156,11 @@ pub(super) enum Request {
     Prove {
         nonce: [u8; NONCE],
         proof: [u8; PROOF],
+    },
+    /// When this client's connection closes, `value` goes to the queue `key`.
+    LastWill {
+        key: Vec<u8>,
+        value: Vec<u8>,
     },
 }
 
@@ -222,6 +231,7 @@ impl Request {
                 out.extend_from_slice(nonce);
                 out.extend_from_slice(proof);
             }
+            Self::LastWill { key, value } => fields(out, Command::LastWill, &[key, value]),
         }
     }
 }
@@ -287,8 +297,8 @@ impl Decoder {
                     self.compact();
                     return Ok(None);
                 };
-                let prove = (byte == Command::Prove as u8).then_some(Command::Prove);
-                let command = COMMANDS.get(usize::from(byte)).copied().or(prove);
+                let own = OWN_COMMANDS.into_iter().find(|command| *command as u8 == byte);
+                let command = COMMANDS.get(usize::from(byte)).copied().or(own);
                 let command = command.ok_or_else(|| Malformed(format!("unknown command {byte:#04x}")))?;
                 Partial { command, count: None, fields: Vec::new(), size: 0 }
             }
@@ -383,6 +393,7 @@ fn finish(partial: Partial) -> Result<Request, Malformed> {
         Command::Set => Request::Set { key: bytes()?, value: bytes()? },
         Command::Append => Request::Append { key: bytes()?, value: bytes()? },
         Command::QueuePush => Request::QueuePush { key: bytes()?, value: bytes()? },
+        Command::LastWill => Request::LastWill { key: bytes()?, value: bytes()? },
         Command::CompareSet => Request::CompareSet { key: bytes()?, expected: bytes()?, desired: bytes()? },
         Command::Get => Request::Get(bytes()?),
         Command::Delete => Request::Delete(bytes()?),

@@ -256,12 +256,23 @@ impl Service {
                 self.bound_guests(id);
             }
         }
-        let woken = self.keys.members.take_woken().into_iter().chain(self.keys.guests.take_woken());
-        for id in woken.collect::<Vec<_>>() {
-            let Some(client) = self.clients.get_mut(&id) else { continue };
-            client.out.put(&[READY]);
-            if let Err(leave) = client.flush() {
-                self.close(id, leave);
+        self.wake();
+    }
+
+    /// Tells clients that their wait has ended. One that has gone may leave a last will, which ends the wait of others.
+    fn wake(&mut self) {
+        loop {
+            let woken = self.keys.members.take_woken().into_iter().chain(self.keys.guests.take_woken());
+            let woken: Vec<ClientId> = woken.collect();
+            if woken.is_empty() {
+                return;
+            }
+            for id in woken {
+                let Some(client) = self.clients.get_mut(&id) else { continue };
+                client.out.put(&[READY]);
+                if let Err(leave) = client.flush() {
+                    self.close(id, leave);
+                }
             }
         }
     }
@@ -279,8 +290,8 @@ impl Service {
     }
 
     fn close(&mut self, id: ClientId, leave: Leave) {
-        self.keys.members.forget(id);
-        self.keys.guests.forget(id);
+        self.keys.members.leave(id);
+        self.keys.guests.leave(id);
         self.ungreeted.remove(&id);
         let Some(client) = self.clients.remove(&id) else { return };
         self.guests -= usize::from(client.standing == Standing::Guest);

@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 /// A connection's id, which is never reused.
 pub(super) type ClientId = u64;
 
-/// The maximum number of keys and queue elements in the store.
+/// The maximum number of keys, queue elements and last wills in the store.
 const MAX_KEYS: usize = 1 << 20;
 /// The approximate overhead of a key that clients wait for, and of each client that waits for it.
 const WAITED_KEY: usize = 128;
@@ -39,6 +39,8 @@ pub(super) struct State {
     queues: HashMap<Shared, VecDeque<Shared>>,
     /// The number of elements in `queues`.
     queued: usize,
+    /// What goes to which queue when a client leaves.
+    wills: HashMap<ClientId, (Shared, Shared)>,
     waits: HashMap<ClientId, Wait>,
     /// The number of keys in `waits`.
     waited: usize,
@@ -55,6 +57,7 @@ impl State {
             keys: HashMap::new(),
             queues: HashMap::new(),
             queued: 0,
+            wills: HashMap::new(),
             waits: HashMap::new(),
             waited: 0,
             waiting: HashMap::new(),
@@ -113,15 +116,12 @@ impl State {
             }
             Request::QueuePush { key, value } => {
                 self.reserve(key.len() + value.len(), 1)?;
-                self.queued += 1;
-                let value = self.meter.share(value);
-                match self.queues.get_mut(&key[..]) {
-                    Some(queue) => queue.push_back(value),
-                    None => {
-                        self.queues.insert(self.meter.share(key.clone()), VecDeque::from([value]));
-                    }
-                }
-                self.wake_one(&key);
+                self.push(self.meter.share(key), self.meter.share(value));
+            }
+            Request::LastWill { key, value } => {
+                // Its place in the queue is reserved from now on.
+                self.reserve(key.len() + value.len(), 1)?;
+                self.wills.insert(client, (self.meter.share(key), self.meter.share(value)));
             }
             Request::QueuePop(key) => match self.pop(&key) {
                 Some(value) => {
@@ -144,6 +144,15 @@ impl State {
     /// Returns the clients whose wait has ended since the last call.
     pub(super) fn take_woken(&mut self) -> Vec<ClientId> {
         std::mem::take(&mut self.woken)
+    }
+
+    /// Carries out the last will of `client`, whose connection has closed, after cancelling its wait. Afterwards, as after
+    /// [`State::handle`], clients may have to be woken.
+    pub(super) fn leave(&mut self, client: ClientId) {
+        self.forget(client);
+        if let Some((key, value)) = self.wills.remove(&client) {
+            self.push(key, value);
+        }
     }
 
     /// Cancels the wait of `client`, if any, without a reply.
@@ -196,7 +205,7 @@ impl State {
     }
 
     fn reserve(&self, bytes: usize, elements: usize) -> Result<(), Malformed> {
-        if self.keys.len() + self.queued + elements > MAX_KEYS {
+        if self.keys.len() + self.queued + self.wills.len() + elements > MAX_KEYS {
             return Err(Malformed(format!("the store is full: it holds {MAX_KEYS} keys")));
         }
         let used = self.meter.bytes() + self.waiting.len() * WAITED_KEY + self.waited * WAIT;
@@ -250,6 +259,12 @@ impl State {
         let new = old.wrapping_add(amount);
         self.set(key, new.to_string().into_bytes())?;
         Ok(new)
+    }
+
+    fn push(&mut self, key: Shared, value: Shared) {
+        self.queued += 1;
+        self.queues.entry(key.clone()).or_default().push_back(value);
+        self.wake_one(&key);
     }
 
     fn pop(&mut self, key: &[u8]) -> Option<Shared> {

@@ -39,6 +39,7 @@ fn request() -> impl Strategy<Value = Request> {
         Just(Request::ListKeys),
         (key(), number()).prop_map(|(key, world_size)| Request::Barrier { key, world_size }),
         any::<([u8; 32], [u8; 32])>().prop_map(|(nonce, proof)| Request::Prove { nonce, proof }),
+        (key(), bytes()).prop_map(|(key, value)| Request::LastWill { key, value }),
     ]
 }
 
@@ -122,7 +123,7 @@ proptest! {
             }
             let client = client as usize;
             if done.is_err() {
-                state.forget(client as u64);
+                state.leave(client as u64);
                 waiting[client] = false;
             } else if waits {
                 prop_assert!(!(waiting[client] && reply.is_empty()), "two waits of one client");
@@ -213,6 +214,8 @@ fn known_bytes() {
     for (byte, request) in all.into_iter().enumerate() {
         assert_eq!(usize::from(encode(&[request])[0]), byte);
     }
+    let will = Request::LastWill { key: b"q".to_vec(), value: b"v".to_vec() };
+    assert_eq!(encode(&[will]), b"\xde\x01\0\0\0\0\0\0\0q\x01\0\0\0\0\0\0\0v");
 }
 
 #[test]
@@ -254,6 +257,37 @@ fn an_element_wakes_one_waiting_client() {
     assert_eq!(ask(&mut state, 3, push()), (vec![], vec![1]));
     assert_eq!(ask(&mut state, 1, Request::QueuePop(b"q".to_vec())).0, b"\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0v");
     assert_eq!(ask(&mut state, 3, push()), (vec![], vec![2]));
+}
+
+#[test]
+fn a_last_will_reaches_its_queue_when_its_client_leaves() {
+    let mut state = State::new(100);
+    let will = |value: &[u8]| Request::LastWill { key: b"q".to_vec(), value: value.to_vec() };
+    ask(&mut state, 1, will(b"first"));
+    assert_eq!(ask(&mut state, 1, will(b"last")), (vec![], vec![]));
+    assert_eq!(ask(&mut state, 1, Request::CancelWait), (vec![1], vec![]), "the client is still there");
+    assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 0i64.to_le_bytes());
+    state.leave(1);
+    state.leave(1);
+    assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 1i64.to_le_bytes());
+    assert!(ask(&mut state, 2, Request::QueuePop(b"q".to_vec())).0.ends_with(b"\x04\0\0\0\0\0\0\0last"));
+    // It takes up memory before it is carried out.
+    ask(&mut state, 3, will(&[0; 90]));
+    let set = Request::Set { key: b"k".to_vec(), value: vec![0; 9] };
+    let error = state.handle(2, set, &mut Output::default()).unwrap_err();
+    assert!(error.0.contains("full: it holds 100 bytes"), "{error}");
+}
+
+#[test]
+fn a_last_will_wakes_who_waits_for_it() {
+    let mut state = State::new(1 << 30);
+    let wait = || Request::Wait(vec![b"q".to_vec()]);
+    // Nobody wakes a client that has left itself.
+    ask(&mut state, 1, Request::LastWill { key: b"q".to_vec(), value: vec![] });
+    ask(&mut state, 1, wait());
+    ask(&mut state, 2, wait());
+    state.leave(1);
+    assert_eq!(state.take_woken(), [2]);
 }
 
 #[test]
