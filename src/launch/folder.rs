@@ -4,6 +4,7 @@ use super::console::message;
 use super::error::{Error, Result};
 use crate::host::boot_id;
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -132,16 +133,16 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
     loop {
         let path = create_new(parent, name, 0o700)?;
         let locked = File::open(&path).and_then(|folder| {
-            // Another ddprun may be inspecting the folder. On a file system without locks, no folder is considered
-            // stale.
-            let _ = flock(&folder, FlockOperation::LockExclusive);
-            Ok((folder.metadata()?.ino(), folder))
+            // On a file system without locks, no folder is considered stale.
+            let is_taken = flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
+            Ok((is_taken, folder.metadata()?.ino(), folder))
         });
         match locked {
-            Ok((inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
+            Ok((false, inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
                 return Ok((path, lock));
             }
-            // Another ddprun considered the folder stale and removed it.
+            // Another ddprun considered the folder stale: it is about to remove it, or has removed it, and perhaps has even
+            // created its own with the same name.
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {

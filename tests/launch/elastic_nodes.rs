@@ -78,7 +78,10 @@ fn the_others_go_on_without_a_dead_node_and_admit_one_that_comes() {
     assert_eq!(nodes.wait_for_round(2, 1), ["0-of-2-0", "1-of-2-0"]);
     let one = status(2);
     assert!(one.matches("  alive\n").count() == 1 && !one.contains("\n2  "), "{one}");
-    assert!(one.contains("UTC: node 1 (host ") && one.contains("has given no sign of life for 4 s"), "{one}");
+    assert!(
+        one.contains("UTC: node 1 (host ") && one.contains("is gone: its ddprun has ended without a word"),
+        "{one}"
+    );
     let third = nodes.start(&[], SCRIPT);
     nodes.wait_for_round(3, 2);
     let all = nodes.end(vec![first, third]);
