@@ -169,3 +169,28 @@ fn create_new(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
 fn io_error(path: &Path, error: std::io::Error) -> Error {
     Error::io(format!("cannot create {} for the run's log and error files (see --log-dir)", path.display()), error)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+
+    /// Those that start at once remove each other's folders, which do not look used until they are locked.
+    #[test]
+    fn runs_that_start_at_once_get_folders_of_their_own() {
+        let parent = tempfile::tempdir().unwrap();
+        let all = Barrier::new(4);
+        let create = || {
+            for _ in 0..300 {
+                remove_stale(parent.path(), "run");
+                let (path, lock) = create_locked(parent.path(), "run").unwrap();
+                // Each keeps its folder until all have one.
+                all.wait();
+                remove_dir(&path).unwrap();
+                drop(lock);
+                all.wait();
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(create))));
+    }
+}
