@@ -34,6 +34,8 @@ LIMITS = {"disk", "memory", "descriptors"}
 
 # The time-out of groups in seconds: short where it is what ends the run.
 SHORT, LONG = 8, 30
+# After a time-out, ranks ask each other for up to so many seconds what has happened.
+DIAGNOSIS = 5
 # The length of the pause.
 PAUSE = 5
 
@@ -144,7 +146,7 @@ def expected_on_cpus(case):
             return Expected(False, 10 if early else 0, "is gone|has ended|gave no sign of life", launcher_first=early)
         case "stop":
             reason = "does not answer|gave no sign of life|missing: |have not|not connect|do not answer|no connection"
-            return Expected(False, late, reason)
+            return Expected(False, late + DIAGNOSIS, reason)
         case "pause":
             return Expected(True, PAUSE)
         case "panic" | "error":
@@ -161,9 +163,9 @@ def expected_on_cpus(case):
             return Expected(None, late, ".", launcher_first=True, headline=False)
         case "half_open" if case.engine == "shm":
             # The monitors' connections are cut. The data is in memory.
-            return Expected(None, late, "does not answer|do not answer|was lost", headline=False)
+            return Expected(None, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
         case "half_open":
-            return Expected(False, late, "does not answer|do not answer|was lost", headline=False)
+            return Expected(False, late + DIAGNOSIS, "does not answer|do not answer|was lost", headline=False)
         case "garbage" if early:
             return Expected(None, 10, ".", launcher_first=True, headline=False)
         case "garbage":
