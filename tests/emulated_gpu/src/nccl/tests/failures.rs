@@ -10,12 +10,15 @@ const REMOTE: c_int = Code::RemoteError as c_int;
 fn an_abort_is_an_error_for_the_others() {
     // The culprit is the rank in whose process the hub is, or another one.
     for (blocking, culprit) in [(true, 0), (false, 0), (true, 2), (false, 2)] {
+        // The survivors abort as well, and must not be the first of whom another hears.
+        let heard = Barrier::new(2);
         ranks(3, blocking, |rank| {
             if rank.rank == culprit {
                 rank.abort();
                 return;
             }
             let (code, text) = rank.await_error();
+            heard.wait();
             assert_eq!(code, REMOTE);
             assert!(text.contains(&format!("rank {culprit} has closed")), "{text}");
             // No further operation is possible.
