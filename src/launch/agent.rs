@@ -3,7 +3,7 @@ use super::config::Topology;
 use super::console::message;
 use super::environment::Incarnation;
 use super::error::Result;
-use super::members::{Members, cannot_go_on};
+use super::members::{Aftermath, Members};
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Report, Round, Slot};
 use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus};
 use super::store;
@@ -310,39 +310,27 @@ impl<'a> Agent<'a> {
             message(format_args!("rank {rank} {how}: all workers are started again (restart {nth} of {of})"));
             return Ok(Verdict::RestartAll);
         };
-        if !members.update()? {
-            return Ok(end(failed));
+        match members.after_exit(rank, &how.to_string(), failed, replaced, max_restarts, min_world_size)? {
+            Aftermath::GoOn => Ok(Verdict::GoOn),
+            Aftermath::Fail => Ok(Verdict::Fail),
+            Aftermath::GoOnWithout { left } => {
+                worker.given_up = true;
+                message(format_args!("rank {rank} {how}: the other {left} rank(s) go on without it"));
+                Ok(Verdict::GoOn)
+            }
+            Aftermath::Replace { incarnation } => {
+                self.count_restart();
+                let (nth, of) = (self.restart_count, max_restarts);
+                message(format_args!(
+                    "rank {rank} {how}: it is started again, and the others go on (restart {nth} of {of})"
+                ));
+                self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
+                    let reason = format!("its process {how}, and cannot be started again: {error}");
+                    // The workers are ended in any case.
+                    let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
+                })
+            }
         }
-        if !members.contains(rank) {
-            return Ok(Verdict::GoOn);
-        }
-        if !failed {
-            members.fail(rank, format!("its process {how} before all ranks had finished"))?;
-            return Ok(Verdict::GoOn);
-        }
-        let next = if replaced { members.with_new([rank]) } else { members.without(|gone| gone == rank) };
-        let left = next.len();
-        if !replaced && (left == 0 || left < min_world_size) {
-            members.fail(rank, cannot_go_on(&how.to_string(), max_restarts, left, min_world_size))?;
-            return Ok(Verdict::Fail);
-        }
-        if !members.change(next)? {
-            return Ok(Verdict::Fail);
-        }
-        if !replaced {
-            worker.given_up = true;
-            message(format_args!("rank {rank} {how}: the other {left} rank(s) go on without it"));
-            return Ok(Verdict::GoOn);
-        }
-        let incarnation = members.incarnation(rank);
-        self.count_restart();
-        let (nth, of) = (self.restart_count, max_restarts);
-        message(format_args!("rank {rank} {how}: it is started again, and the others go on (restart {nth} of {of})"));
-        self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
-            let reason = format!("its process {how}, and cannot be started again: {error}");
-            // The workers are ended in any case.
-            let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
-        })
     }
 
     fn count_restart(&mut self) {

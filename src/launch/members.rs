@@ -13,6 +13,18 @@ pub(super) struct Members {
     last: BTreeMap<usize, u64>,
 }
 
+/// What follows when the process of a rank has ended.
+pub(super) enum Aftermath {
+    /// Nothing: the ranks go on, or know why they end.
+    GoOn,
+    /// The run has failed.
+    Fail,
+    /// A new process takes its place.
+    Replace { incarnation: u64 },
+    /// The other ranks, so many, go on without it.
+    GoOnWithout { left: usize },
+}
+
 impl Members {
     /// The first generation after workers of `world_size` ranks were started for the `attempt`th time.
     pub(super) fn new(store: Arc<dyn Store>, attempt: u64, world_size: usize) -> Self {
@@ -35,7 +47,7 @@ impl Members {
         Ok(true)
     }
 
-    pub(super) fn contains(&self, rank: usize) -> bool {
+    fn contains(&self, rank: usize) -> bool {
         self.members.iter().any(|member| member.rank == rank)
     }
 
@@ -54,6 +66,43 @@ impl Members {
         members.extend(new);
         members.sort_by_key(|member| member.rank);
         members
+    }
+
+    /// Decides what follows when the process of `rank` has ended, and makes it known to the ranks. `how` says how it ended, and
+    /// `replaced` whether a failed one may be started again.
+    pub(super) fn after_exit(
+        &mut self,
+        rank: usize,
+        how: &str,
+        failed: bool,
+        replaced: bool,
+        max_restarts: u32,
+        min_world_size: usize,
+    ) -> Result<Aftermath> {
+        if !self.update()? {
+            return Ok(if failed { Aftermath::Fail } else { Aftermath::GoOn });
+        }
+        if !self.contains(rank) {
+            return Ok(Aftermath::GoOn);
+        }
+        if !failed {
+            self.fail(rank, format!("its process {how} before all ranks had finished"))?;
+            return Ok(Aftermath::GoOn);
+        }
+        let next = if replaced { self.with_new([rank]) } else { self.without(|gone| gone == rank) };
+        let left = next.len();
+        if !replaced && (left == 0 || left < min_world_size) {
+            self.fail(rank, cannot_go_on(how, max_restarts, left, min_world_size))?;
+            return Ok(Aftermath::Fail);
+        }
+        if !self.change(next)? {
+            return Ok(Aftermath::Fail);
+        }
+        Ok(if replaced {
+            Aftermath::Replace { incarnation: self.incarnation(rank) }
+        } else {
+            Aftermath::GoOnWithout { left }
+        })
     }
 
     /// Begins another generation; false if the ranks have decided otherwise in the meantime.
@@ -79,7 +128,7 @@ impl Members {
 }
 
 /// Why an elastic run ends with the process of a rank.
-pub(super) fn cannot_go_on(how: &str, max_restarts: u32, left: usize, min_world_size: usize) -> String {
+fn cannot_go_on(how: &str, max_restarts: u32, left: usize, min_world_size: usize) -> String {
     let used = match max_restarts {
         0 => "ddprun starts none again (--max-restarts 0)".to_string(),
         _ => format!("all restarts are used up (--max-restarts {max_restarts})"),

@@ -1,7 +1,7 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: what happens to some processes leaves the others where they are.
 use super::message::{Admission, Entry, Exited, Replacement, Slot};
 use super::run::{Action, Run, State};
-use crate::launch::members::{Members, cannot_go_on};
+use crate::launch::members::{Aftermath, Members};
 use crate::rendezvous::Member;
 
 impl Run {
@@ -21,40 +21,23 @@ impl Run {
         let replaced = self.restarts_left > 0;
         let max_restarts = self.terms.max_restarts;
         let Some(processes) = &mut self.processes else { return };
+        let aftermath = processes.after_exit(rank, how, failed, replaced, max_restarts, min_world_size);
         // The end of the store's process ends this one, so its calls do not fail.
-        let is_over = !processes.update().unwrap_or(false);
-        if is_over {
-            if failed {
-                self.fail(what, code, Some(slot));
+        let entry = match aftermath.unwrap_or(if failed { Aftermath::Fail } else { Aftermath::GoOn }) {
+            Aftermath::GoOn => return,
+            Aftermath::Fail => return self.fail(what, code, Some(slot)),
+            Aftermath::Replace { incarnation } => {
+                self.restarts_left -= 1;
+                self.restart_count += 1;
+                let nth = max_restarts - self.restarts_left;
+                let reason =
+                    format!("{what}: it is started again, and the others go on (restart {nth} of {max_restarts})");
+                Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
             }
-            return;
-        }
-        if !processes.contains(rank) {
-            return;
-        }
-        if !failed {
-            let _ = processes.fail(rank, format!("its process {how} before all ranks had finished"));
-            return;
-        }
-        let next = if replaced { processes.with_new([rank]) } else { processes.without(|gone| gone == rank) };
-        let left = next.len();
-        if !replaced && (left == 0 || left < min_world_size) {
-            let _ = processes.fail(rank, cannot_go_on(how, max_restarts, left, min_world_size));
-            return self.fail(what, code, Some(slot));
-        }
-        if !processes.change(next).unwrap_or(false) {
-            return self.fail(what, code, Some(slot));
-        }
-        let incarnation = processes.incarnation(rank);
-        let entry = if replaced {
-            self.restarts_left -= 1;
-            self.restart_count += 1;
-            let nth = max_restarts - self.restarts_left;
-            let reason = format!("{what}: it is started again, and the others go on (restart {nth} of {max_restarts})");
-            Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
-        } else {
-            let reason = format!("{what}: the other {left} rank(s) go on without it");
-            Entry::GoOnWithout { slot, rank: Some(rank), reason }
+            Aftermath::GoOnWithout { left } => {
+                let reason = format!("{what}: the other {left} rank(s) go on without it");
+                Entry::GoOnWithout { slot, rank: Some(rank), reason }
+            }
         };
         self.actions.push(Action::Write(entry));
     }
