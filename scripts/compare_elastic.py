@@ -6,8 +6,8 @@ candle-ddp under ddprun, and PyTorch under torchrun.
 
 Four ranks train on the handwritten digits. A rank is killed by SIGKILL every few seconds: ranks 1, 2, 3 in turn, or rank 0.
 Measured is the time from the signal to the next step that all ranks have committed. With `--part init`, a rank never comes, is
-killed while the others join, or has another model; measured is the time until all processes have ended. Results are written to
-benches/results/elastic.md and elastic_init.md. The environment variable CANDLE_DDP_PYTHON names the Python interpreter with PyTorch and
+killed while the others join, or has another model; measured is the time until all ranks have an error, and until all have ended. Results are written
+to benches/results/elastic.md and elastic_init.md. The environment variable CANDLE_DDP_PYTHON names the Python interpreter with PyTorch and
 safetensors (default: python3); without PyTorch, that part is skipped with a message.
 """
 
@@ -73,8 +73,10 @@ def at_the_start(options):
         "",
         f"{RANKS} ranks on one machine join each other, on the CPU, and build a model. Rank {meet.FAILING} never comes, is killed by "
         "SIGKILL while the others wait for the last one, or has another model. Measured is the time from the failure (where nobody "
-        "failed: from the time-out; with another model: from when the last rank had joined) until the launcher and all ranks have "
-        "ended: the median, and the least and the most.",
+        "failed: from the time-out; with another model: from when the last rank had joined). The first number is the time until "
+        "all ranks that waited had an error, or had been ended without one; the second, until the launcher and all ranks had "
+        "ended. Each is the median, with the least and the most. In the first two cases a rank waits for nothing, but sleeps: "
+        "ddprun leaves ranks a second to end on their own before it ends them.",
         "",
         f"`python3 scripts/compare_elastic.py --part init --repetitions {options.repetitions}`, {options.date}, {harness.machine()}, "
         f"load average of other work {load:.0f}",

@@ -2,13 +2,14 @@
 
     python3 scripts/elastic_nodes.py [--binaries target/release]
 
-Needs root, iproute2 and util-linux. Each row of the table that is printed is a run of examples/elastic:
+Needs root, iproute2 and util-linux. It writes benches/results/elastic_nodes.md. In runs of examples/elastic,
 - the second node is killed, and one comes in its place later;
 - the same, but its network goes away, so that nobody is told;
 - the node that hosts the store is killed: the other one ends, and a new run goes on from the checkpoint.
 """
 
 import argparse
+import datetime
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ def main():
     parser.add_argument("--steps", type=int, default=20, help="steps of training between two events [20]")
     parser.add_argument("--epochs", type=int, default=12, help="epochs of a run [12]")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds to wait after each step, so that a run lasts [0.1]")
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the date in the table [today]")
+    parser.add_argument("--output", type=Path, default=harness.ROOT / "benches" / "results", help="the folder")
     options = parser.parse_args()
     options.binaries = (options.binaries or harness.build("--bin", "ddprun", "--example", "elastic")).absolute()
     rows = []
@@ -39,7 +42,27 @@ def main():
                 rows += [f"| {what} | {result} |" for what, result in case(run)]
             finally:
                 run.end()
-    print("| what happens | what follows |\n|---|---|", *rows, sep="\n")
+    write(options, rows)
+
+
+def write(options, rows):
+    lines = [
+        "# A node is killed",
+        "",
+        "Two network namespaces with two ranks each, whose ddpruns meet by `--nnodes 1:2 --rdzv-backend c10d`, train the network of "
+        "the example `digits` with `elastic::run`. The first node hosts the store. Times are from the event to the next step that "
+        "all ranks have made, or until the other ddprun has ended.",
+        "",
+        f"`python3 scripts/elastic_nodes.py`, {options.date}, {harness.machine()}",
+        "",
+        "| what happens | what follows |",
+        "|---|---|",
+        *rows,
+    ]
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "elastic_nodes.md"
+    path.write_text("\n".join([*lines, ""]))
+    say(f"written: {path}")
 
 
 def second_node_killed(run):

@@ -51,6 +51,9 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
+            if let Err(error) = report(&options, own, "told") {
+                eprintln!("error: {error}");
+            }
             ExitCode::FAILURE
         }
     }
@@ -90,5 +93,6 @@ fn append(events: Option<&PathBuf>, rank: usize, event: &str) -> Result<()> {
     let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0., |since| since.as_secs_f64());
     let line = serde_json::json!({ "event": event, "rank": rank, "time": time });
     let mut file = File::options().create(true).append(true).open(path).context("opening the file of events")?;
-    writeln!(file, "{line}").context("writing an event")
+    // In one piece, since all ranks append to this file.
+    file.write_all(format!("{line}\n").as_bytes()).context("writing an event")
 }

@@ -23,7 +23,8 @@ CASES = {
 
 
 def measure(command, fault, repetitions):
-    """Returns, for each repetition, the seconds from the failure until all processes have ended."""
+    """Returns, for each repetition, the seconds from the failure until all ranks that waited have been told, or have been ended
+    without a word, and until all processes have ended."""
     return [run(command, fault) for _ in range(repetitions)]
 
 
@@ -45,8 +46,11 @@ def run(command, fault):
         assert process.returncode != 0, output
         lines = [json.loads(line) for line in events.read_text().splitlines()]
         assert not any(line["event"] == "done" for line in lines), output
-        seconds = ended - failure(fault, lines)
-        say(f"{command[0]}, {fault}: {seconds:.2f} s")
+        told = {line["rank"]: line["time"] for line in lines if line["event"] == "told"}
+        begun, killed = ({line["rank"] for line in lines if line["event"] == event} for event in ("begin", "killed"))
+        since = failure(fault, lines)
+        seconds = max(told.get(rank, ended) for rank in begun - killed) - since, ended - since
+        say(f"{Path(command[0]).name}, {fault}: told after {seconds[0]:.2f} s, ended after {seconds[1]:.2f} s")
         return seconds
 
 
@@ -69,6 +73,10 @@ def table(rows):
     """Returns the lines of a table; `rows` are titles with the measurements of each case."""
     lines = ["| run | " + " | ".join(CASES.values()) + " |", "|---|" + "---|" * len(CASES)]
     for title, measured in rows:
-        cells = [f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})" for times in measured]
+        cells = ["; ".join(map(spread, zip(*pairs))) for pairs in measured]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
+
+
+def spread(times):
+    return f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})"

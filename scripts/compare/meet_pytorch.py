@@ -41,10 +41,14 @@ def main():
     report("begin")
     if fault == "killed":
         threading.Thread(target=die, daemon=True).start()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
-    report("joined")
-    DistributedDataParallel(torch.nn.Linear(4, 3 if fault == "model" else 2))
-    dist.barrier()
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
+        report("joined")
+        DistributedDataParallel(torch.nn.Linear(4, 3 if fault == "model" else 2))
+        dist.barrier()
+    except Exception:
+        report("told")
+        raise
     report("done")
     # Gloo sometimes aborts at the interpreter's end.
     os._exit(0)

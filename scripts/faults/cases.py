@@ -143,7 +143,7 @@ def expected_on_cpus(case):
     match fault:
         case "kill":
             # In the rendezvous, others notice within ten seconds, and the launcher does at once.
-            return Expected(False, 10 if early else 0, "is gone|has ended|gave no sign of life", launcher_first=early)
+            return Expected(False, 10 if early else 0, "is gone|has ended|ended during|gave no sign of life", launcher_first=early)
         case "stop":
             reason = "does not answer|gave no sign of life|missing: |have not|not connect|do not answer|no connection"
             return Expected(False, late + DIAGNOSIS, reason)
@@ -152,7 +152,7 @@ def expected_on_cpus(case):
         case "panic" | "error":
             return Expected(False, 0, "the fault that was asked for|panicked", launcher_first=early)
         case "exit":
-            reason = "missing: " if early else "is gone|has ended|left the group"
+            reason = "missing: |ended during" if early else "is gone|has ended|left the group"
             return Expected(False, late if early else 0, reason)
         case "closed" if early:
             # The store's clients may connect again.

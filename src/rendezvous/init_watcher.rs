@@ -1,11 +1,13 @@
 //! How ranks learn of each other's failures before they are connected.
 //!
-//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. That thread also writes
-//! this rank's heartbeat and monitors that of the next rank, so the store gets only a few requests per rank and second,
-//! however many ranks there are. If the next rank's heartbeat stops, its process died without reporting an error.
+//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. If its process dies, a store that is
+//! a server of this crate sets the key by the rank's last will. The thread also writes this rank's heartbeat and monitors that
+//! of the next rank, so the store gets only a few requests per rank and second, however many ranks there are. If the next rank's
+//! heartbeat stops, its process is stopped, or died where no last will tells it.
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
+use super::tcp_store::LastWill;
 use super::{PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
@@ -57,6 +59,7 @@ pub(crate) struct InitWatcher {
     /// Whether this rank has been counted in `HEARD`.
     heard: Arc<AtomicBool>,
     thread: Option<Thread>,
+    will: Option<LastWill>,
 }
 
 struct Thread {
@@ -69,7 +72,7 @@ impl InitWatcher {
     /// Creates a watcher that uses the keys of `store` under `prefix`; `hosts` says whether this process hosts the
     /// store.
     pub(super) fn new(store: Arc<InitStore>, prefix: &str, rank: usize, hosts: bool) -> Self {
-        Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None }
+        Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None, will: None }
     }
 
     /// Starts the thread. The key `superseded`, in the store without the prefix, ends the initialisation of all ranks, since
@@ -83,6 +86,7 @@ impl InitWatcher {
         let superseded = superseded.map(|key| (Arc::clone(&store), key));
         let keys = PrefixStore::new(self.prefix.as_str(), store);
         keys.set(&heartbeat_key(self.rank), FIRST)?;
+        self.leave_will();
         let ((stop, stopped), (end, ended)) = (channel(), channel());
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
@@ -98,6 +102,20 @@ impl InitWatcher {
         Ok(())
     }
 
+    /// Has the store report to the other ranks that this one failed, if its process ends without doing so.
+    fn leave_will(&mut self) {
+        let text = format!(
+            "{} its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
+             error in its output",
+            self.rank,
+            host_name()
+        );
+        match self.store.leave_will(&format!("{}/{ABORT}", self.prefix), text.as_bytes()) {
+            Ok(will) => self.will = will,
+            Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
+        }
+    }
+
     /// Returns the deadline of initialisation.
     pub(crate) fn deadline(&self) -> Instant {
         self.store.deadline
@@ -111,6 +129,7 @@ impl InitWatcher {
     /// Ends monitoring with the `result` of initialisation. An error is reported to the other ranks.
     pub(crate) fn conclude<T>(mut self, result: Result<T>) -> Result<T> {
         self.end_thread();
+        self.withdraw();
         match &result {
             Ok(_) => self.store.lift_limits(),
             Err(Error::Group(Failure::PeerGone { rank, peer, .. })) => {
@@ -119,6 +138,12 @@ impl InitWatcher {
             Err(error) => self.report(self.rank, &format!("{error} (on host {})", host_name())),
         }
         result
+    }
+
+    fn withdraw(&mut self) {
+        if let Some(will) = self.will.take() {
+            will.withdraw();
+        }
     }
 
     fn end_thread(&mut self) {
@@ -154,6 +179,7 @@ impl Drop for InitWatcher {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.end_thread();
+            self.withdraw();
             if std::thread::panicking() {
                 self.report(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
             }

@@ -5,6 +5,7 @@ use crate::common::{fill, floats, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::elastic::{self, ElasticOptions, Parts, Progress, State};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StateDict, StepLr};
+use candle_ddp::rendezvous::Store;
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
@@ -99,10 +100,11 @@ pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
         }
         match what {
             "kill" => kill_process(getpid(), Signal::KILL).unwrap(),
-            "follow" => {
-                // The next rank dies at the same place.
-                let next = folder().join(format!("{} kill-{place} {commit}-{}-{commit}", rank + 1, rank + 1));
-                while !next.exists() {
+            "join" => {
+                // Ranks 1 and 2 die together, when both are at this place.
+                let other = if rank == 1 { 2 } else { 1 };
+                let name = format!("{other} join-{place} {commit}-{other}-{commit}");
+                while !folder().join(&name).exists() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 kill_process(getpid(), Signal::KILL).unwrap();
@@ -237,8 +239,8 @@ impl Run {
     }
 }
 
-/// A ddprun that is one of one or two nodes with two ranks each.
-fn node(folder: &Path, port: u16, events: &str) -> Child {
+/// Starts a ddprun that is one of one or two nodes with two ranks each, and waits until the store has `key`.
+fn node(folder: &Path, port: u16, events: &str, key: &str) -> Child {
     let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
     launcher.args(["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
     launcher.arg(format!("--rdzv-endpoint=localhost:{port}"));
@@ -247,7 +249,8 @@ fn node(folder: &Path, port: u16, events: &str) -> Child {
     launcher.env(EVENTS, events).env(FOLDER, folder).stdout(Stdio::null()).stderr(Stdio::piped());
     let child = launcher.spawn().unwrap();
     // The first node hosts the store.
-    candle_ddp::rendezvous::TcpStore::connect("localhost", port, Duration::from_secs(60)).unwrap();
+    let store = candle_ddp::rendezvous::TcpStore::connect("localhost", port, Duration::from_secs(60)).unwrap();
+    store.wait(&[key], None).unwrap();
     child
 }
 
@@ -265,8 +268,9 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     let folder = tempfile::tempdir().unwrap();
     let (folder, port) = (folder.path(), crate::common::free_port());
     let events = "0 wait-forward 3,0 wait-forward 6";
-    let first = node(folder, port, events);
-    let mut second = node(folder, port, events);
+    // Who comes first is given the first ranks.
+    let first = node(folder, port, events, "candle_ddp/nodes/welcome/0");
+    let mut second = node(folder, port, events, "candle_ddp/nodes/welcome/1");
     let entered = |rank: usize| {
         std::fs::read_to_string(folder.join(format!("entered-{rank}"))).map_or(0, |text| text.lines().count())
     };
@@ -278,7 +282,8 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     std::fs::write(folder.join("go-3"), "").unwrap();
     wait_for("steps without the second node", || waits(6));
     assert_eq!((entered(0), entered(2)), (2, 1));
-    let third = node(folder, port, events);
+    // It is admitted by a generation of its own.
+    let third = node(folder, port, events, "candle_ddp/agent/0/generation/2");
     std::fs::write(folder.join("go-6"), "").unwrap();
     let outputs = [first, third].map(|node| node.wait_with_output().unwrap());
     for output in &outputs {

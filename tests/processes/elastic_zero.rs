@@ -76,7 +76,7 @@ fn the_ranks_that_are_left_share_the_shards() {
 
 #[test]
 fn what_a_rank_and_its_mirror_held_is_lost_when_they_die_together() {
-    let run = launched(3, &["--max-restarts", "2"], "1 follow-forward 4,2 kill-forward 4", None);
+    let run = launched(3, &["--max-restarts", "2"], "1 join-forward 4,2 join-forward 4", None);
     assert!(!run.output.status.success());
     for rank in 0..3 {
         let error = run.read(&format!("error-{rank}"));

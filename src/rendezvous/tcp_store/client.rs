@@ -114,6 +114,13 @@ impl TcpStore {
         Self { host, port, address, local, timeout, secret, deadline: Some(deadline), idle: Mutex::new(idle), server }
     }
 
+    /// Returns another client of the same store, whose calls may take `timeout` each.
+    pub(super) fn alone(&self, timeout: Duration) -> Self {
+        let Self { ref host, port, address, local, ref secret, .. } = *self;
+        let (host, secret) = (host.clone(), secret.clone());
+        Self { host, port, address, local, timeout, secret, deadline: None, idle: Mutex::default(), server: None }
+    }
+
     /// Uses another host name for the store in messages.
     pub(crate) fn named(mut self, host: &str) -> Self {
         self.host = host.to_string();

@@ -20,6 +20,7 @@ mod shared;
 mod state;
 #[cfg(test)]
 mod tests;
+mod will;
 
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
@@ -27,3 +28,4 @@ pub(crate) use fuzz::store_protocol as fuzz_store_protocol;
 pub(crate) use listen::Listening;
 pub use options::{TcpStoreOptions, TcpStoreServerOptions};
 pub use server::TcpStoreServer;
+pub(super) use will::LastWill;

@@ -157,7 +157,7 @@ pub(super) enum Request {
         nonce: [u8; NONCE],
         proof: [u8; PROOF],
     },
-    /// When this client's connection closes, `value` goes to the queue `key`.
+    /// When this client's connection closes, `value` goes to the queue `key`. An empty key withdraws the last will.
     LastWill {
         key: Vec<u8>,
         value: Vec<u8>,

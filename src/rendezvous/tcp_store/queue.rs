@@ -1,4 +1,4 @@
-//! What only the launcher's agents need of a [`TcpStore`]: PyTorch's queues, last wills, and removing what others have left.
+//! What only the launcher's agents need of a [`TcpStore`]: PyTorch's queues, and removing what others have left.
 use super::TcpStore;
 use super::link::LinkError;
 use super::protocol::{Request, user_key};
@@ -21,15 +21,6 @@ impl TcpStore {
             0 => Ok(None),
             _ => link.receive_bytes(deadline).map(Some),
         })
-    }
-
-    /// Has the server append `value` to the queue `key` when the connection of this call closes, for whatever reason: MQTT's
-    /// last will. A client that only one thread uses keeps this connection. Only this crate's server knows the request.
-    pub(crate) fn last_will(&self, key: &str, value: &[u8]) -> Result<()> {
-        let operation = || format!("last_will({key:?})");
-        let request =
-            Request::LastWill { key: self.key("last_will", key)?, value: self.value("last_will", key, value)? };
-        self.tell(&operation, &request)
     }
 
     /// Removes all keys, those of PyTorch's clients included, except those that begin with one of `kept`.

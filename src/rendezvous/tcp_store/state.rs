@@ -94,15 +94,16 @@ impl State {
             Request::NumKeys => reply.put_i64(self.keys.len() as i64),
             Request::Delete(key) => reply.put_i64(i64::from(self.keys.remove(&key[..]).is_some())),
             Request::Append { key, value } => {
-                let length = self.value(&key).len() + value.len();
+                let old = self.keys.get(&key[..]).map_or(&[][..], |old| old);
+                let length = old.len() + value.len();
                 if length > MAX_VALUE {
                     return Err(Malformed(format!("an appended value would have {length} bytes")));
                 }
-                let value = [self.value(&key), &value].concat();
+                let value = [old, &value].concat();
                 self.set(key, value)?;
             }
             Request::MultiGet(keys) => {
-                fits_reply(keys.iter().map(|key| 8 + self.value(key).len()).sum())?;
+                fits_reply(keys.iter().map(|key| 8 + self.value(key).map_or(0, |value| value.len())).sum())?;
                 keys.iter().for_each(|key| self.put_value(key, reply));
             }
             Request::MultiSet(pairs) => {
@@ -117,6 +118,9 @@ impl State {
             Request::QueuePush { key, value } => {
                 self.reserve(key.len() + value.len(), 1)?;
                 self.push(self.meter.share(key), self.meter.share(value));
+            }
+            Request::LastWill { key, .. } if key.is_empty() => {
+                self.wills.remove(&client);
             }
             Request::LastWill { key, value } => {
                 // Its place in the queue is reserved from now on.
@@ -150,6 +154,8 @@ impl State {
     /// [`State::handle`], clients may have to be woken.
     pub(super) fn leave(&mut self, client: ClientId) {
         self.forget(client);
+        // Its wait may have ended in the moment before.
+        self.woken.retain(|other| *other != client);
         if let Some((key, value)) = self.wills.remove(&client) {
             self.push(key, value);
         }
@@ -188,12 +194,13 @@ impl State {
         Ok(shared)
     }
 
-    fn value(&self, key: &[u8]) -> &[u8] {
-        self.keys.get(key).map_or(&[], |value| value)
+    /// Returns what is read at `key`: for a queue, its first element.
+    fn value(&self, key: &[u8]) -> Option<&Shared> {
+        self.keys.get(key).or_else(|| self.queues.get(key)?.front())
     }
 
     fn put_value(&self, key: &[u8], reply: &mut Output) {
-        match self.keys.get(key) {
+        match self.value(key) {
             Some(value) => reply.put_shared(value),
             None => reply.put_bytes(&[]),
         }
@@ -237,8 +244,9 @@ impl State {
         desired: Vec<u8>,
         reply: &mut Output,
     ) -> Result<(), Malformed> {
-        let current = self.keys.get(&key[..]);
-        if current.map_or(expected.is_empty(), |current| **current == *expected) {
+        let current = self.value(&key);
+        if !self.queues.contains_key(&key[..]) && current.map_or(expected.is_empty(), |current| **current == *expected)
+        {
             self.set(key.clone(), desired)?;
             self.put_value(&key, reply);
             return Ok(());

@@ -279,6 +279,35 @@ fn a_last_will_reaches_its_queue_when_its_client_leaves() {
 }
 
 #[test]
+fn a_last_will_can_be_withdrawn() {
+    let mut state = State::new(100);
+    let will = |key: &[u8]| Request::LastWill { key: key.to_vec(), value: vec![0; 90] };
+    ask(&mut state, 1, will(b"q"));
+    ask(&mut state, 1, Request::LastWill { key: vec![], value: vec![] });
+    state.leave(1);
+    assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 0i64.to_le_bytes());
+    // Its memory is free again.
+    ask(&mut state, 2, will(b"q"));
+}
+
+#[test]
+fn the_first_element_of_a_queue_is_read_as_a_key() {
+    let mut state = State::new(1 << 30);
+    for value in [b"v", b"w"] {
+        ask(&mut state, 1, Request::QueuePush { key: b"q".to_vec(), value: value.to_vec() });
+    }
+    let value = b"\x01\0\0\0\0\0\0\0v";
+    assert_eq!(ask(&mut state, 1, Request::Get(b"q".to_vec())).0, value);
+    assert_eq!(ask(&mut state, 1, Request::MultiGet(vec![b"q".to_vec()])).0, value);
+    for expected in [&b""[..], b"v"] {
+        let compare_set =
+            Request::CompareSet { key: b"q".to_vec(), expected: expected.to_vec(), desired: b"other".to_vec() };
+        assert_eq!(ask(&mut state, 1, compare_set).0, value);
+    }
+    assert_eq!(ask(&mut state, 1, Request::NumKeys).0, 0i64.to_le_bytes());
+}
+
+#[test]
 fn a_last_will_wakes_who_waits_for_it() {
     let mut state = State::new(1 << 30);
     let wait = || Request::Wait(vec![b"q".to_vec()]);
