@@ -45,7 +45,10 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
     for line in BufReader::new(control).lines() {
         let Ok(line) = line else { break };
         match Message::parse(&line) {
-            Some(Message::Ready) => communicator.settle(),
+            Some(Message::Ready) => {
+                super::log::init(communicator);
+                communicator.settle();
+            }
             Some(Message::Failed(error)) => communicator.fail(error),
             Some(Message::Child(child)) => communicator.change(|state| state.child = Some(child)),
             Some(Message::Finalized) => communicator.change(|state| state.finalized = true),
