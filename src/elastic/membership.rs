@@ -274,7 +274,7 @@ impl Membership {
             if *watched == Watched::Waiting {
                 *watched = Watched::Superseded;
                 if let Some(pg) = group.upgrade() {
-                    pg.abort(&reason);
+                    pg.supersede(&reason);
                 }
             }
         };

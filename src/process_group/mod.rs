@@ -250,6 +250,12 @@ impl ProcessGroup {
         if self.0.communicator.failure().is_none() {
             self.0.was_aborted.store(true, Ordering::Relaxed);
         }
+        self.supersede(reason);
+    }
+
+    /// [`abort`](Self::abort) because of something outside the group: without first waiting for the reason of a failure, if the
+    /// engine is looking for one.
+    pub(crate) fn supersede(&self, reason: &str) {
         self.0.communicator.abort(reason);
         // Does not wait for the lock: a thread that holds it is connecting, and learns of the failure from this group
         // or by its time-out.
