@@ -9,15 +9,16 @@ Every survivor must end within its bound, with an error that names the rank and 
 does not matter, the run must go on and have the result of a run without it. Afterwards, no process, shared memory, socket or
 temporary file may be left, and a run that was interrupted in a checkpoint must go on from a whole one.
 
-A run of everything writes a table to benches/results/fault_matrix.md. Needs Linux, Python and cargo, and for ENOSPC the right
+A run of everything writes its tables to benches/results/fault_matrix.md. Needs Linux, Python and cargo, and for ENOSPC the right
 to mount a file system. With --nccl the ranks use NCCL, on the emulated GPU (scripts/emulated_gpu.sh): source the env.sh of
-scripts/cuda_toolkit.sh first.
+scripts/cuda_toolkit.sh first. The CPU engine and NCCL each have a part of the file.
 """
 
 import argparse
 import concurrent.futures
 import datetime
 import os
+import re
 import subprocess
 import sys
 import time
@@ -57,8 +58,8 @@ def main():
     wrong = [case for case, (error, *_) in results.items() if error]
     say(f"{len(results)} cases, {len(results) - len(wrong)} as expected, {len(wrong)} not, in {seconds:.0f} s")
     if not (options.quick or options.only):
-        path = options.output / ("fault_matrix_nccl.md" if options.nccl else "fault_matrix.md")
-        path.write_text(document(options, engines, results, left_out, skipped, seconds))
+        path = options.output / "fault_matrix.md"
+        replace_part(path, document(options, engines, results, left_out, skipped, seconds))
         say(f"written: {path}")
     sys.exit(1 if wrong else 0)
 
@@ -101,12 +102,25 @@ def describe(verdict):
     return f"WRONG: {error}" if error else f"{how}, {seconds:.1f} s"
 
 
+def replace_part(path, part):
+    """Writes a part of a document, which begins with its title, in the place of the one with the same title, or at the end."""
+    title = part.splitlines()[0]
+    parts = re.split(r"^(?=# )", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    kept = [part.strip() if old.startswith(title + "\n") else old.strip() for old in parts if old.strip()]
+    if part.strip() not in kept:
+        kept.append(part.strip())
+    path.write_text("\n\n".join(kept) + "\n")
+
+
 def document(options, engines, results, left_out, skipped, seconds):
     wrong = {case: verdict[0] for case, verdict in results.items() if verdict[0]}
     command = ["python3", "scripts/fault_matrix.py", *(["--nccl"] if options.nccl else []), "--jobs", str(options.jobs)]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    first = " while ranks meet"
+    if options.nccl:
+        first = ", which sees the end of a process at once, while ranks have ten seconds more to find out which heartbeat is missing"
     lines = [
-        "# Faults",
+        "# Faults over NCCL, on an emulated GPU" if options.nccl else "# Faults",
         "",
         f"{len(results)} runs of real ranks under `ddprun`, each with one fault: **{len(results) - len(wrong)} ended as they must, "
         f"{len(wrong)} did not**.",
@@ -119,7 +133,7 @@ def document(options, engines, results, left_out, skipped, seconds):
         "",
         "Every survivor must end within its bound, with an error that names the rank and the reason: at once, or at the "
         f"time-out of {SHORT} s where only that can tell (with a second for the question why, and two for each group's goodbye); the "
-        "launcher may be first while ranks meet. To this comes an allowance of 5 s, or up to 20 s under load. Where the fault does not "
+        f"launcher may be first{first}. To this comes an allowance of 5 s, or up to 20 s under load. Where the fault does not "
         "matter, and after a pause, the run must go on and end with the same bits as a run without a fault. Afterwards there is no "
         "process, shared memory, socket or temporary file, and a run that was interrupted in a checkpoint goes on from a whole one.",
         "",

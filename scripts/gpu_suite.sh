@@ -16,7 +16,7 @@
 #     bandwidth  optimizers, clipping, loss scaling and norms: their share of the memory's bandwidth
 #     models     steps of ResNet-50 and a GPT, f32 and bf16
 #     allreduce  collectives over NCCL, and what a call costs beyond NCCL's own
-#     faults     ranks that die, leave or disagree
+#     faults     ranks that die, leave or disagree, and training that goes on without them
 #
 # Where Python finds PyTorch with CUDA, `bandwidth` and `models` measure it beside; otherwise the summary says so.
 set -euo pipefail
@@ -166,7 +166,7 @@ allreduce() {
 
 faults() {
   # The tests in which ranks die, leave or disagree.
-  for name in the_death messages_with_a_rank mismatched; do
+  for name in the_death messages_with_a_rank mismatched elastic; do
     step "faults-$name" 110 "$bin/gpu" "$name" --test-threads=1 --nocapture
   done
 }

@@ -59,6 +59,8 @@ def meaningless(engine, fault, moment):
         return "nothing is written to a disk then"
     if engine == "nccl" and fault in ["closed", "half_open", "garbage"]:
         return "NCCL's connections are its own"
+    if (engine, fault, moment) == ("nccl", "descriptors", "construction"):
+        return "the emulated GPU loads its kernels from files then"
     if fault == "memory" and engine != "shm":
         return "only shared memory has segments"
     if fault == "memory" and moment not in ["rendezvous", "construction"]:

@@ -49,7 +49,11 @@ class Run:
             "RAYON_NUM_THREADS": 1,
             "TMPDIR": self.temporary,
         }
-        if case.engine != "nccl":
+        if case.engine == "nccl":
+            # One GPU for each rank. Their kernels are compiled once for all runs, and so not into the folder of one.
+            environment["EMULATED_GPUS"] = case.world
+            environment.setdefault("EMULATED_GPU_CACHE", Path(tempfile.gettempdir()) / f"emulated-gpu-cache-{os.getuid()}")
+        else:
             environment["CANDLE_DDP_CPU_TRANSPORT"] = {"shm": "auto", "tcp": "tcp"}[case.engine]
         self.output = folder / "output"
         command = programs.command(case.world, "--shutdown-timeout", str(SHUTDOWN))

@@ -42,7 +42,7 @@ pub(super) struct Membership {
     watch: Arc<Watch>,
 }
 
-/// The wait for a generation that begins while the present group is well, such as for one with more ranks.
+/// The wait for what follows the present generation, which may be decided while its group is well: with more ranks, say.
 #[derive(Default)]
 struct Watch(Mutex<Watched>);
 
@@ -50,7 +50,7 @@ struct Watch(Mutex<Watched>);
 enum Watched {
     #[default]
     Waiting,
-    /// Another generation has begun, and the group was aborted for it.
+    /// Another generation has begun or the run has ended, and the group was aborted for that.
     Superseded,
     /// This process has left the group.
     Left,
@@ -254,21 +254,27 @@ impl Membership {
         Ok(pg)
     }
 
-    /// Aborts the group when the launcher has begun another generation, since the group itself is well then.
+    /// Aborts the group when the launcher has begun another generation or ended the run: the group itself may be well, or may
+    /// learn only later that a rank is gone.
     fn watch(&mut self, pg: &ProcessGroup) -> Result<()> {
         self.watch = Arc::default();
         if self.arbiter != Arbiter::Agent {
             return Ok(());
         }
-        let (watch, log, next, abort) =
-            (Arc::clone(&self.watch), self.log.clone(), self.generation() + 1, pg.aborter());
+        let (watch, log, next, group) =
+            (Arc::clone(&self.watch), self.log.clone(), self.generation() + 1, pg.downgrade());
         let work = move || {
             let waited = log.store().wait(&[&Generations::key(next)], Some(Duration::MAX));
-            if waited.is_ok() && matches!(log.get(next), Ok(Some(Decision::Members(_)))) {
-                let mut watched = watch.lock();
-                if *watched == Watched::Waiting {
-                    *watched = Watched::Superseded;
-                    abort(OTHER_GENERATION);
+            let reason = match waited.and_then(|()| log.get(next)) {
+                Ok(Some(Decision::Members(_))) => OTHER_GENERATION.to_string(),
+                Ok(Some(Decision::Failed { rank, reason })) => format!("rank {rank} has ended the run: {reason}"),
+                _ => return,
+            };
+            let mut watched = watch.lock();
+            if *watched == Watched::Waiting {
+                *watched = Watched::Superseded;
+                if let Some(pg) = group.upgrade() {
+                    pg.supersede(&reason);
                 }
             }
         };
@@ -276,7 +282,7 @@ impl Membership {
         thread.map(drop).map_err(|error| Error::io("starting a thread that waits for the next generation", error))
     }
 
-    /// Whether the present group was aborted because another generation has begun.
+    /// Whether the present group was aborted because of what follows this generation.
     pub(super) fn is_superseded(&self) -> bool {
         *self.watch.lock() == Watched::Superseded
     }
@@ -286,6 +292,10 @@ impl Membership {
         if self.arbiter == Arbiter::Restart {
             // The launcher does not know that the others would have to be started again.
             return Ok(true);
+        }
+        // On a GPU, it may turn out only now that a collective has failed.
+        if let Err(error) = pg.settle() {
+            return if pg.failure().is_some() { Ok(false) } else { Err(error) };
         }
         let next = self.generation() + 1;
         let key = format!("{}/finished", Generations::prefix_of(self.generation()));
@@ -318,6 +328,8 @@ impl Membership {
 
     /// Ends the run because of this process.
     pub(super) fn fail(&self, reason: &str) {
+        // The group gets the reason from this rank itself.
+        *self.watch.lock() = Watched::Left;
         let decision = Decision::Failed { rank: self.own.rank, reason: reason.to_string() };
         let mut number = self.generation() + 1;
         // Where the others have gone on already, they learn of it in their next generation.

@@ -1,5 +1,6 @@
 //! What a training run consists of, and its last commit.
 use super::shards::Shards;
+use crate::process_group::{ProcessGroup, WeakProcessGroup};
 use crate::state::{Dict, StateDict};
 use crate::tensor::copy::copy_all;
 use crate::{Error, Result};
@@ -31,12 +32,20 @@ pub struct State<S> {
     committed: Dict,
     /// The parts that are spread over the ranks.
     pub(super) shards: Shards,
+    /// The group of the present generation.
+    group: WeakProcessGroup,
 }
 
 impl<S: Parts> State<S> {
     /// A run that begins with `inner`: new, or loaded from a checkpoint.
     pub fn new(inner: S) -> Self {
-        Self { inner, commits: 0, committed: Dict::new(), shards: Shards::default() }
+        Self {
+            inner,
+            commits: 0,
+            committed: Dict::new(),
+            shards: Shards::default(),
+            group: WeakProcessGroup::default(),
+        }
     }
 
     /// How many commits there were, on all ranks and over all generations.
@@ -49,8 +58,10 @@ impl<S: Parts> State<S> {
     /// between two commits, as in a backward pass of DDP: then a commit is one of all ranks, or one of a rank that is ahead of
     /// the others by one, whose state they get.
     ///
+    /// Waits until a GPU has done the step, since it may turn out only then that the group has failed in it.
+    ///
     /// # Errors
-    /// The parts', and the device's when memory runs out.
+    /// The parts', the device's when memory runs out, and, on a GPU, the group's.
     pub fn commit(&mut self) -> Result<()> {
         self.commit_with(&[])
     }
@@ -66,6 +77,10 @@ impl<S: Parts> State<S> {
     /// # Errors
     /// As with `commit`; with sharded parts also those of the group.
     pub fn commit_with(&mut self, more: &[(&str, &dyn StateDict)]) -> Result<()> {
+        // The last commit is overwritten only by what is known to be right.
+        if let Some(group) = self.group.upgrade() {
+            group.settle()?;
+        }
         self.take(self.commits + 1, more)?;
         self.commits += 1;
         Ok(())
@@ -145,6 +160,11 @@ impl<S: Parts> State<S> {
         let prefix = format!("{name}/");
         let of_the_part = self.committed.iter().filter_map(|(key, tensor)| Some((key.strip_prefix(&prefix)?, tensor)));
         of_the_part.map(|(key, tensor)| Ok((key.to_string(), tensor.copy()?))).collect()
+    }
+
+    /// Begins a generation with this group.
+    pub(super) fn enter(&mut self, pg: &ProcessGroup) {
+        self.group = pg.downgrade();
     }
 
     /// The last commit.

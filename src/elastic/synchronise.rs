@@ -41,6 +41,7 @@ pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, is_
         state.adopt(commits, committed)?;
     }
     state.shards.settle(shards, &ring, pg);
+    state.enter(pg);
     Ok(())
 }
 

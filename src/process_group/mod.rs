@@ -37,7 +37,7 @@ use engine::Settings;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// A group of ranks that communicate with each other: PyTorch's `ProcessGroup`. Clones are handles to the same group.
@@ -58,6 +58,17 @@ use std::time::Duration;
 /// rank gets an error, [`Error::InvalidTensor`] or [`Error::UnsupportedDType`], before anything is sent.
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
+
+/// A handle to a group that does not keep it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WeakProcessGroup(Weak<Inner>);
+
+impl WeakProcessGroup {
+    /// The group, if it is still there.
+    pub(crate) fn upgrade(&self) -> Option<ProcessGroup> {
+        self.0.upgrade().map(ProcessGroup)
+    }
+}
 
 /// The state of a group.
 struct Inner {
@@ -186,14 +197,20 @@ impl ProcessGroup {
         self.0.was_aborted.load(Ordering::Relaxed)
     }
 
-    /// What aborts this group, if it is still there, from a thread that does not keep it.
-    pub(crate) fn aborter(&self) -> impl Fn(&str) + Send + 'static {
-        let group = Arc::downgrade(&self.0);
-        move |reason| {
-            if let Some(inner) = group.upgrade() {
-                Self(inner).abort(reason);
-            }
+    /// A handle that does not keep the group.
+    pub(crate) fn downgrade(&self) -> WeakProcessGroup {
+        WeakProcessGroup(Arc::downgrade(&self.0))
+    }
+
+    /// Waits until a GPU has done all that it was given, and returns the failure of the group, if any. Until then, the results
+    /// of collectives may be missing although [`Work::wait`] has returned: the host does not wait for them, and a failure ends
+    /// them on the GPU.
+    pub(crate) fn settle(&self) -> Result<()> {
+        if self.device().is_cpu() {
+            return Ok(());
         }
+        self.device().synchronize()?;
+        self.failed()
     }
 
     /// How many handles to this group there are.
@@ -233,6 +250,12 @@ impl ProcessGroup {
         if self.0.communicator.failure().is_none() {
             self.0.was_aborted.store(true, Ordering::Relaxed);
         }
+        self.supersede(reason);
+    }
+
+    /// [`abort`](Self::abort) because of something outside the group: without first waiting for the reason of a failure, if the
+    /// engine is looking for one.
+    pub(crate) fn supersede(&self, reason: &str) {
         self.0.communicator.abort(reason);
         // Does not wait for the lock: a thread that holds it is connecting, and learns of the failure from this group
         // or by its time-out.

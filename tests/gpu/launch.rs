@@ -13,7 +13,7 @@ const JOB: &str = "CANDLE_DDP_TEST_JOB";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
 /// NCCL accepts several ranks on one GPU if each seems to be on a host of its own.
-const SHARED: [(&str, &str); 12] = [
+pub(crate) const SHARED: [(&str, &str); 12] = [
     ("CANDLE_DDP_ALLOW_SHARED_GPU", "1"),
     ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
     ("NCCL_NET", "Socket"),
@@ -49,11 +49,16 @@ fn skip(test: &str, reason: &str) {
 /// Returns whether the GPU is that of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is
 /// skipped.
 pub(crate) fn emulated(test: &str) -> bool {
-    let emulated = std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"));
+    let emulated = is_emulated();
     if !emulated {
         skip(test, "only an emulated GPU can inject failures");
     }
     emulated
+}
+
+/// Whether the GPU is that of `tests/emulated_gpu`.
+pub(crate) fn is_emulated() -> bool {
+    std::env::var("LD_PRELOAD").is_ok_and(|libraries| libraries.contains("emulated_gpu"))
 }
 
 /// A rank's process: its job and its parameters.

@@ -12,6 +12,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod data;
+mod elastic;
+#[path = "../common/elastic_ranks.rs"]
+mod elastic_ranks;
 mod fences;
 mod launch;
 mod layers;

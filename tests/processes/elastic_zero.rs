@@ -1,7 +1,7 @@
 //! `elastic::run` with an optimizer whose state is sharded over the ranks, which are killed.
 use crate::common::{floats, tensor};
-use crate::elastic::{BATCH, EVENTS, Net, Run, SAMPLES, event, result, run_as_rank, variables};
-use candle_core::{DType, IndexOp, Tensor};
+use crate::elastic_ranks::{BATCH, EVENTS, Net, Run, SAMPLES, event, result, run_as_rank, variables};
+use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_ddp::elastic::{Parts, Progress, State};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
@@ -46,7 +46,9 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
 #[test]
 fn rank_of_another_test() {
     if std::env::var(EVENTS).is_ok() {
-        let new = |own| State::new(Training { varmap: variables(own), progress: Progress::default() });
+        let new = |own, device: &Device| {
+            State::new(Training { varmap: variables(own, device), progress: Progress::default() })
+        };
         run_as_rank(new, train);
     }
 }

@@ -295,7 +295,8 @@ fn all_reduces(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
         if round == ROUND {
             plan.at("all_reduce")?;
         }
-        work.wait()?;
+        // After `wait`, a GPU may still read the contents left by a failed call.
+        work.synchronize()?;
         let values = floats(&values);
         assert!(values[1..].iter().all(|value| *value == sum as f32), "a wrong number in round {round}");
         if values[0] > 0.0 {

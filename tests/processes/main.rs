@@ -11,6 +11,8 @@ mod ddp;
 mod diagnostics;
 mod digits;
 mod elastic;
+#[path = "../common/elastic_ranks.rs"]
+mod elastic_ranks;
 mod elastic_zero;
 mod examples;
 mod faults;

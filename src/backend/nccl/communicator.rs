@@ -331,6 +331,13 @@ impl Base {
         let (comm, token) = match parts {
             Ok(parts) => parts,
             Err(error) => {
+                let error = match error {
+                    // The rank that has failed says so in the store, or sends no more heartbeats.
+                    WaitError::Nccl(remote) if remote.is_remote => {
+                        WaitError::Group(WaitError::Nccl(remote).end_group(&self.group))
+                    }
+                    own => own,
+                };
                 let failure = match &error {
                     WaitError::Nccl(failure) => Failure::PeerFailed { peer: rank, reason: failure.to_string() },
                     WaitError::Group(failure) => failure.clone(),

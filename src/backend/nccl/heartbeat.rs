@@ -199,7 +199,8 @@ impl HeartbeatMonitor<'_> {
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
             let look = self.health_store.look(self.group.rank)?;
-            if let Some(failure) = look.failure {
+            // The program may have ended the group meanwhile.
+            if let Some(failure) = look.failure.or_else(|| self.group.failure()) {
                 return Ok(failure);
             }
             if let Some(failure) = self.in_vain(look.departure)? {
@@ -232,7 +233,7 @@ impl HeartbeatMonitor<'_> {
         let deadline = Instant::now() + PATIENCE;
         let mut reports = Vec::new();
         while Instant::now() < deadline {
-            if let Some(failure) = self.health_store.look(self.group.rank)?.failure {
+            if let Some(failure) = self.health_store.look(self.group.rank)?.failure.or_else(|| self.group.failure()) {
                 return Ok(failure);
             }
             if asked_first {

@@ -133,7 +133,8 @@ pub(super) fn await_id(
         return Err(group.failure().map_or_else(|| cannot(&error), WaitError::Group));
     }
     let bytes = store.get(key).map_err(|error| cannot(&error))?;
-    UniqueId::from_bytes(&bytes).ok_or_else(|| cannot(&"the other rank could not make one"))
+    let none = || NcclFailure::of_another_rank(operation, "the other rank could not make one").into();
+    UniqueId::from_bytes(&bytes).ok_or_else(none)
 }
 
 #[cfg(test)]

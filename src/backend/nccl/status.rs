@@ -17,6 +17,8 @@ pub fn version() -> Result<i32> {
 pub(super) struct NcclFailure {
     operation: &'static str,
     reason: String,
+    /// Whether another rank, or the network, is to blame.
+    pub(super) is_remote: bool,
 }
 
 impl NcclFailure {
@@ -34,12 +36,18 @@ impl NcclFailure {
         // SAFETY: the communicator may be null, it is not used.
         let last = text(unsafe { sys::ncclGetLastError(std::ptr::null_mut()) });
         let last = if last.is_empty() { last } else { format!(" (NCCL's last message: {last})") };
-        Self { operation, reason: format!("{:?}, {name}{last}", error.0) }
+        let is_remote = error.0 == sys::ncclResult_t::ncclRemoteError;
+        Self { operation, reason: format!("{:?}, {name}{last}", error.0), is_remote }
     }
 
     /// An error that NCCL does not report itself.
     pub(super) fn other(operation: &'static str, reason: &str) -> Self {
-        Self { operation, reason: reason.to_string() }
+        Self { operation, reason: reason.to_string(), is_remote: false }
+    }
+
+    /// An error of which another rank knows the reason.
+    pub(super) fn of_another_rank(operation: &'static str, reason: &str) -> Self {
+        Self { is_remote: true, ..Self::other(operation, reason) }
     }
 
     pub(super) fn into_error(self, rank: usize) -> Error {

@@ -3,6 +3,7 @@ use super::communicator::Communicator;
 use super::handles::{self, Handle};
 use super::wire::{Greeting, Message};
 use super::{Code, Failure, Outcome, failure, system_error};
+use std::io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -21,20 +22,17 @@ pub(super) fn start(communicator: Arc<Communicator>) {
 fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
     let Communicator { rank, size, peer_info, hub, .. } = communicator;
     let connect = |for_data| {
-        let greeting = Greeting { for_data, rank: *rank, size: *size };
+        let greeting = Greeting { for_data, rank: *rank, size: *size, process: std::process::id() };
         let stream = greeting.connect(hub).map_err(|error| {
-            failure(Code::RemoteError, format!("connecting to the process that made the id: {error}"))
+            let is_gone = matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset);
+            let code = if is_gone { to_blame(hub) } else { Code::SystemError };
+            failure(code, format!("connecting to the process that made the id: {error}"))
         })?;
         Ok(Arc::new(stream))
     };
     let (control, data) = (connect(false)?, connect(true)?);
     communicator.unless_ended(|state| (state.control, state.data) = (Some(control.clone()), Some(data)))?;
-    let join = Message::Join {
-        process: std::process::id(),
-        device: peer_info.device,
-        may_share: peer_info.may_share,
-        host: peer_info.host.clone(),
-    };
+    let join = Message::Join { device: peer_info.device, may_share: peer_info.may_share, host: peer_info.host.clone() };
     // If the hub does not receive it, later steps of the connection report the reason.
     let _ = join.send(&control);
     Ok(control)
@@ -45,7 +43,10 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
     for line in BufReader::new(control).lines() {
         let Ok(line) = line else { break };
         match Message::parse(&line) {
-            Some(Message::Ready) => communicator.settle(),
+            Some(Message::Ready) => {
+                super::log::init(communicator);
+                communicator.settle();
+            }
             Some(Message::Failed(error)) => communicator.fail(error),
             Some(Message::Child(child)) => communicator.change(|state| state.child = Some(child)),
             Some(Message::Finalized) => communicator.change(|state| state.finalized = true),
@@ -60,8 +61,14 @@ fn listen(communicator: &Communicator, control: &UnixStream) {
         state.orphaned || state.finalized
     });
     if !expected {
-        communicator.fail(failure(Code::RemoteError, "the process that made the id has closed the connection"));
+        let text = "the process that made the id has closed the connection";
+        communicator.fail(failure(to_blame(&communicator.hub), text));
     }
+}
+
+/// The error when the hub is gone: another process's, unless it was in this one.
+fn to_blame(hub: &str) -> Code {
+    if super::wire::is_here(hub) { Code::SystemError } else { Code::RemoteError }
 }
 
 fn tell(communicator: &Communicator, message: &Message) {

@@ -4,7 +4,7 @@ use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
 use super::handles::{self, Handle};
 use super::peer_info::{PeerInfo, pretences};
-use super::{Code, Outcome, failure, group, set_last_error};
+use super::{Code, Outcome, failure, group, log, set_last_error};
 use std::ffi::{c_char, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -205,6 +205,7 @@ pub unsafe extern "C" fn ncclCommDestroy(comm: Handle) -> c_int {
             visit.0.await_settled()?;
         }
         visit.0.end();
+        log::end(&visit.0, "Destroy");
         handles::remove(comm);
         Ok(Code::Success)
     })
@@ -216,7 +217,9 @@ pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
         if comm.is_null() {
             return Ok(Code::Success);
         }
-        visit(comm, "ncclCommAbort")?.0.end();
+        let visit = visit(comm, "ncclCommAbort")?;
+        visit.0.end();
+        log::end(&visit.0, "Abort");
         handles::remove(comm);
         Ok(Code::Success)
     })

@@ -21,7 +21,16 @@ pub(super) fn open() -> Result<String> {
 fn accept(listener: &UnixListener) {
     let mut hub: Option<Arc<Hub>> = None;
     for stream in listener.incoming() {
-        let Ok(mut stream) = stream else { continue };
+        let mut stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                // Nobody else gets in, as in NCCL.
+                if let Some(hub) = &hub {
+                    lock(&hub.0).fail(system_error("accepting a connection", &error));
+                }
+                return;
+            }
+        };
         // A rank that dies here is noticed through its other connection, or never joins.
         let Ok(greeting) = Greeting::read(&mut stream) else { continue };
         let hub = hub.get_or_insert_with(|| Arc::new(Hub::new(greeting.size)));
@@ -45,6 +54,8 @@ struct State {
 /// The hub's state of a rank.
 #[derive(Default)]
 struct Seat {
+    /// The rank's process, once it has connected.
+    process: Option<u32>,
     has_control: bool,
     has_data: bool,
     control: Option<UnixStream>,
@@ -57,7 +68,6 @@ struct Seat {
 }
 
 struct Joined {
-    process: u32,
     device: i32,
     may_share: bool,
     host: String,
@@ -69,6 +79,19 @@ impl Seat {
             // The connection of a rank that has left is closed, which the thread that reads from it notices.
             let _ = message.send(control);
         }
+    }
+
+    fn tell_failure(&self, failure: Failure) {
+        self.tell(&Message::Failed(told_to(self.process, failure)));
+    }
+}
+
+/// What a failure is to a rank in `process`: where the system has failed the hub, another rank's process is to blame, except for
+/// the ranks in its own.
+fn told_to(process: Option<u32>, error: Failure) -> Failure {
+    match error.code {
+        Code::SystemError if process != Some(std::process::id()) => failure(Code::RemoteError, error.text),
+        _ => error,
     }
 }
 
@@ -84,7 +107,7 @@ impl Hub {
 
     /// Accepts a new connection.
     fn admit(self: &Arc<Self>, greeting: Greeting, stream: UnixStream) {
-        let Greeting { for_data, rank, size } = greeting;
+        let Greeting { for_data, rank, size, process } = greeting;
         let mut state = lock(&self.0);
         let fits = size == state.seats.len() && rank < size;
         let taken = |seat: &Seat| if for_data { seat.has_data } else { seat.has_control };
@@ -97,9 +120,16 @@ impl Hub {
             state.fail(error);
             return;
         }
+        state.seats[rank].process = Some(process);
         let copy = match stream.try_clone() {
             Ok(copy) => copy,
-            Err(error) => return state.fail(system_error("copying a connection", &error)),
+            Err(error) => {
+                let error = system_error("copying a connection", &error);
+                if !for_data {
+                    let _ = Message::Failed(told_to(Some(process), error.clone())).send(&stream);
+                }
+                return state.fail(error);
+            }
         };
         let (seat, hub) = (&mut state.seats[rank], self.clone());
         if for_data {
@@ -122,10 +152,10 @@ impl Hub {
             let mut state = lock(&self.0);
             let seat = &mut state.seats[rank];
             match Message::parse(&line) {
-                Some(Message::Join { process, device, may_share, host }) => {
-                    seat.joined = Some(Joined { process, device, may_share, host });
+                Some(Message::Join { device, may_share, host }) => {
+                    seat.joined = Some(Joined { device, may_share, host });
                     match state.failed.clone() {
-                        Some(error) => state.seats[rank].tell(&Message::Failed(error)),
+                        Some(error) => state.seats[rank].tell_failure(error),
                         None => state.start_if_complete(),
                     }
                 }
@@ -192,7 +222,7 @@ impl State {
         if self.failed.is_none() {
             self.failed = Some(failure.clone());
             let staying = self.seats.iter().filter(|seat| !seat.dismissed);
-            staying.for_each(|seat| seat.tell(&Message::Failed(failure.clone())));
+            staying.for_each(|seat| seat.tell_failure(failure.clone()));
         }
     }
 
@@ -248,7 +278,7 @@ impl State {
         let going: Vec<usize> = (0..self.seats.len()).filter(|rank| goes(&self.seats[*rank])).collect();
         going.iter().for_each(|rank| self.seats[*rank].dismissed = true);
         let own = std::process::id();
-        let ours = |seat: &&Seat| seat.joined.as_ref().is_some_and(|joined| joined.process == own);
+        let ours = |seat: &&Seat| seat.process == Some(own);
         if !going.is_empty() && self.seats.iter().filter(ours).all(|seat| seat.dismissed) {
             self.seats.iter().filter(|seat| !seat.dismissed).for_each(|seat| seat.tell(&Message::Orphaned));
         }

@@ -9,6 +9,7 @@ mod group;
 mod handles;
 mod hub;
 mod job;
+mod log;
 mod peer_info;
 mod reduce;
 #[cfg(test)]

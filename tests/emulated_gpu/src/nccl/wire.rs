@@ -10,11 +10,21 @@ fn address(name: &str) -> Result<SocketAddr> {
     SocketAddr::from_abstract_name(name)
 }
 
+/// With what the names of this process's hubs begin.
+fn names_here() -> String {
+    format!("emulated-nccl-{}-", std::process::id())
+}
+
+/// Whether a hub is in this process.
+pub(super) fn is_here(name: &str) -> bool {
+    name.starts_with(&names_here())
+}
+
 /// Returns a new hub's name and its listener.
 pub(super) fn listen() -> Result<(String, UnixListener)> {
     let mut number = [0; 16];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut number)?;
-    let name = format!("emulated-nccl-{:032x}", u128::from_le_bytes(number));
+    let name = format!("{}{:032x}", names_here(), u128::from_le_bytes(number));
     let listener = UnixListener::bind_addr(&address(&name)?)?;
     Ok((name, listener))
 }
@@ -25,21 +35,23 @@ pub(super) struct Greeting {
     pub(super) for_data: bool,
     pub(super) rank: usize,
     pub(super) size: usize,
+    /// The rank's process.
+    pub(super) process: u32,
 }
 
 impl Greeting {
     pub(super) fn connect(self, name: &str) -> Result<UnixStream> {
         let mut stream = UnixStream::connect_addr(&address(name)?)?;
-        let words = [u32::from(self.for_data), self.rank as u32, self.size as u32];
+        let words = [u32::from(self.for_data), self.rank as u32, self.size as u32, self.process];
         stream.write_all(words.map(u32::to_le_bytes).as_flattened())?;
         Ok(stream)
     }
 
     pub(super) fn read(stream: &mut UnixStream) -> Result<Self> {
-        let mut bytes = [[0; 4]; 3];
+        let mut bytes = [[0; 4]; 4];
         stream.read_exact(bytes.as_flattened_mut())?;
-        let [for_data, rank, size] = bytes.map(u32::from_le_bytes);
-        Ok(Self { for_data: for_data != 0, rank: rank as usize, size: size as usize })
+        let [for_data, rank, size, process] = bytes.map(u32::from_le_bytes);
+        Ok(Self { for_data: for_data != 0, rank: rank as usize, size: size as usize, process })
     }
 }
 
@@ -48,7 +60,6 @@ impl Greeting {
 pub(super) enum Message {
     /// A rank joins, with its peer info.
     Join {
-        process: u32,
         device: i32,
         may_share: bool,
         host: String,
@@ -71,8 +82,8 @@ pub(super) enum Message {
 impl Message {
     pub(super) fn send(&self, mut stream: &UnixStream) -> Result<()> {
         let text = match self {
-            Self::Join { process, device, may_share, host } => {
-                format!("join {process} {device} {} {host}", u8::from(*may_share))
+            Self::Join { device, may_share, host } => {
+                format!("join {device} {} {host}", u8::from(*may_share))
             }
             Self::Split { color, key } => format!("split {color} {key}"),
             Self::Finalize => "finalize".to_string(),
@@ -89,13 +100,10 @@ impl Message {
     pub(super) fn parse(line: &str) -> Option<Self> {
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
         let fields = |count| rest.splitn(count, ' ').collect::<Vec<_>>();
-        Some(match (word, &fields(4)[..]) {
-            ("join", [process, device, may_share, host]) => Self::Join {
-                process: process.parse().ok()?,
-                device: device.parse().ok()?,
-                may_share: *may_share == "1",
-                host: host.to_string(),
-            },
+        Some(match (word, &fields(3)[..]) {
+            ("join", [device, may_share, host]) => {
+                Self::Join { device: device.parse().ok()?, may_share: *may_share == "1", host: host.to_string() }
+            }
             ("split", [color, key]) => Self::Split { color: color.parse().ok()?, key: key.parse().ok()? },
             ("finalize", _) => Self::Finalize,
             ("ready", _) => Self::Ready,

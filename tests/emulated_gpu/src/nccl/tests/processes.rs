@@ -22,6 +22,7 @@ fn process_of_another_test() {
         "after finalize" => after_finalize(),
         "fault" => fault(),
         "delay" => delay(),
+        "ends" => ends(),
         other => panic!("no such job: {other}"),
     }
 }
@@ -226,4 +227,28 @@ fn delay() {
     assert!(rank.synchronize(PATIENCE));
     assert!(start.elapsed() >= Duration::from_millis(200));
     assert_eq!(sums, [1.0]);
+}
+
+/// A communicator that is aborted, and one that is finalized and destroyed.
+fn ends() {
+    settle_down("host", 0, false);
+    Rank::connect(id(), 0, 1, false).abort();
+    drop(Rank::connect(id(), 0, 1, false));
+}
+
+#[test]
+fn beginnings_and_ends_are_logged() {
+    let file = std::env::temp_dir().join(format!("emulated-nccl-log-{}", std::process::id()));
+    let logged = |level: &str| {
+        let mut child = process("ends").env("NCCL_DEBUG", level).env("NCCL_DEBUG_FILE", &file).spawn().unwrap();
+        assert!(child.wait().unwrap().success());
+        let text = std::fs::read_to_string(&file).unwrap_or_default();
+        let _ = std::fs::remove_file(&file);
+        text
+    };
+    let text = logged("INFO");
+    let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(" - ")?.1)).collect();
+    assert_eq!(lines, ["Init COMPLETE", "Abort COMPLETE", "Init COMPLETE", "Destroy COMPLETE"], "{text}");
+    assert!(text.lines().all(|line| line.contains(" rank 0 nranks 1 ")), "{text}");
+    assert_eq!(logged("WARN"), "");
 }

@@ -1,0 +1,287 @@
+//! Ranks of `elastic::run` that are processes and are killed.
+//!
+//! The processes are the test binary itself; environment variables make it a rank, and say when it kills itself.
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
+use crate::common::{fill, floats, tensor};
+use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_ddp::elastic::{self, ElasticOptions, Parts, Progress, State};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StateDict, StepLr};
+use candle_ddp::seed::Generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use rustix::process::{Signal, getpid, kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// What happens to ranks, as a list of `RANK WHERE COMMIT`: the folder of the test remembers what has happened.
+pub(crate) const EVENTS: &str = "CANDLE_DDP_TEST_ELASTIC";
+pub(crate) const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+pub(crate) const MIN: &str = "CANDLE_DDP_TEST_MIN";
+/// The number of GPUs, if ranks train on these.
+pub(crate) const GPUS: &str = "CANDLE_DDP_TEST_GPUS";
+pub(crate) const SAMPLES: usize = 50;
+pub(crate) const BATCH: usize = 2;
+pub(crate) const EPOCHS: usize = 4;
+
+pub(crate) struct Net(Linear, Linear);
+
+impl Net {
+    pub(crate) fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self(linear(4, 8, vb.pp("a"))?, linear(8, 2, vb.pp("b"))?))
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+pub(crate) struct Training {
+    varmap: VarMap,
+    optimizer: AdamW,
+    schedule: StepLr,
+    noise: Generator,
+    progress: Progress,
+}
+
+impl Parts for Training {
+    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+        vec![
+            ("model", &mut self.varmap),
+            ("optimizer", &mut self.optimizer),
+            ("schedule", &mut self.schedule),
+            ("noise", &mut self.noise),
+            ("progress", &mut self.progress),
+        ]
+    }
+}
+
+impl Training {
+    pub(crate) fn new(rank: usize, device: &Device) -> Self {
+        let varmap = variables(rank, device);
+        let vars = varmap.data().lock().unwrap();
+        let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        drop(vars);
+        named.sort_by(|(name, _), (other, _)| name.cmp(other));
+        let mut optimizer = AdamW::from_named(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
+        let schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 5, gamma: 0.7 }).unwrap();
+        Self { varmap, optimizer, schedule, noise: Generator::new(7), progress: Progress::default() }
+    }
+}
+
+/// Other initial values in every process but the first of rank 0: all have to get its state.
+pub(crate) fn variables(rank: usize, device: &Device) -> VarMap {
+    let varmap = VarMap::new();
+    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, device)).unwrap();
+    fill(&varmap, if rank == 0 && first_time("first", 0, 0) { 3 } else { u64::from(std::process::id()) });
+    varmap
+}
+
+pub(crate) fn folder() -> PathBuf {
+    std::env::var(FOLDER).unwrap().into()
+}
+
+/// Whether nothing of this name has happened yet, in any process of the test.
+fn first_time(what: &str, rank: usize, commit: u64) -> bool {
+    std::fs::File::create_new(folder().join(format!("{what}-{rank}-{commit}"))).is_ok()
+}
+
+/// Does what the test wants to happen here.
+pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
+    let events = std::env::var(EVENTS).unwrap();
+    for event in events.split(',').filter(|event| !event.is_empty()) {
+        let [who, what, at] = event.split(' ').collect::<Vec<_>>()[..] else { panic!("{event}") };
+        if who != rank.to_string() || at != commit.to_string() {
+            continue;
+        }
+        let (what, here) = what.split_once('-').unwrap();
+        if here != place || !first_time(event, rank, commit) {
+            continue;
+        }
+        match what {
+            "kill" => kill_process(getpid(), Signal::KILL).unwrap(),
+            "join" => {
+                // Ranks 1 and 2 die together, when both are at this place.
+                let other = if rank == 1 { 2 } else { 1 };
+                let name = format!("{other} join-{place} {commit}-{other}-{commit}");
+                while !folder().join(&name).exists() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                kill_process(getpid(), Signal::KILL).unwrap();
+            }
+            "exit" => std::process::exit(0),
+            "wait" => wait_for(&format!("go-{commit}"), || folder().join(format!("go-{commit}")).exists()),
+            "panic" => panic!("out of luck"),
+            "error" => return Err(Error::InvalidArgument { argument: "luck", reason: "it has run out".to_string() }),
+            other => panic!("{other}"),
+        }
+    }
+    Ok(())
+}
+
+fn append(name: &str, line: &str) {
+    use std::io::Write;
+    let mut file = std::fs::File::options().create(true).append(true).open(folder().join(name)).unwrap();
+    writeln!(file, "{line}").unwrap();
+}
+
+pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<Vec<f32>> {
+    event("begin", own, state.commits())?;
+    append(&format!("entered-{own}"), &format!("{} {}", std::process::id(), resources()));
+    let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
+    let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
+    while state.progress.epoch < EPOCHS {
+        let mine: Vec<usize> = state.progress.indices(SAMPLES, 11, pg.rank(), pg.world_size())?.take(BATCH).collect();
+        let rows: Vec<Tensor> = mine.iter().map(|index| data.i(*index)).collect::<candle_core::Result<_>>()?;
+        let noise = state.noise.randn(0., 0.01, (1, 4), DType::F32, pg.device())?;
+        let loss = ddp.forward(&Tensor::stack(&rows, 0)?.broadcast_add(&noise)?)?.sqr()?.mean_all()?;
+        let samples: Vec<String> = mine.iter().map(usize::to_string).collect();
+        let (commit, world_size, epoch) = (state.commits(), pg.world_size(), state.progress.epoch);
+        append(&format!("seen-{own}"), &format!("{commit} {world_size} {epoch} {}", samples.join(" ")));
+        event("forward", own, state.commits())?;
+        let grads = ddp.backward(&loss)?;
+        event("backward", own, state.commits())?;
+        let Training { optimizer, schedule, progress, .. } = &mut **state;
+        optimizer.step(&grads)?;
+        schedule.step(optimizer)?;
+        progress.advance(mine.len() * pg.world_size(), SAMPLES);
+        event("step", own, state.commits())?;
+        state.commit()?;
+        event("commit", own, state.commits())?;
+    }
+    event("end", own, 0)?;
+    Ok(ddp.parameters().iter().flat_map(|var| floats(var)).collect())
+}
+
+/// How many threads, and open files, this process has.
+fn resources() -> String {
+    let count = |folder: &str| std::fs::read_dir(folder).unwrap().count();
+    format!("{} {}", count("/proc/self/task"), count("/proc/self/fd"))
+}
+
+/// Where this rank trains.
+fn device() -> Device {
+    let number = |name| -> Option<usize> { std::env::var(name).ok()?.parse().ok() };
+    match (number(GPUS), number("LOCAL_RANK").or_else(|| number("SLURM_LOCALID"))) {
+        (Some(gpus), local_rank) => Device::new_cuda(local_rank.unwrap() % gpus).unwrap(),
+        (None, _) => Device::Cpu,
+    }
+}
+
+/// Runs a rank, and reports its final parameters, or its error.
+pub(crate) fn run_as_rank<S: Parts>(
+    new: impl Fn(usize, &Device) -> State<S>,
+    train: impl Fn(&ProcessGroup, &mut State<S>, usize) -> Result<Vec<f32>>,
+) {
+    let own: usize = std::env::var("RANK").or_else(|_| std::env::var("SLURM_PROCID")).unwrap().parse().unwrap();
+    event("start", own, 0).unwrap();
+    let min_world_size = std::env::var(MIN).ok().map(|min| min.parse().unwrap());
+    let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
+    let (timeout, device) = (Duration::from_secs(60), device());
+    let init = InitOptions { init_method, timeout, device: Some(device.clone()), ..Default::default() };
+    let options = ElasticOptions { init, min_world_size, last_call_timeout: Duration::from_secs(10) };
+    match elastic::run(options, &mut new(own, &device), |pg, state| train(pg, state, own)) {
+        Ok(weights) => {
+            let text: Vec<String> = weights.iter().map(f32::to_string).collect();
+            std::fs::write(folder().join(format!("result-{own}")), text.join(" ")).unwrap();
+        }
+        Err(error) => {
+            append(&format!("error-{own}"), &error.to_string());
+            eprintln!("Error: {error}");
+            std::process::exit(1);
+        }
+    }
+}
+
+/// How the test binary runs nothing but the entry point `test`.
+pub(crate) fn arguments(test: &str) -> [&str; 4] {
+    [test, "--exact", "--nocapture", "--test-threads=1"]
+}
+
+/// The launcher: beside this binary where scripts/gpu_suite.sh has packed both, otherwise where cargo has built it.
+fn ddprun() -> PathBuf {
+    let beside = std::env::current_exe().unwrap().with_file_name("ddprun");
+    if beside.exists() { beside } else { env!("CARGO_BIN_EXE_ddprun").into() }
+}
+
+pub(crate) struct Run {
+    pub(crate) folder: tempfile::TempDir,
+    pub(crate) output: Output,
+}
+
+impl Run {
+    /// Under ddprun, with the entry point `test`.
+    pub(crate) fn of(test: &str, world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut launcher = Command::new(ddprun());
+        launcher.args(["--nproc-per-node", &world_size.to_string()]).args(options);
+        launcher.arg(std::env::current_exe().unwrap()).args(arguments(test));
+        launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(min.map(|min| (MIN, min.to_string())));
+        Self { output: launcher.output().unwrap(), folder }
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        read(self.folder.path(), name)
+    }
+
+    pub(crate) fn stderr(&self) -> String {
+        String::from_utf8_lossy(&self.output.stderr).into_owned()
+    }
+
+    #[track_caller]
+    pub(crate) fn succeeded(&self) {
+        assert!(self.output.status.success(), "{}\n{}", String::from_utf8_lossy(&self.output.stdout), self.stderr());
+    }
+
+    pub(crate) fn processes(&self, rank: usize) -> Vec<String> {
+        processes(self.folder.path(), rank)
+    }
+}
+
+/// The processes of a rank, in the order of the times at which they began to train.
+pub(crate) fn processes(folder: &Path, rank: usize) -> Vec<String> {
+    let entered = read(folder, &format!("entered-{rank}"));
+    entered.lines().map(|line| line.split(' ').next().unwrap().to_string()).collect()
+}
+
+/// Ranks with the entry point `test`, without a launcher that hosts the store.
+pub(crate) fn by_hand(
+    test: &str,
+    folder: &Path,
+    init_method: &str,
+    world_size: usize,
+    events: &str,
+    min: usize,
+) -> Vec<Command> {
+    let rank = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(arguments(test)).env(EVENTS, events).env(FOLDER, folder).env(MIN, min.to_string());
+        command.env("INIT_METHOD", init_method).env("RAYON_NUM_THREADS", "1");
+        command.env("SLURM_PROCID", rank.to_string()).env("SLURM_NTASKS", world_size.to_string());
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    (0..world_size).map(rank).collect()
+}
+
+pub(crate) fn read(folder: &Path, name: &str) -> String {
+    std::fs::read_to_string(folder.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The final parameters, which are the same on all ranks.
+pub(crate) fn result(folder: &Path, ranks: &[usize]) -> String {
+    let all: Vec<String> = ranks.iter().map(|rank| read(folder, &format!("result-{rank}"))).collect();
+    assert!(all.iter().all(|other| *other == all[0]), "{all:?}");
+    all[0].clone()
+}
+
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(120), "timed out waiting for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
