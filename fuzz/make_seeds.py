@@ -39,7 +39,7 @@ def store():
         "ping": [b"\x0d\x04\x03\x02\x01"],
         "queue": [b"\x0e" + text(b"/q") + text(b"v"), b"\x10" + text(b"/q"), b"\x0f" + text(b"/q"), b"\x0f" + text(b"/q")],
         # The server closes the connection of the second client because of its last byte.
-        "last_will": [keys(6, b"/q"), b"\xde" + text(b"/q") + text(b"v") + b"\xff"],
+        "last_will": [keys(6, b"/q"), b"\xde" + text(b"\x0e" + text(b"/q") + text(b"v")) + b"\xff"],
         "barrier": [b"\x12" + text(b"/b") + number(2), b"\x12" + text(b"/b") + number(2)],
     }
     for name, parts in requests.items():

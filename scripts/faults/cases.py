@@ -133,8 +133,8 @@ def expected(case):
     wanted = expected_on_cpus(case)
     if case.engine != "nccl":
         return wanted
-    # Over NCCL, ranks learn of a death by heartbeats that are missing for 10 s, and by what NCCL says itself.
-    reason = wanted.reason and f"{wanted.reason}|heartbeat|nccl"
+    # Over NCCL, ranks learn of a death from the store, by heartbeats that are missing for 10 s, and by what NCCL says itself.
+    reason = wanted.reason and f"{wanted.reason}|ended without|heartbeat|nccl"
     return replace(wanted, within=wanted.within + 10, reason=reason, launcher_first=True)
 
 

@@ -1,7 +1,6 @@
 use super::cancellation::Cancellation;
 use super::progress::Reporter;
-use super::tcp_store::LastWill;
-use super::{FileStore, Store, TcpStore};
+use super::{FileStore, LastWill, Store, TcpStore};
 use crate::{Error, Result};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -13,28 +12,17 @@ pub(super) const REPORTING: Duration = Duration::from_secs(2);
 pub(super) trait LimitedStore: Store {
     /// Returns the same store with a common `deadline` for all calls.
     fn limited(&self, deadline: Instant) -> Arc<dyn Store>;
-
-    /// Has `value` put at `key` when this process ends, if the store can notice that.
-    fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>>;
 }
 
 impl LimitedStore for TcpStore {
     fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
         Arc::new(self.until(deadline))
     }
-
-    fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
-        self.leave_will(key, value)
-    }
 }
 
 impl LimitedStore for FileStore {
     fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
         Arc::new(self.until(deadline))
-    }
-
-    fn leave_will(&self, _: &str, _: &[u8]) -> Result<Option<LastWill>> {
-        Ok(None)
     }
 }
 
@@ -64,11 +52,6 @@ impl InitStore {
     /// Returns another limited store, with its own `deadline`.
     pub(super) fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
         self.plain.limited(deadline)
-    }
-
-    /// Has `value` put at `key` when this process ends, if the store can notice that.
-    pub(super) fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
-        self.plain.leave_will(key, value)
     }
 
     /// Lifts the limits at the end of initialisation.
@@ -157,6 +140,10 @@ impl Store for InitStore {
 
     fn num_keys(&self) -> Result<usize> {
         self.call(|store| store.num_keys())
+    }
+
+    fn last_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
+        self.call(|store| store.last_will(key, value))
     }
 
     fn timeout(&self) -> Duration {

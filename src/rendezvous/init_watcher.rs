@@ -7,8 +7,7 @@
 use super::cancellation::{Cancellation, Reason};
 use super::init_store::{InitStore, REPORTING};
 use super::join::{ARRIVED, host_key};
-use super::tcp_store::LastWill;
-use super::{PrefixStore, Store};
+use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
 use crate::{Error, Result};
@@ -86,7 +85,7 @@ impl InitWatcher {
         let superseded = superseded.map(|key| (Arc::clone(&store), key));
         let keys = PrefixStore::new(self.prefix.as_str(), store);
         keys.set(&heartbeat_key(self.rank), FIRST)?;
-        self.leave_will();
+        self.leave_will(&keys);
         let ((stop, stopped), (end, ended)) = (channel(), channel());
         let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
         let body = move || {
@@ -103,14 +102,14 @@ impl InitWatcher {
     }
 
     /// Has the store report to the other ranks that this one failed, if its process ends without doing so.
-    fn leave_will(&mut self) {
+    fn leave_will(&mut self, keys: &PrefixStore) {
         let text = format!(
             "{} its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
              error in its output",
             self.rank,
             host_name()
         );
-        match self.store.leave_will(&format!("{}/{ABORT}", self.prefix), text.as_bytes()) {
+        match keys.last_will(ABORT, text.as_bytes()) {
             Ok(will) => self.will = will,
             Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
         }

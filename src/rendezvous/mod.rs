@@ -52,4 +52,4 @@ pub(crate) use store::absent_ranks;
 pub(crate) use tcp_store::Listening;
 #[cfg(any(test, fuzzing))]
 pub(crate) use tcp_store::fuzz_store_protocol;
-pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+pub use tcp_store::{LastWill, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};

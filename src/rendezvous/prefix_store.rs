@@ -1,4 +1,4 @@
-use super::Store;
+use super::{LastWill, Store};
 use crate::Result;
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,6 +81,10 @@ impl Store for PrefixStore {
     /// Counts the keys of the whole store, like PyTorch's `PrefixStore`.
     fn num_keys(&self) -> Result<usize> {
         self.store.num_keys()
+    }
+
+    fn last_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
+        self.store.last_will(&self.key(key), value)
     }
 
     fn timeout(&self) -> Duration {

@@ -1,3 +1,4 @@
+use super::LastWill;
 use crate::{Error, Result};
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -64,6 +65,15 @@ pub trait Store: Send + Sync {
 
     /// Returns the number of keys in the store, including those set by others.
     fn num_keys(&self) -> Result<usize>;
+
+    /// Leaves a last will (MQTT's term): when this process ends, or the value that is returned is dropped, the store does
+    /// `compare_set(key, b"", value)`. Each will takes a connection of its own.
+    ///
+    /// Returns `None` if the store does not notice the end of processes. The [`TcpStoreServer`](super::TcpStoreServer) of a job
+    /// does, once their connections have closed; PyTorch's does not.
+    fn last_will(&self, _key: &str, _value: &[u8]) -> Result<Option<LastWill>> {
+        Ok(None)
+    }
 
     /// Returns the time-out of a call.
     fn timeout(&self) -> Duration;

@@ -219,7 +219,9 @@ fn a_long_outage_ends_at_the_time_out() {
             until_failure(&communicator)
         });
         for error in errors {
-            assert!(error.contains("timed out after 1.5s") && error.contains(reason), "{concerned:?}: {error}");
+            // The other rank may be a call behind, since data for that one did not arrive either.
+            let is_known = error.contains(reason) || error.contains("has not started this collective: its last was");
+            assert!(error.contains("timed out after 1.5s") && is_known, "{concerned:?}: {error}");
         }
     };
     // At once, since most of the test is waiting.

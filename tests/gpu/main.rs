@@ -61,9 +61,12 @@ const MATRIX: [Case; 10] = [
     Case::Views,
 ];
 
+/// The init method of a job whose store is not a file.
+const STORE: &str = "CANDLE_DDP_TEST_STORE";
+
 /// Returns this rank's group.
 fn group(worker: &Worker, timeout: Duration) -> ProcessGroup {
-    let init_method = format!("file://{}", worker.store().display());
+    let init_method = std::env::var(STORE).unwrap_or_else(|_| format!("file://{}", worker.store().display()));
     let options = InitOptions { backend: Backend::Nccl, init_method, timeout, ..Default::default() };
     init_process_group(options).unwrap()
 }
@@ -374,14 +377,20 @@ fn the_death_of_a_rank_ends_all_others_within_seconds() {
     if gpus("the_death_of_a_rank_ends_all_others_within_seconds").is_none() {
         return;
     }
-    let mut ranks = Ranks::start(3, "killed");
-    ranks.await_signs();
-    ranks.kill(1);
-    let start = std::time::Instant::now();
-    for report in ranks.reports(&[0, 2]) {
-        assert!(report.contains("rank 1"), "{report}");
+    // A file notices nothing, but a server does.
+    let server = format!("tcp://127.0.0.1:{}", common::free_port()).leak();
+    let noticed = "rank 1 ended the group: its process on host ";
+    for (store, expected) in [(None, "rank 1"), (Some((STORE, &*server)), noticed)] {
+        let mut ranks = Ranks::start_in(3, "killed", |_| store);
+        ranks.await_signs();
+        ranks.kill(1);
+        let start = std::time::Instant::now();
+        for report in ranks.reports(&[0, 2]) {
+            assert!(report.contains(expected), "{report}");
+        }
+        println!("all have ended {:?} after the death of a rank", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(40), "it took {:?}", start.elapsed());
     }
-    assert!(start.elapsed() < Duration::from_secs(40), "it took {:?}", start.elapsed());
 }
 
 #[test]

@@ -118,7 +118,7 @@ impl NcclCommunicator {
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
         }
-        let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?;
+        let health_store = HealthStore::new(Arc::clone(&store), rank, world_size)?.leave_will();
         let opened = open(device, rank);
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed())?;

@@ -4,7 +4,8 @@ use crate::Result;
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
-use crate::rendezvous::Store;
+use crate::host::host_name;
+use crate::rendezvous::{LastWill, Store};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -29,6 +30,8 @@ pub(super) struct HealthStore {
     store: Arc<dyn Store>,
     rank: usize,
     world_size: usize,
+    /// What tells the others that this process has ended.
+    will: Option<LastWill>,
 }
 
 /// A peer's last heartbeat.
@@ -84,13 +87,29 @@ pub(super) struct Look {
 impl HealthStore {
     /// Creates this rank's keys. The keys of other ranks may be read once all ranks have done so.
     pub(super) fn new(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self> {
-        let health_store = Self { store, rank, world_size };
+        let health_store = Self { store, rank, world_size, will: None };
         health_store.beat(0)?;
         // Sets missing values to empty, so that they can be read without waiting.
         health_store.store.compare_set(FAILURE, b"", b"")?;
         health_store.store.compare_set(QUERY, b"", b"")?;
         health_store.store.compare_set(DEPARTURE, b"", b"")?;
         Ok(health_store)
+    }
+
+    /// Has the store publish the end of this process as a failure, if that comes before the end of this value.
+    pub(super) fn leave_will(mut self) -> Self {
+        let reason = format!(
+            "its process on host {} ended without leaving the group. Look for the first error in its output",
+            host_name()
+        );
+        let mut writer = Writer::default();
+        Failure::PeerFailed { peer: self.rank, reason }.encode(&mut writer);
+        match self.store.last_will(FAILURE, &writer.0) {
+            Ok(will) => self.will = will,
+            // The others will miss its heartbeats.
+            Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
+        }
+        self
     }
 
     /// Writes this rank's heartbeat.
@@ -168,6 +187,14 @@ impl HealthStore {
                 })
             })
             .collect()
+    }
+}
+
+impl Drop for HealthStore {
+    fn drop(&mut self) {
+        if let Some(will) = self.will.take() {
+            will.withdraw();
+        }
     }
 }
 

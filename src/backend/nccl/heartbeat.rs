@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 /// How long other ranks have to report their progress.
 pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 
+/// The longest time between two looks into the store.
+const TICK: Duration = Duration::from_millis(500);
+
 /// The time between two requests to the store during the search for a root cause.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -46,7 +49,7 @@ impl MonitorState {
 impl HeartbeatMonitor<'_> {
     /// Runs until this rank leaves.
     pub(super) fn run(&self) {
-        let tick = Duration::from_secs(1).min(self.lost_after / 5);
+        let tick = TICK.min(self.lost_after / 5);
         let begin = Instant::now();
         let mut state = MonitorState {
             beats: 0,

@@ -135,7 +135,7 @@ fn speak(
         Welcome::Refused { reason } => return Err(News::Refused(reason)),
     };
     // Only the store of a ddprun, which has answered, knows last wills.
-    store.last_will(&inbox, &encode(&(slot, Message::Gone))).map_err(|error| lost(&error))?;
+    store.will_to_queue(&inbox, &encode(&(slot, Message::Gone))).map_err(|error| lost(&error))?;
     tell(News::Joined(slot));
     let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
     let told = tell.clone();

@@ -1,6 +1,6 @@
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
-use super::{TcpStoreOptions, TcpStoreServer};
+use super::{LastWill, TcpStoreOptions, TcpStoreServer};
 use crate::deadline::deadline_after;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::store::CANCELLATION_CHECK;
@@ -437,6 +437,10 @@ impl Store for TcpStore {
     fn num_keys(&self) -> Result<usize> {
         let count = self.ask(&|| "num_keys".to_string(), &Request::NumKeys, Link::receive_i64)?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    fn last_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
+        self.leave_will(key, value)
     }
 
     fn timeout(&self) -> Duration {

@@ -99,7 +99,8 @@ impl Command {
         use Kind::{Block, I64, Key, U32, Value};
         match self {
             Self::Validate | Self::Ping => Layout::Fixed(&[U32]),
-            Self::Set | Self::Append | Self::QueuePush | Self::LastWill => Layout::Fixed(&[Key, Value]),
+            Self::Set | Self::Append | Self::QueuePush => Layout::Fixed(&[Key, Value]),
+            Self::LastWill => Layout::Fixed(&[Value]),
             Self::CompareSet => Layout::Fixed(&[Key, Value, Value]),
             Self::Get | Self::Delete | Self::QueuePop | Self::QueueLen => Layout::Fixed(&[Key]),
             Self::Add | Self::Barrier => Layout::Fixed(&[Key, I64]),
@@ -157,11 +158,8 @@ pub(super) enum Request {
         nonce: [u8; NONCE],
         proof: [u8; PROOF],
     },
-    /// When this client's connection closes, `value` goes to the queue `key`. An empty key withdraws the last will.
-    LastWill {
-        key: Vec<u8>,
-        value: Vec<u8>,
-    },
+    /// What to execute when this client's connection closes: the bytes of a COMPARE_SET or QUEUE_PUSH, or none of any more.
+    LastWill(Vec<u8>),
 }
 
 /// Appends the length of `bytes` and then `bytes`.
@@ -176,6 +174,16 @@ pub(super) fn put_i64(out: &mut Vec<u8>, number: i64) {
 }
 
 impl Request {
+    /// The last will that consists of these bytes.
+    pub(super) fn of_will(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut decoder = Decoder::default();
+        decoder.feed(bytes);
+        match (decoder.next()?, decoder.rest()) {
+            (Some(request @ (Self::CompareSet { .. } | Self::QueuePush { .. })), []) => Ok(request),
+            _ => Err(Malformed("a last will that is neither COMPARE_SET nor QUEUE_PUSH".to_string())),
+        }
+    }
+
     /// Appends the request's bytes to `out`.
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
         let keys = |out: &mut Vec<u8>, command: Command, keys: &[Vec<u8>]| {
@@ -231,7 +239,7 @@ impl Request {
                 out.extend_from_slice(nonce);
                 out.extend_from_slice(proof);
             }
-            Self::LastWill { key, value } => fields(out, Command::LastWill, &[key, value]),
+            Self::LastWill(request) => fields(out, Command::LastWill, &[request]),
         }
     }
 }
@@ -393,7 +401,7 @@ fn finish(partial: Partial) -> Result<Request, Malformed> {
         Command::Set => Request::Set { key: bytes()?, value: bytes()? },
         Command::Append => Request::Append { key: bytes()?, value: bytes()? },
         Command::QueuePush => Request::QueuePush { key: bytes()?, value: bytes()? },
-        Command::LastWill => Request::LastWill { key: bytes()?, value: bytes()? },
+        Command::LastWill => Request::LastWill(bytes()?),
         Command::CompareSet => Request::CompareSet { key: bytes()?, expected: bytes()?, desired: bytes()? },
         Command::Get => Request::Get(bytes()?),
         Command::Delete => Request::Delete(bytes()?),

@@ -40,7 +40,7 @@ pub(super) struct State {
     /// The number of elements in `queues`.
     queued: usize,
     /// What goes to which queue when a client leaves.
-    wills: HashMap<ClientId, (Shared, Shared)>,
+    wills: HashMap<ClientId, Shared>,
     waits: HashMap<ClientId, Wait>,
     /// The number of keys in `waits`.
     waited: usize,
@@ -94,16 +94,15 @@ impl State {
             Request::NumKeys => reply.put_i64(self.keys.len() as i64),
             Request::Delete(key) => reply.put_i64(i64::from(self.keys.remove(&key[..]).is_some())),
             Request::Append { key, value } => {
-                let old = self.keys.get(&key[..]).map_or(&[][..], |old| old);
-                let length = old.len() + value.len();
+                let length = self.value(&key).len() + value.len();
                 if length > MAX_VALUE {
                     return Err(Malformed(format!("an appended value would have {length} bytes")));
                 }
-                let value = [old, &value].concat();
+                let value = [self.value(&key), &value].concat();
                 self.set(key, value)?;
             }
             Request::MultiGet(keys) => {
-                fits_reply(keys.iter().map(|key| 8 + self.value(key).map_or(0, |value| value.len())).sum())?;
+                fits_reply(keys.iter().map(|key| 8 + self.value(key).len()).sum())?;
                 keys.iter().for_each(|key| self.put_value(key, reply));
             }
             Request::MultiSet(pairs) => {
@@ -119,13 +118,14 @@ impl State {
                 self.reserve(key.len() + value.len(), 1)?;
                 self.push(self.meter.share(key), self.meter.share(value));
             }
-            Request::LastWill { key, .. } if key.is_empty() => {
+            Request::LastWill(request) if request.is_empty() => {
                 self.wills.remove(&client);
             }
-            Request::LastWill { key, value } => {
-                // Its place in the queue is reserved from now on.
-                self.reserve(key.len() + value.len(), 1)?;
-                self.wills.insert(client, (self.meter.share(key), self.meter.share(value)));
+            Request::LastWill(request) => {
+                Request::of_will(&request)?;
+                // Its place is reserved from now on.
+                self.reserve(request.len(), 1)?;
+                self.wills.insert(client, self.meter.share(request));
             }
             Request::QueuePop(key) => match self.pop(&key) {
                 Some(value) => {
@@ -156,8 +156,9 @@ impl State {
         self.forget(client);
         // Its wait may have ended in the moment before.
         self.woken.retain(|other| *other != client);
-        if let Some((key, value)) = self.wills.remove(&client) {
-            self.push(key, value);
+        let Some(will) = self.wills.remove(&client).map(|will| Request::of_will(&will)) else { return };
+        if let Err(Malformed(reason)) = will.and_then(|will| self.handle(client, will, &mut Output::default())) {
+            log::debug!("the last will of a client of the store cannot be carried out: {reason}");
         }
     }
 
@@ -194,13 +195,12 @@ impl State {
         Ok(shared)
     }
 
-    /// Returns what is read at `key`: for a queue, its first element.
-    fn value(&self, key: &[u8]) -> Option<&Shared> {
-        self.keys.get(key).or_else(|| self.queues.get(key)?.front())
+    fn value(&self, key: &[u8]) -> &[u8] {
+        self.keys.get(key).map_or(&[], |value| value)
     }
 
     fn put_value(&self, key: &[u8], reply: &mut Output) {
-        match self.value(key) {
+        match self.keys.get(key) {
             Some(value) => reply.put_shared(value),
             None => reply.put_bytes(&[]),
         }
@@ -244,9 +244,8 @@ impl State {
         desired: Vec<u8>,
         reply: &mut Output,
     ) -> Result<(), Malformed> {
-        let current = self.value(&key);
-        if !self.queues.contains_key(&key[..]) && current.map_or(expected.is_empty(), |current| **current == *expected)
-        {
+        let current = self.keys.get(&key[..]);
+        if current.map_or(expected.is_empty(), |current| **current == *expected) {
             self.set(key.clone(), desired)?;
             self.put_value(&key, reply);
             return Ok(());

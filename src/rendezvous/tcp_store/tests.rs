@@ -39,7 +39,7 @@ fn request() -> impl Strategy<Value = Request> {
         Just(Request::ListKeys),
         (key(), number()).prop_map(|(key, world_size)| Request::Barrier { key, world_size }),
         any::<([u8; 32], [u8; 32])>().prop_map(|(nonce, proof)| Request::Prove { nonce, proof }),
-        (key(), bytes()).prop_map(|(key, value)| Request::LastWill { key, value }),
+        bytes().prop_map(Request::LastWill),
     ]
 }
 
@@ -214,8 +214,8 @@ fn known_bytes() {
     for (byte, request) in all.into_iter().enumerate() {
         assert_eq!(usize::from(encode(&[request])[0]), byte);
     }
-    let will = Request::LastWill { key: b"q".to_vec(), value: b"v".to_vec() };
-    assert_eq!(encode(&[will]), b"\xde\x01\0\0\0\0\0\0\0q\x01\0\0\0\0\0\0\0v");
+    let will = Request::LastWill(b"w".to_vec());
+    assert_eq!(encode(&[will]), b"\xde\x01\0\0\0\0\0\0\0w");
 }
 
 #[test]
@@ -259,10 +259,14 @@ fn an_element_wakes_one_waiting_client() {
     assert_eq!(ask(&mut state, 3, push()), (vec![], vec![2]));
 }
 
+/// A last will to append to the queue `q`.
+fn will(value: &[u8]) -> Request {
+    Request::LastWill(encode(&[Request::QueuePush { key: b"q".to_vec(), value: value.to_vec() }]))
+}
+
 #[test]
-fn a_last_will_reaches_its_queue_when_its_client_leaves() {
+fn a_last_will_is_carried_out_when_its_client_leaves() {
     let mut state = State::new(100);
-    let will = |value: &[u8]| Request::LastWill { key: b"q".to_vec(), value: value.to_vec() };
     ask(&mut state, 1, will(b"first"));
     assert_eq!(ask(&mut state, 1, will(b"last")), (vec![], vec![]));
     assert_eq!(ask(&mut state, 1, Request::CancelWait), (vec![1], vec![]), "the client is still there");
@@ -272,39 +276,45 @@ fn a_last_will_reaches_its_queue_when_its_client_leaves() {
     assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 1i64.to_le_bytes());
     assert!(ask(&mut state, 2, Request::QueuePop(b"q".to_vec())).0.ends_with(b"\x04\0\0\0\0\0\0\0last"));
     // It takes up memory before it is carried out.
-    ask(&mut state, 3, will(&[0; 90]));
-    let set = Request::Set { key: b"k".to_vec(), value: vec![0; 9] };
+    ask(&mut state, 3, will(&[0; 70]));
+    let set = Request::Set { key: b"k".to_vec(), value: vec![0; 20] };
     let error = state.handle(2, set, &mut Output::default()).unwrap_err();
     assert!(error.0.contains("full: it holds 100 bytes"), "{error}");
 }
 
 #[test]
-fn a_last_will_can_be_withdrawn() {
-    let mut state = State::new(100);
-    let will = |key: &[u8]| Request::LastWill { key: key.to_vec(), value: vec![0; 90] };
-    ask(&mut state, 1, will(b"q"));
-    ask(&mut state, 1, Request::LastWill { key: vec![], value: vec![] });
+fn the_first_last_will_at_a_key_counts() {
+    let mut state = State::new(1000);
+    for client in [1, 2] {
+        let (key, expected, desired) = (b"k".to_vec(), Vec::new(), client.to_string().into_bytes());
+        ask(&mut state, client, Request::LastWill(encode(&[Request::CompareSet { key, expected, desired }])));
+    }
+    assert_eq!(ask(&mut state, 3, Request::Wait(vec![b"k".to_vec()])), (vec![], vec![]));
+    state.leave(2);
+    assert_eq!(state.take_woken(), [3]);
     state.leave(1);
-    assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 0i64.to_le_bytes());
-    // Its memory is free again.
-    ask(&mut state, 2, will(b"q"));
+    assert_eq!(ask(&mut state, 3, Request::Get(b"k".to_vec())).0, b"\x01\0\0\0\0\0\0\x002");
 }
 
 #[test]
-fn the_first_element_of_a_queue_is_read_as_a_key() {
-    let mut state = State::new(1 << 30);
-    for value in [b"v", b"w"] {
-        ask(&mut state, 1, Request::QueuePush { key: b"q".to_vec(), value: value.to_vec() });
+fn a_last_will_can_be_withdrawn() {
+    let mut state = State::new(100);
+    ask(&mut state, 1, will(&[0; 70]));
+    ask(&mut state, 1, Request::LastWill(vec![]));
+    state.leave(1);
+    assert_eq!(ask(&mut state, 2, Request::QueueLen(b"q".to_vec())).0, 0i64.to_le_bytes());
+    // Its memory is free again.
+    ask(&mut state, 2, will(&[0; 70]));
+}
+
+#[test]
+fn a_last_will_is_one_small_request() {
+    let get = encode(&[Request::Get(b"k".to_vec())]);
+    let push = |count: usize| encode(&vec![Request::QueuePush { key: b"q".to_vec(), value: vec![] }; count]);
+    for wrong in [get, push(2), push(1)[..5].to_vec(), b"?".to_vec()] {
+        let mut state = State::new(1000);
+        assert!(state.handle(1, Request::LastWill(wrong.clone()), &mut Output::default()).is_err(), "{wrong:?}");
     }
-    let value = b"\x01\0\0\0\0\0\0\0v";
-    assert_eq!(ask(&mut state, 1, Request::Get(b"q".to_vec())).0, value);
-    assert_eq!(ask(&mut state, 1, Request::MultiGet(vec![b"q".to_vec()])).0, value);
-    for expected in [&b""[..], b"v"] {
-        let compare_set =
-            Request::CompareSet { key: b"q".to_vec(), expected: expected.to_vec(), desired: b"other".to_vec() };
-        assert_eq!(ask(&mut state, 1, compare_set).0, value);
-    }
-    assert_eq!(ask(&mut state, 1, Request::NumKeys).0, 0i64.to_le_bytes());
 }
 
 #[test]
@@ -312,7 +322,7 @@ fn a_last_will_wakes_who_waits_for_it() {
     let mut state = State::new(1 << 30);
     let wait = || Request::Wait(vec![b"q".to_vec()]);
     // Nobody wakes a client that has left itself.
-    ask(&mut state, 1, Request::LastWill { key: b"q".to_vec(), value: vec![] });
+    ask(&mut state, 1, will(b""));
     ask(&mut state, 1, wait());
     ask(&mut state, 2, wait());
     state.leave(1);
