@@ -1,13 +1,10 @@
 //! The store that a launcher or rank 0 hosts for a job.
-use super::tcp_store::Listening;
+use super::tcp_store::{Listening, RUN_ID};
 use super::{Secret, Store, TcpStoreServer, TcpStoreServerOptions};
 use crate::{Error, Result};
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
-
-/// The key under which a hosted store holds its run id, or nothing if that is unknown.
-pub(crate) const RUN_ID: &str = "candle_ddp/run_id";
 
 /// The run id that torchrun and ddprun use for runs on several nodes by default. It does not distinguish runs.
 const NO_NAME: &str = "none";

@@ -13,6 +13,7 @@ mod init_store;
 mod init_watcher;
 mod join;
 pub(crate) mod json;
+mod last_will;
 mod meeting;
 mod options;
 mod plan;
@@ -30,11 +31,12 @@ pub use file_store::FileStore;
 pub(crate) use generation::{AGENT_VARIABLE, Decision, Generations, Member};
 pub use hash_store::HashStore;
 #[cfg(feature = "launcher")]
-pub(crate) use hosting::{RUN_ID, host as host_store};
+pub(crate) use hosting::host as host_store;
 pub use init_method::{InitMethod, Location};
 pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
 pub(crate) use join::host;
+pub use last_will::LastWill;
 pub(crate) use meeting::{Meeting, RunStore, meet};
 pub use meeting::{Rendezvous, rendezvous};
 pub use options::RendezvousOptions;
@@ -48,8 +50,8 @@ pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_rep
 pub use secret::Secret;
 pub use store::Store;
 pub(crate) use store::absent_ranks;
-#[cfg(feature = "launcher")]
-pub(crate) use tcp_store::Listening;
 #[cfg(any(test, fuzzing))]
 pub(crate) use tcp_store::fuzz_store_protocol;
-pub use tcp_store::{LastWill, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+#[cfg(feature = "launcher")]
+pub(crate) use tcp_store::{Listening, RUN_ID};
+pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};

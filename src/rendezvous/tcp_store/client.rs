@@ -1,10 +1,10 @@
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
-use super::{LastWill, TcpStoreOptions, TcpStoreServer};
+use super::{TcpStoreOptions, TcpStoreServer};
 use crate::deadline::deadline_after;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::store::CANCELLATION_CHECK;
-use crate::rendezvous::{Secret, Store};
+use crate::rendezvous::{LastWill, Secret, Store};
 use crate::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};

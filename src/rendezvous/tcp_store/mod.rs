@@ -28,4 +28,4 @@ pub(crate) use fuzz::store_protocol as fuzz_store_protocol;
 pub(crate) use listen::Listening;
 pub use options::{TcpStoreOptions, TcpStoreServerOptions};
 pub use server::TcpStoreServer;
-pub use will::LastWill;
+pub(crate) use will::RUN_ID;

@@ -2,33 +2,14 @@
 use super::TcpStore;
 use super::protocol::Request;
 use crate::Result;
-use crate::rendezvous::Store;
-use crate::rendezvous::hosting::RUN_ID;
+use crate::rendezvous::{LastWill, Store};
 use std::time::Duration;
 
 /// How long the server has to take note.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A last will, which a [`Store`] carries out when this process ends or this value is dropped; see [`Store::last_will`].
-pub struct LastWill {
-    /// Nobody else uses it, so it keeps its connection.
-    client: TcpStore,
-}
-
-impl LastWill {
-    /// Revokes it.
-    pub fn withdraw(self) {
-        if let Err(error) = self.client.will(&[]) {
-            log::debug!("a last will cannot be withdrawn: {error}");
-        }
-    }
-}
-
-impl std::fmt::Debug for LastWill {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LastWill").field("store", &self.client.name()).finish()
-    }
-}
+/// The key under which a job's store holds its run id, or nothing if that is unknown.
+pub(crate) const RUN_ID: &str = "candle_ddp/run_id";
 
 impl TcpStore {
     fn will(&self, request: &[u8]) -> Result<()> {
@@ -57,6 +38,11 @@ impl TcpStore {
         let mut request = Vec::new();
         Request::CompareSet { key, expected: Vec::new(), desired }.encode(&mut request);
         client.will(&request)?;
-        Ok(Some(LastWill { client }))
+        // Nobody else uses this client, so it keeps its connection.
+        Ok(Some(LastWill::new(move || {
+            if let Err(error) = client.will(&[]) {
+                log::debug!("a last will cannot be withdrawn: {error}");
+            }
+        })))
     }
 }

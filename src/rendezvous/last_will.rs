@@ -1,0 +1,23 @@
+/// A last will, which a [`Store`](super::Store) carries out when this process ends or this value is dropped; see
+/// [`Store::last_will`](super::Store::last_will).
+pub struct LastWill {
+    withdraw: Box<dyn FnOnce() + Send + Sync>,
+}
+
+impl LastWill {
+    /// The last will that `withdraw` revokes, and that the store carries out when `withdraw` is dropped without being called.
+    pub fn new(withdraw: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self { withdraw: Box::new(withdraw) }
+    }
+
+    /// Revokes it.
+    pub fn withdraw(self) {
+        (self.withdraw)();
+    }
+}
+
+impl std::fmt::Debug for LastWill {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LastWill").finish_non_exhaustive()
+    }
+}
