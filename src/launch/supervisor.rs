@@ -1,9 +1,11 @@
 //! Supervising the workers: the first failure ends them all, signals are forwarded, and no process is left behind.
+mod news;
+
 use super::agent::{Agent, Verdict};
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
 use super::events::{Event, Events};
-use super::nodes::{Entry, Message, News, Replacement};
+use super::nodes::Message;
 use super::output::Remains;
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
@@ -25,9 +27,6 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// A signal that follows the first one within this time is the same request: `timeout` signals both the process and its
 /// group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
-
-/// The same, after a failure on another node: their groups fail at once, and end there within a second.
-const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
 /// The phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -237,124 +236,6 @@ impl Supervisor {
         Next::Wait
     }
 
-    /// Acts on what other nodes have done.
-    fn on_news(&mut self, news: News, agent: &mut Agent) {
-        if self.is_decided {
-            return;
-        }
-        match news {
-            News::Joined(slot) => agent.joined(slot),
-            News::Entry(Entry::Start(round)) => match agent.enter(round) {
-                Ok(true) => {
-                    if !self.restart(agent) {
-                        self.fail_elsewhere();
-                        agent.tell(Message::Leave { reason: "its workers cannot be started".to_string() });
-                    }
-                }
-                Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
-                Err(reason) => {
-                    agent.set_lost(reason);
-                    self.fail_elsewhere();
-                }
-            },
-            News::Entry(Entry::Restart { reason }) => {
-                message(reason);
-                self.outcome = Outcome::Elsewhere;
-                match self.phase {
-                    Phase::Waiting(_) => {
-                        self.phase = Phase::Waiting(None);
-                        agent.tell(Message::Ended);
-                    }
-                    Phase::Running | Phase::Settling(_) => {
-                        self.restarting = true;
-                        self.end(Signal::TERM);
-                    }
-                    Phase::Ending(_) | Phase::Killed(_) => self.restarting = true,
-                }
-            }
-            News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
-            News::Entry(Entry::GoOnWithout { slot, rank, reason }) => {
-                message(reason);
-                if let Some(worker) = self.workers.iter_mut().find(|worker| Some(worker.rank) == rank)
-                    && agent.is_own(slot)
-                {
-                    worker.given_up = true;
-                    self.resume();
-                }
-            }
-            News::Entry(Entry::Admit(admission)) => {
-                message(&admission.reason);
-                if agent.is_own(admission.slot) {
-                    let mut workers = Vec::new();
-                    let started = agent.start_admitted(&admission, |worker| workers.push(worker));
-                    self.workers = workers;
-                    self.resume();
-                    self.check_started(started, agent);
-                }
-            }
-            News::Entry(Entry::Done) => {
-                (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
-            }
-            News::Entry(Entry::Failed { reason, code }) => {
-                agent.set_failure(reason, code);
-                self.fail_elsewhere();
-            }
-            News::Entry(Entry::Unattended { reason }) => {
-                message(format_args!(
-                    "{reason}. It hosted the store: failures on other nodes go unnoticed from here on"
-                ));
-                self.is_decided = true;
-                if matches!(self.phase, Phase::Waiting(_)) {
-                    self.phase = Phase::Settling(Instant::now());
-                }
-            }
-            News::Refused(reason) | News::Lost(reason) => {
-                agent.set_lost(reason);
-                self.fail_elsewhere();
-            }
-        }
-    }
-
-    /// Starts a process in the place of one that has ended, if that was on this node.
-    fn replace(&mut self, replacement: &Replacement, agent: &mut Agent) {
-        message(&replacement.reason);
-        let found = self.workers.iter_mut().find(|worker| worker.rank == replacement.rank);
-        let Some(worker) = found.filter(|_| agent.is_own(replacement.slot)) else { return };
-        let started = agent.start_again(replacement).map(|new| *worker = new);
-        self.resume();
-        self.check_started(started, agent);
-    }
-
-    /// The workers that are there go on.
-    fn resume(&mut self) {
-        (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
-    }
-
-    fn check_started(&mut self, started: super::error::Result<()>, agent: &mut Agent) {
-        if let Err(error) = started {
-            let reason = format!("its workers cannot be started: {error}");
-            agent.tell(Message::Leave { reason: reason.clone() });
-            agent.set_failure(reason, 1);
-            self.fail_elsewhere();
-        }
-    }
-
-    /// Ends the workers because the run has failed on some node.
-    fn fail_elsewhere(&mut self) {
-        self.is_decided = true;
-        self.restarting = false;
-        let now = Instant::now();
-        let settle = if matches!(self.outcome, Outcome::Failure(_)) { SETTLE } else { SETTLE_ELSEWHERE };
-        if self.outcome == Outcome::Success {
-            self.outcome = Outcome::Elsewhere;
-        }
-        match self.phase {
-            Phase::Waiting(_) => self.phase = Phase::Settling(now),
-            Phase::Running => self.phase = Phase::Settling(now + settle),
-            Phase::Settling(_) | Phase::Ending(_) | Phase::Killed(_) => {}
-        }
-    }
-
     /// Asks all processes to exit.
     fn end(&mut self, signal: Signal) {
         let now = Instant::now();
@@ -465,7 +346,7 @@ impl Supervisor {
         match started {
             Ok(()) => {
                 self.workers = workers;
-                (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
+                self.resume();
                 true
             }
             Err(error) => {

@@ -153,7 +153,9 @@ fn kill(times: u64) {
         let run = folder.path().join("run");
         let is_whole = |name: &str| run.join(name).join("checkpoint.json").exists();
         let names = || -> Vec<String> {
-            run.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+            // The folder is not there before the first save.
+            let entries = run.read_dir().into_iter().flatten();
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
         };
         with_leftovers += u32::from(names().iter().any(|name| !is_whole(name)));
         let told = told(0).max(told(1)).unwrap();
