@@ -79,7 +79,8 @@ impl Waiter<'_> {
         /// If a peer was killed between its change and the ring, this is how often its change is checked.
         const LONGEST: Duration = Duration::from_millis(100);
         loop {
-            let rings = self.eventcount.rings().load(Ordering::Acquire);
+            // What came before these rings is seen below, because of the fence.
+            let rings = self.eventcount.rings().load(Ordering::Relaxed);
             self.eventcount.awaited().store(peer as u32 + 1, Ordering::Relaxed);
             fence(Ordering::SeqCst);
             if ready() {
