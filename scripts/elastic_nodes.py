@@ -6,6 +6,8 @@ Needs root, iproute2 and util-linux. It writes benches/results/elastic_nodes.md.
 - the second node is killed, and one comes in its place later;
 - the same, but its network goes away, so that nobody is told;
 - the node that hosts the store is killed: the other one ends, and a new run goes on from the checkpoint.
+
+The first is done with PyTorch under torchrun as well, if the interpreter in CANDLE_DDP_PYTHON has it.
 """
 
 import argparse
@@ -34,18 +36,24 @@ def main():
     parser.add_argument("--output", type=Path, default=harness.ROOT / "benches" / "results", help="the folder")
     options = parser.parse_args()
     options.binaries = (options.binaries or harness.build("--bin", "ddprun", "--example", "elastic")).absolute()
-    rows = []
-    for case in (second_node_killed, second_node_unplugged, store_killed):
+    cases = [(Run, case) for case in (second_node_killed, second_node_unplugged, store_killed)]
+    pytorch = harness.pytorch_version()
+    if pytorch:
+        cases.append((TorchRun, second_node_killed))
+    else:
+        say("PyTorch is not there: its part is skipped")
+    rows = {Run: [], TorchRun: []}
+    for kind, case in cases:
         with harness.TwoHosts(ranks_per_host=2) as hosts, tempfile.TemporaryDirectory() as folder:
-            run = Run(options, hosts, Path(folder))
+            run = kind(options, hosts, Path(folder))
             try:
-                rows += [f"| {what} | {result} |" for what, result in case(run)]
+                rows[kind] += [f"| {what} | {result} |" for what, result in case(run)]
             finally:
                 run.end()
-    write(options, rows)
+    write(options, rows[Run], rows[TorchRun], pytorch)
 
 
-def write(options, rows):
+def write(options, rows, peers, pytorch):
     lines = [
         "# A node is killed",
         "",
@@ -59,6 +67,16 @@ def write(options, rows):
         "|---|---|",
         *rows,
     ]
+    if peers:
+        lines += [
+            "",
+            f"The same with PyTorch {pytorch} under `torchrun --nnodes 1:2 --rdzv-backend c10d --max-restarts 5`, which ends all "
+            "workers and starts them again; they load the checkpoint that rank 0 writes after every step:",
+            "",
+            "| what happens | what follows |",
+            "|---|---|",
+            *peers,
+        ]
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "elastic_nodes.md"
     path.write_text("\n".join([*lines, ""]))
@@ -91,7 +109,7 @@ def without_and_with(run, kill, revive, what):
     start = time.time()
     kill()
     two = run.step(2)
-    yield what, f"the first goes on with its 2 processes after {two - start:.1f} s"
+    yield what, f"the first goes on with 2 ranks after {two - start:.1f} s"
     revive()
     start = time.time()
     run.start(1)
@@ -129,23 +147,33 @@ class Run:
         self.log, self.checkpoint = folder / "events", folder / "checkpoint"
         self.nodes, self.outputs = {}, {}
 
+    always_saves = False
+
+    def programs(self, node):
+        """Returns the commands of the launcher and of the program."""
+        return [self.options.binaries / "ddprun"], [self.options.binaries / "examples" / "elastic"]
+
     def start(self, *nodes, checkpoint=False):
         for node in nodes:
-            options = self.options
+            launcher, program = self.programs(node)
             command = [
                 *self.hosts.enter(2 * node),
-                options.binaries / "ddprun",
+                *launcher,
                 *["--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"],
                 *["--rdzv-endpoint", f"{self.hosts.address_of(0)}:{PORT}"],
-                *[options.binaries / "examples" / "elastic", "--epochs", options.epochs, "--pause", options.pause],
-                *["--events", self.log],
-                *(["--checkpoint", self.checkpoint] if checkpoint else []),
+                *program,
+                *["--epochs", self.options.epochs, "--pause", self.options.pause, "--events", self.log],
+                *(["--checkpoint", self.checkpoint] if checkpoint or self.always_saves else []),
             ]
             environment = {
                 **{name: value for name, value in os.environ.items() if not name.startswith("PET_")},
                 # The namespaces share this machine's memory, which candle-ddp would detect and use.
                 "CANDLE_DDP_CPU_HOST": f"host{node}",
                 "RAYON_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": self.hosts.interface,
+                # Otherwise PyTorch 2.15 finds the addresses of ranks that have ended.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             }
             self.outputs[node] = open(self.folder / f"output-{node}", "w+")
             self.nodes[node] = subprocess.Popen(
@@ -159,7 +187,10 @@ class Run:
 
     def kill(self, node):
         say(f"node {node} is killed")
-        self.nodes[node].send_signal(signal.SIGKILL)
+        # With all that runs there: torchrun's workers survive it.
+        found = subprocess.run(["ip", "netns", "pids", self.hosts.names[node]], check=True, capture_output=True, text=True)
+        for pid in found.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
         self.nodes[node].wait()
 
     def wait(self, node):
@@ -201,6 +232,20 @@ class Run:
         for process in self.nodes.values():
             process.kill()
             process.wait()
+
+
+class TorchRun(Run):
+    """The same with PyTorch."""
+
+    always_saves = True
+
+    def programs(self, node):
+        torchrun = [harness.PYTHON, "-m", "torch.distributed.run", "--max-restarts", "5"]
+        script = Path(__file__).resolve().parent / "compare" / "elastic_pytorch.py"
+        data = harness.ROOT / "examples" / "data" / "digits.safetensors"
+        # The names of the hosts cannot be resolved.
+        place = ["--local-addr", self.hosts.address_of(node), "--rdzv-conf", f"is_host={node == 0}"]
+        return [*torchrun, *place], [script, "--data", data]
 
 
 if __name__ == "__main__":
