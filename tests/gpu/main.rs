@@ -253,8 +253,13 @@ fn without_a_fence_results_are_wrong() {
         (2, "fences of a backward pass", Waits::Others, "or averaged before it was complete"),
         (2, "fences of a backward pass", Waits::Candles, "a gradient was read before it was averaged"),
     ] {
-        let outputs = Ranks::start_in(world_size, job, |_| Some((VARIABLE, waits.name()))).outputs();
-        assert!(outputs.iter().any(|output| output.contains(message)), "{job}, {}: {outputs:#?}", waits.name());
+        // Chance decides whether that is the first call that goes wrong, or one of DDP's own.
+        let mut outputs = Vec::new();
+        let is_seen = (0..5).any(|_| {
+            outputs = Ranks::start_in(world_size, job, |_| Some((VARIABLE, waits.name()))).outputs();
+            outputs.iter().any(|output| output.contains(message))
+        });
+        assert!(is_seen, "{job}, {}: {outputs:#?}", waits.name());
     }
 }
 
