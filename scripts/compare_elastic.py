@@ -6,9 +6,9 @@ candle-ddp under ddprun, and PyTorch under torchrun.
 
 Four ranks train on the handwritten digits. A rank is killed by SIGKILL every few seconds: ranks 1, 2, 3 in turn, or rank 0.
 Measured is the time from the signal to the next step that all ranks have committed. With `--part init`, a rank never comes, is
-killed while the others join, or has another model; measured is the time until all ranks have an error, and until all have ended. Results are written
-to benches/results/elastic.md and elastic_init.md. The environment variable CANDLE_DDP_PYTHON names the Python interpreter with PyTorch and
-safetensors (default: python3); without PyTorch, that part is skipped with a message.
+killed while the others join, or has another model; measured is the time until all ranks have an error, and until all have
+ended. Results are written to benches/results/elastic.md and elastic_init.md. The environment variable CANDLE_DDP_PYTHON names
+the Python interpreter with PyTorch and safetensors (default: python3); without PyTorch, that part is skipped with a message.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import tempfile
 import time
@@ -54,7 +53,7 @@ def main():
             say("PyTorch is not there: its part is skipped")
     command = [ddprun, "--nproc-per-node", RANKS, example, "--min-world-size", RANKS - 2]
     rows.append(("candle-ddp, ddprun, ranks 3 and 2 killed, not replaced", Run(options, command, [3, 2], kills=2)))
-    write(options, "elastic.md", table(options, calm, rows, load))
+    harness.write(options.output / "elastic.md", table(options, calm, rows, load))
 
 
 def at_the_start(options):
@@ -83,7 +82,7 @@ def at_the_start(options):
         "",
         *meet.table(measured),
     ]
-    write(options, "elastic_init.md", lines)
+    harness.write(options.output / "elastic_init.md", lines)
 
 
 def parse():
@@ -187,17 +186,10 @@ def table(options, calm, rows, load):
         f"| candle-ddp, undisturbed | – | {calm.accuracy} % | `{calm.parameters}` |",
     ]
     for title, run in rows:
-        times = f"{statistics.median(run.times):.2f} s ({min(run.times):.2f}–{max(run.times):.2f})"
+        times = harness.spread(run.times)
         same = "the same" if run.parameters == calm.parameters else f"`{run.parameters}`" if run.parameters else "–"
         lines.append(f"| {title} | {times} | {run.accuracy} % | {same} |")
     return lines
-
-
-def write(options, name, lines):
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / name
-    path.write_text("\n".join([*lines, ""]))
-    say(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -77,10 +77,7 @@ def write(options, rows, peers, pytorch):
             "|---|---|",
             *peers,
         ]
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "elastic_nodes.md"
-    path.write_text("\n".join([*lines, ""]))
-    say(f"written: {path}")
+    harness.write(options.output / "elastic_nodes.md", lines)
 
 
 def second_node_killed(run):

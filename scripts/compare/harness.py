@@ -219,6 +219,18 @@ def medians(runs, key):
     return {value: {name: middle(name, found) for name in found[0]} for value, found in rows.items()}
 
 
+def spread(times):
+    """Returns the median of some seconds, with the least and the most."""
+    return f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})"
+
+
+def write(path, lines):
+    """Writes a file of results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, ""]))
+    say(f"written: {path}")
+
+
 def processor():
     """Returns the number and the kind of the cores."""
     text = Path("/proc/cpuinfo").read_text()

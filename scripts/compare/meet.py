@@ -2,12 +2,12 @@
 
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
+from . import harness
 from .harness import say
 
 RANKS = 4
@@ -73,10 +73,6 @@ def table(rows):
     """Returns the lines of a table; `rows` are titles with the measurements of each case."""
     lines = ["| run | " + " | ".join(CASES.values()) + " |", "|---|" + "---|" * len(CASES)]
     for title, measured in rows:
-        cells = ["; ".join(map(spread, zip(*pairs))) for pairs in measured]
+        cells = ["; ".join(map(harness.spread, zip(*pairs))) for pairs in measured]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
-
-
-def spread(times):
-    return f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})"
