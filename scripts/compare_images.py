@@ -60,10 +60,7 @@ def main():
                 trained[channels, name].append(row)
                 say(f"training {number + 1} of {options.rounds}, {channels} channels: {name}: {row}")
     lines = document(options, speeds, times, steps, made["mean_bytes"], load) + waiting(options, trained)
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "images.md"
-    path.write_text("\n".join([*lines, ""]))
-    say(f"written: {path}")
+    harness.write(options.output / "images.md", lines)
 
 
 def parse():

@@ -35,10 +35,7 @@ def main():
     options = parse()
     folder = harness.build("--example", "step")
     document = overlap(options, folder) if options.overlap else overhead(options, folder)
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / ("overlap.md" if options.overlap else "step.md")
-    path.write_text("\n".join([*document, ""]))
-    say(f"written: {path}")
+    harness.write(options.output / ("overlap.md" if options.overlap else "step.md"), document)
 
 
 def parse():

@@ -92,9 +92,7 @@ def main():
             times = [] if options.check else measure(name, options.rounds, folder, Path(scratch))
             results[name] = (difference, times)
     if not options.check:
-        path = options.output / "training.md"
-        path.write_text("\n".join([*document(options, results), ""]))
-        say(f"written: {path}")
+        harness.write(options.output / "training.md", document(options, results))
 
 
 def parse():
