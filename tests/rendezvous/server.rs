@@ -488,7 +488,12 @@ fn the_client_times_out_and_rejects_other_servers() {
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
     std::thread::scope(|scope| {
-        scope.spawn(|| other.accept().unwrap().0.write_all(b"SSH-2.0-OpenSSH\r\n").unwrap());
+        scope.spawn(|| {
+            let (mut stream, _) = other.accept().unwrap();
+            stream.write_all(b"SSH-2.0-OpenSSH\r\n").unwrap();
+            // Closing before the client has sent everything would break its connection before it reads this.
+            let _ = std::io::copy(&mut stream, &mut std::io::sink());
+        });
         let error = TcpStore::connect("127.0.0.1", port, TIMEOUT).err().unwrap();
         assert!(error.to_string().contains("a program other than a TCPStore"), "{error}");
     });
