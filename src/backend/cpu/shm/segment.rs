@@ -10,6 +10,8 @@ use std::ptr::NonNull;
 pub(super) struct Segment {
     base: NonNull<u8>,
     size: usize,
+    #[cfg(thread_sanitizer)]
+    users: Option<aliases::Users>,
 }
 
 // SAFETY: the mapping belongs to no thread. All access goes through atomics, or through raw pointers within its bounds
@@ -35,7 +37,10 @@ impl Segment {
             return Err(Error::other(format!("that is more than the {LARGEST} that a rank may take")));
         }
         file::reserve(fd, size)?;
-        Self::map(fd, size)
+        let segment = Self::map(fd, size)?;
+        #[cfg(thread_sanitizer)]
+        aliases::add(fd, &segment);
+        Ok(segment)
     }
 
     /// Announces a file and reserves its memory.
@@ -47,7 +52,12 @@ impl Segment {
 
     /// Maps the segment that process `pid` created as `fd`, if that file exists and is the right one.
     pub(super) fn open(pid: u32, fd: i32, name: &str, size: usize) -> Result<Self> {
-        Self::map(&file::open(pid, fd, name, size)?, size)
+        let file = file::open(pid, fd, name, size)?;
+        #[cfg(thread_sanitizer)]
+        if let Some(segment) = aliases::find(pid, fd) {
+            return Ok(segment);
+        }
+        Self::map(&file, size)
     }
 
     fn map(fd: &OwnedFd, size: usize) -> Result<Self> {
@@ -59,7 +69,12 @@ impl Segment {
         let base =
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)? };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::other("mmap returned address 0"))?;
-        Ok(Self { base, size })
+        Ok(Self {
+            base,
+            size,
+            #[cfg(thread_sanitizer)]
+            users: Some(aliases::Users::default()),
+        })
     }
 
     /// The word at `offset`, which comes from the layout.
@@ -80,11 +95,46 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
+        #[cfg(thread_sanitizer)]
+        if self.users.take().and_then(aliases::Users::into_inner).is_none() {
+            return;
+        }
         // SAFETY: nothing borrows the mapping any more: `word` and `Slot` borrow `self`.
         let result = unsafe { rustix::mm::munmap(self.base.as_ptr().cast::<c_void>(), self.size) };
         if let Err(error) = result {
             log::error!("munmap: {error}");
         }
+    }
+}
+
+/// The segments of this process, by their descriptors. The thread sanitizer takes two mappings for different memory, so
+/// that ranks which are threads of one process must share a mapping for it to see what they do.
+#[cfg(thread_sanitizer)]
+mod aliases {
+    use super::{OwnedFd, Segment};
+    use rustix::fd::AsRawFd;
+    use std::collections::HashMap;
+    use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+
+    pub(super) type Users = Arc<()>;
+    /// The address of a mapping, its size and its users.
+    type Alias = (usize, usize, Weak<()>);
+
+    static ALIASES: LazyLock<Mutex<HashMap<i32, Alias>>> = LazyLock::new(Mutex::default);
+
+    pub(super) fn add(fd: &OwnedFd, segment: &Segment) {
+        let users = segment.users.as_ref().map(Users::downgrade).unwrap_or_default();
+        let alias = (segment.base.as_ptr().expose_provenance(), segment.size, users);
+        ALIASES.lock().unwrap_or_else(PoisonError::into_inner).insert(fd.as_raw_fd(), alias);
+    }
+
+    /// The segment that this process created as `fd`.
+    pub(super) fn find(pid: u32, fd: i32) -> Option<Segment> {
+        let aliases = ALIASES.lock().unwrap_or_else(PoisonError::into_inner);
+        let (address, size, users) = aliases.get(&fd).filter(|_| pid == std::process::id())?;
+        let users = users.upgrade();
+        let base = super::NonNull::new(std::ptr::with_exposed_provenance_mut(*address))?;
+        users.map(|users| Segment { base, size: *size, users: Some(users) })
     }
 }
 
