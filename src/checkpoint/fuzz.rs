@@ -1,10 +1,8 @@
 //! What becomes of any bytes in files of weights; run by `crate::fuzzing`.
 use super::read;
 use candle_core::{DType, Tensor};
-use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::fs::MemfdFlags;
-use std::fs::File;
 use std::io::{Cursor, Result, Write};
+use std::path::PathBuf;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -37,8 +35,8 @@ fn archive(parts: &[(&str, &[u8])]) -> Result<Vec<u8>> {
 
 /// Reads the file, and every element of its tensors.
 fn load(bytes: &[u8]) {
-    let file = memory_file(bytes).expect("there is memory for a small file");
-    let Ok(tensors) = read(format!("/proc/self/fd/{}", file.as_raw_fd())) else { return };
+    let (path, _file) = memory_file(bytes).expect("there is memory for a small file");
+    let Ok(tensors) = read(path) else { return };
     // As many as the limit allows, and the map's own.
     let held: usize = tensors.values().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
     assert!(held <= 64 * bytes.len() + (4 << 20), "{} bytes became tensors of {held}", bytes.len());
@@ -52,9 +50,19 @@ fn load(bytes: &[u8]) {
     }
 }
 
-fn memory_file(bytes: &[u8]) -> Result<OwnedFd> {
-    let file = rustix::fs::memfd_create("candle-ddp-fuzz", MemfdFlags::CLOEXEC)?;
-    let mut file = File::from(file);
+#[cfg(not(miri))]
+fn memory_file(bytes: &[u8]) -> Result<(PathBuf, std::fs::File)> {
+    use rustix::fd::AsRawFd;
+    let file = rustix::fs::memfd_create("candle-ddp-fuzz", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(file);
     file.write_all(bytes)?;
-    Ok(file.into())
+    Ok((format!("/proc/self/fd/{}", file.as_raw_fd()).into(), file))
+}
+
+/// Miri has no files in memory.
+#[cfg(miri)]
+fn memory_file(bytes: &[u8]) -> Result<(PathBuf, tempfile::NamedTempFile)> {
+    let mut file = tempfile::NamedTempFile::new()?;
+    file.write_all(bytes)?;
+    Ok((file.path().to_path_buf(), file))
 }
