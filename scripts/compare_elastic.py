@@ -186,7 +186,7 @@ def table(options, calm, rows, load):
         f"| candle-ddp, undisturbed | – | {calm.accuracy} % | `{calm.parameters}` |",
     ]
     for title, run in rows:
-        times = harness.spread(run.times)
+        times = harness.seconds(run.times)
         same = "the same" if run.parameters == calm.parameters else f"`{run.parameters}`" if run.parameters else "–"
         lines.append(f"| {title} | {times} | {run.accuracy} % | {same} |")
     return lines

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from compare import harness
-from compare.harness import say
+from compare.harness import say, spread
 
 PEER = Path(__file__).resolve().parent / "compare" / "images_pytorch.py"
 OURS, PYTORCH = "candle-ddp", "PyTorch, torchvision"
@@ -84,19 +84,14 @@ def output(command):
     return harness.json_lines(text)
 
 
-def spread(numbers, digits):
-    """Returns the median, the lowest and the highest of `numbers` as text."""
-    return f"{statistics.median(numbers):.{digits}f} ({min(numbers):.{digits}f} … {max(numbers):.{digits}f})"
-
-
 def waiting(options, trained):
     """Returns the section on training."""
     if not trained:
         return []
 
     def cells(runs):
-        share = lambda field: spread([100 * run[field] for run in runs], 1)
-        return f"{spread([run['images_per_second'] for run in runs], 0)} | {share('waiting_later')} | {share('waiting')}"
+        share = lambda field: spread([100 * run[field] for run in runs], '.1f')
+        return f"{spread([run['images_per_second'] for run in runs], '.0f')} | {share('waiting_later')} | {share('waiting')}"
 
     return [
         "",
@@ -139,8 +134,8 @@ def document(options, speeds, times, steps, mean_bytes, load):
         "",
         "| | images per second | processor time per image, ms |",
         "|---|---:|---:|",
-        *(f"| {name} | {spread(speeds[name], 0)} | {spread(times[name], 2)} |" for name in speeds),
-        f"| times better | {spread(faster, 2)} | {spread(less, 2)} |",
+        *(f"| {name} | {spread(speeds[name], '.0f')} | {spread(times[name], '.2f')} |" for name in speeds),
+        f"| times better | {spread(faster, '.2f')} | {spread(less, '.2f')} |",
         "",
         "What the steps take here for one image, in ms on one thread; decoding includes reading the file:",
         "",

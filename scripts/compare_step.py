@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 from compare import bars, harness
-from compare.harness import say
+from compare.harness import say, spread
 
 PEERS = Path(__file__).resolve().parent / "compare"
 MODELS = {
@@ -181,11 +181,6 @@ def about(options, command, versions):
         *versions,
         f"- Command: `python3 {command} {arguments}`",
     ]
-
-
-def spread(values, form):
-    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} … {high})"
 
 
 main()

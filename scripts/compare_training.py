@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compare import harness
-from compare.harness import say
+from compare.harness import say, spread
 
 PEERS = Path(__file__).resolve().parent / "compare"
 SYSTEMS = ["candle-ddp", "PyTorch, Gloo"]
@@ -204,11 +204,6 @@ def document(options, results):
 def changed(program):
     """What the check has in place of the settings of the timed runs."""
     return ", ".join(f"`--{key} {value}`" for key, value in program.check.items())
-
-
-def spread(values, form):
-    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} … {high})"
 
 
 main()

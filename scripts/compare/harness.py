@@ -219,7 +219,13 @@ def medians(runs, key):
     return {value: {name: middle(name, found) for name in found[0]} for value, found in rows.items()}
 
 
-def spread(times):
+def spread(values, form):
+    """Returns the median of some numbers, with the least and the most; `form` is how each is written."""
+    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} … {high})"
+
+
+def seconds(times):
     """Returns the median of some seconds, with the least and the most."""
     return f"{statistics.median(times):.2f} s ({min(times):.2f}–{max(times):.2f})"
 

@@ -73,6 +73,6 @@ def table(rows):
     """Returns the lines of a table; `rows` are titles with the measurements of each case."""
     lines = ["| run | " + " | ".join(CASES.values()) + " |", "|---|" + "---|" * len(CASES)]
     for title, measured in rows:
-        cells = ["; ".join(map(harness.spread, zip(*pairs))) for pairs in measured]
+        cells = ["; ".join(map(harness.seconds, zip(*pairs))) for pairs in measured]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines

@@ -14,8 +14,8 @@ pub(crate) trait Number: Copy {
     fn narrow(value: Self::Wide) -> Self;
 }
 
-/// The operations of reductions. Integers wrap; `smaller` and `larger` return NaN if an operand is NaN. The bits of a NaN
-/// are not defined: compilers may exchange the operands of a sum or product.
+/// The operations of reductions. Integers wrap; `smaller` and `larger` return NaN if an operand is NaN, and the first if both
+/// are. Which bits a sum or product has that is NaN is not defined: compilers may exchange its operands.
 pub(crate) trait Arithmetic: Copy + Default {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;

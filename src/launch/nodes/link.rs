@@ -4,7 +4,7 @@ use super::message::{Entry, Message, Node, Report, Slot, Welcome};
 use super::terms::Pace;
 use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, welcome_key};
 use crate::launch::error::{Error, Result};
-use crate::rendezvous::{PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions};
+use crate::rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -125,10 +125,8 @@ fn speak(
     let join = || -> crate::Result<(Slot, Welcome)> {
         let slot = u64::try_from(keys.add(SLOTS, 1)? - 1).unwrap_or(0);
         keys.add(&beat_key(slot), 1)?;
-        // Only the store of a ddprun knows last wills, and there the coordinator ignores the end of a node that has not joined.
-        if store.check(&[RUN_ID])? {
-            store.will_to_queue(&inbox, &encode(&(slot, Message::Gone)))?;
-        }
+        // The coordinator ignores the end of a node that has not joined.
+        store.will_to_queue(&inbox, &encode(&(slot, Message::Gone)))?;
         store.queue_push(&inbox, &encode(&(slot, Message::Join(node))))?;
         let key = welcome_key(slot);
         Ok((slot, decode(&key, &keys.get(&key)?)?))

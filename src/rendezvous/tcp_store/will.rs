@@ -12,14 +12,22 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) const RUN_ID: &str = "candle_ddp/run_id";
 
 impl TcpStore {
+    /// Whether the server is this crate's; another would end the connection of a client that leaves a will.
+    fn takes_wills(&self) -> Result<bool> {
+        self.check(&[RUN_ID])
+    }
+
     fn will(&self, request: &[u8]) -> Result<()> {
         self.tell(&|| "last_will".to_string(), &Request::LastWill(request.to_vec()))
     }
 
-    /// Has the server append `value` to the queue `key` when the connection of this call closes. A client that only one thread
-    /// uses keeps this connection.
+    /// Has the server, if it knows last wills, append `value` to the queue `key` when the connection of this call closes. A
+    /// client that only one thread uses keeps this connection.
     #[cfg(feature = "launcher")]
     pub(crate) fn will_to_queue(&self, key: &str, value: &[u8]) -> Result<()> {
+        if !self.takes_wills()? {
+            return Ok(());
+        }
         let operation = "last_will";
         let (key, value) = (self.key(operation, key)?, self.value(operation, key, value)?);
         let mut request = Vec::new();
@@ -30,7 +38,7 @@ impl TcpStore {
     /// [`Store::last_will`].
     pub(super) fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<LastWill>> {
         let client = self.alone(PATIENCE);
-        if !client.check(&[RUN_ID])? {
+        if !client.takes_wills()? {
             return Ok(None);
         }
         let operation = "last_will";
