@@ -310,6 +310,18 @@ mod tests {
         }
     }
 
+    /// A minimum or maximum keeps the first of two NaNs, with its sign and its other bits.
+    #[test]
+    fn the_first_of_two_nans_remains() {
+        let [first, second] = [0xffc0_1234, 0x7fc0_5678].map(f32::from_bits);
+        for (op, count) in [1, 64, 200].into_iter().flat_map(|count| [(ReduceOp::Min, count), (ReduceOp::Max, count)]) {
+            for own in 0..2 {
+                let out = run(Element::F32, op, &[&vec![first; count], &vec![second; count]], own);
+                assert!(out.iter().all(|value| value.to_bits() == first.to_bits()), "{op} of {count}, own part {own}");
+            }
+        }
+    }
+
     #[test]
     fn nan_wins_wherever_it_stands() {
         for op in [ReduceOp::Min, ReduceOp::Max, ReduceOp::Sum] {
