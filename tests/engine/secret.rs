@@ -164,6 +164,57 @@ fn who_only_knows_the_group_gets_nowhere() {
     });
 }
 
+/// A stranger who says what `greeting` says, proves nothing, and keeps its connection, if there is a place for it.
+fn occupy(address: SocketAddr, greeting: &[u8]) -> Option<TcpStream> {
+    let mut stranger = call(address);
+    stranger.write_all(greeting).unwrap();
+    stranger.read_exact(&mut [0; REPLY]).is_ok().then_some(stranger)
+}
+
+/// What rank 1 would send to rank 0, up to its proof.
+fn greeting(handshake: Vec<u8>) -> Vec<u8> {
+    let mut greeting = [handshake, vec![5; 32]].concat();
+    (greeting[16], greeting[20]) = (1, 0);
+    greeting
+}
+
+#[test]
+fn strangers_that_prove_nothing_hold_up_a_peer_only_for_a_while() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let rank_0 = start(scope, &store, 0, 2);
+        let (address, handshake, _) = published(&store);
+        let greeting = greeting(handshake);
+        let strangers: Vec<_> = (0..20).map(|_| occupy(address, &greeting)).collect();
+        assert_eq!(strangers.iter().flatten().count(), 12, "all places are taken");
+        let rank_1 = start(scope, &store, 1, 2);
+        assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
+    });
+}
+
+#[test]
+fn a_peer_that_gave_way_while_it_waited_for_another_one_calls_again() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let rank_0 = start(scope, &store, 0, 3);
+        let (address, handshake, _) = published(&store);
+        let greeting = greeting(handshake);
+        let rank_2 = start(scope, &store, 2, 3);
+        store.get("addr/2").unwrap();
+        // The last of these get a place when the calls of rank 2, which waits for rank 1, have had their time.
+        let started = Instant::now();
+        let mut strangers = Vec::new();
+        while strangers.len() < 18 {
+            assert!(started.elapsed() < TIMEOUT / 2);
+            strangers.extend(occupy(address, &greeting));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        drop(strangers);
+        let ranks = [rank_0, start(scope, &store, 1, 3), rank_2];
+        ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), 6.));
+    });
+}
+
 /// Forwards connections to `to`, three of which make a peer, and returns what each client has sent before the first reply
 /// and right after it.
 fn record(listener: &TcpListener, to: SocketAddr, kept: &Mutex<Vec<Vec<u8>>>) {

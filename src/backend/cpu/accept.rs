@@ -11,7 +11,8 @@ use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a caller has to send its greeting.
+/// How long a caller has to send its greeting, and to prove that it has the secret where others wait to do so. A peer
+/// proves it at once, except while it waits for other ranks.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// How many callers may be silent at a time. Others wait in the system's queue until one of these has sent its
 /// greeting or timed out.
@@ -76,6 +77,21 @@ impl<'a> Acceptor<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether one more caller may prove that it has the secret, of at most `limit` at a time. One that has had its time for
+    /// that gives way. A peer that was turned away calls again.
+    pub(super) fn make_room(&mut self, conversations: &mut Vec<Conversation>, limit: usize) -> bool {
+        if conversations.iter().filter(|other| other.is_proving()).count() < limit {
+            return true;
+        }
+        let late = |other: &Conversation| other.is_proving() && other.since.elapsed() >= HANDSHAKE_TIME;
+        let Some(late) = conversations.iter().position(late) else { return false };
+        let other = conversations.remove(late);
+        if let Stage::Proof { caller, .. } = other.stage {
+            self.refuse_unproved(other.address, caller.rank);
+        }
+        true
     }
 
     /// Warns of a caller that says that it is `rank` and does not prove that it knows the secret.
@@ -185,8 +201,16 @@ impl Conversation {
 
     /// Waits for the caller's proof.
     pub(super) fn await_proof(mut self, caller: Handshake, exchange: Exchange) -> Self {
-        (self.stage, self.read) = (Stage::Proof { caller, exchange }, 0);
+        (self.stage, self.since, self.read) = (Stage::Proof { caller, exchange }, Instant::now(), 0);
         self
+    }
+
+    /// Whether the other end has closed the connection, as far as this one knows.
+    pub(super) fn is_closed(&self) -> bool {
+        match self.socket.peek(&mut [0]) {
+            Ok(count) => count == 0,
+            Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+        }
     }
 
     /// Reads no byte beyond those that are awaited: the group's own may follow.

@@ -74,11 +74,7 @@ impl Connector<'_> {
                 return Err(self.failed(&[peer], difference));
             }
             for kind in Kind::ALL {
-                let handshake = self.handshake(nonce, kind);
-                let sent = greeting(&handshake)?;
-                let socket = self.call(peer, address, &sent)?;
-                let stage = Stage::Reply { expected: Handshake { rank: peer, ..handshake }, sent };
-                conversations.push(Conversation::new(socket, address, stage));
+                conversations.push(self.greet(peer, address, nonce, kind)?);
             }
         }
         let slots = self.converse(&listener, nonce, conversations)?;
@@ -147,6 +143,26 @@ impl Connector<'_> {
             Ok(handshake) => Ok((address, handshake)),
             Err(error) => Err(self.failed(&[peer], error.describe())),
         }
+    }
+
+    /// Connects to `peer` and sends a greeting of its own for this connection.
+    fn greet(&self, peer: usize, address: SocketAddr, nonce: u64, kind: Kind) -> Result<Conversation> {
+        let handshake = self.handshake(nonce, kind);
+        let sent = greeting(&handshake)?;
+        let socket = self.call(peer, address, &sent)?;
+        let stage = Stage::Reply { expected: Handshake { rank: peer, ..handshake }, sent };
+        Ok(Conversation::new(socket, address, stage))
+    }
+
+    /// Greets again a peer that has closed the connection. With a secret it may have had no room for one more caller;
+    /// otherwise it is gone.
+    fn greet_again(&self, peer: &Handshake, address: SocketAddr, nonce: u64) -> Result<Conversation> {
+        const PAUSE: Duration = Duration::from_millis(20);
+        if self.secret.is_none() {
+            return Err(self.gone(peer.rank));
+        }
+        std::thread::sleep(PAUSE);
+        self.greet(peer.rank, address, nonce, peer.kind).map_err(|_| self.gone(peer.rank))
     }
 
     /// Connects to `peer` and sends the greeting.
@@ -220,9 +236,8 @@ impl Connector<'_> {
                 match (conversation.read(), &conversation.stage) {
                     (Heard::Nothing, _) => waiting.push(conversation),
                     (Heard::All, Stage::Greeting) => {
-                        let proving = waiting.iter().filter(|other| other.is_proving()).count();
-                        let full = proving >= 2 * Kind::ALL.len() * slots.len();
-                        waiting.extend(self.welcome(conversation, nonce, &mut slots, &mut acceptor, full)?);
+                        let has_room = acceptor.make_room(&mut waiting, 2 * Kind::ALL.len() * slots.len());
+                        waiting.extend(self.welcome(conversation, nonce, &mut slots, &mut acceptor, has_room)?);
                     }
                     (Heard::All, Stage::Proof { caller, exchange }) => {
                         let is_proved =
@@ -235,15 +250,18 @@ impl Connector<'_> {
                         }
                     }
                     (Heard::All, Stage::Reply { expected, sent }) => {
-                        self.check_reply(&conversation, expected, sent)?;
-                        slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
+                        if self.check_reply(&conversation, expected, sent)? {
+                            slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
+                        } else {
+                            waiting.push(self.greet_again(expected, conversation.address, nonce)?);
+                        }
                     }
                     (Heard::Closed, Stage::Greeting) => {}
                     (Heard::Closed, Stage::Proof { caller, .. }) => {
                         acceptor.refuse_unproved(conversation.address, caller.rank);
                     }
                     (Heard::Closed, Stage::Reply { expected, .. }) => {
-                        return Err(self.gone(expected.rank));
+                        waiting.push(self.greet_again(expected, conversation.address, nonce)?);
                     }
                 }
             }
@@ -256,14 +274,14 @@ impl Connector<'_> {
 
     /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, the caller is
     /// a peer by that, and one with a different configuration is an error here and, through the reply, on that peer too. With
-    /// a secret, the connection is returned, for the proof; `full` says that too many wait for theirs.
+    /// a secret, the connection is returned, for the proof, if there is room for one more that waits for it.
     fn welcome(
         &self,
         caller: Conversation,
         nonce: u64,
         slots: &mut [Slots],
         acceptor: &mut Acceptor,
-        full: bool,
+        has_room: bool,
     ) -> Result<Option<Conversation>> {
         let address = caller.address;
         let (handshake, greeted) = match Handshake::decode(caller.heard()) {
@@ -288,7 +306,7 @@ impl Connector<'_> {
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
         if let Some(secret) = &self.secret {
-            if !handshake.config.secret || full {
+            if !handshake.config.secret || !has_room {
                 acceptor.refuse_unproved(address, handshake.rank);
                 return Ok(None);
             }
@@ -334,12 +352,13 @@ impl Connector<'_> {
         }
     }
 
-    /// Checks the reply of a lower rank to `sent`, and proves that this rank knows the secret too.
-    fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<()> {
+    /// Checks the reply of a lower rank to `sent`, and proves that this rank knows the secret too. `false` if the peer has
+    /// replied and no longer waits for the proof.
+    fn check_reply(&self, conversation: &Conversation, expected: &Handshake, sent: &Greeting) -> Result<bool> {
         let (address, reply) = (conversation.address, conversation.heard());
         let reason = match Handshake::decode(reply) {
             Ok(handshake) if handshake == *expected => {
-                let Some(secret) = &self.secret else { return Ok(()) };
+                let Some(secret) = &self.secret else { return Ok(true) };
                 let proved = reply.split_first_chunk::<GREETING>().and_then(|(callee, proof)| {
                     let exchange = Exchange { caller: *sent, callee: *callee };
                     exchange.verify(secret, End::Callee, proof).then_some(exchange)
@@ -351,10 +370,8 @@ impl Connector<'_> {
                         reason: format!("it has another secret than this rank: {SAME_SECRET}"),
                     });
                 };
-                return match (&conversation.socket).write(&exchange.prove(secret, End::Caller)) {
-                    Ok(PROOF) => Ok(()),
-                    _ => Err(self.gone(expected.rank)),
-                };
+                let proof = exchange.prove(secret, End::Caller);
+                return Ok(!conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF)));
             }
             Ok(handshake) => handshake
                 .config
