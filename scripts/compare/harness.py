@@ -155,7 +155,7 @@ def run_ranks(command, world_size, hosts, settings=None):
                     "OMP_NUM_THREADS": 1,
                     "RAYON_NUM_THREADS": 1,
                     # As under ddprun. PyTorch does not use mimalloc.
-                    "MIMALLOC_PURGE_DELAY": -1,
+                    "MIMALLOC_PURGE_DELAY": 10000,
                 }
                 if hosts.interface:
                     environment["GLOO_SOCKET_IFNAME"] = hosts.interface

@@ -16,9 +16,10 @@ pub(super) struct Incarnation {
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
-/// How long mimalloc keeps freed memory before it returns it to the kernel; -1 is forever. A training step allocates what
-/// the last one freed: with the default of 10 ms, the kernel zeroes it again in every step.
-const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
+/// How long mimalloc keeps freed memory before it returns it to the kernel, in milliseconds. A training step allocates what
+/// the last one freed: with the default of 10 ms, the kernel zeroes it again in every step. If memory were never returned, a
+/// process that frees and allocates in ever new patterns would grow.
+const PURGE_DELAY: (&str, &str) = ("MIMALLOC_PURGE_DELAY", "10000");
 
 /// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
 /// user has not set. Two ranks that each use all cores are slower than a single one.
@@ -60,8 +61,9 @@ pub(super) fn variables(
     ];
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
-    if std::env::var_os(PURGE_DELAY).is_none() {
-        variables.push((PURGE_DELAY, "-1".into()));
+    let (name, milliseconds) = PURGE_DELAY;
+    if std::env::var_os(name).is_none() {
+        variables.push((name, milliseconds.into()));
     }
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
     variables

@@ -49,7 +49,7 @@ pub(crate) use progress::{RankStatus, milliseconds, rank_status_key};
 pub(crate) use reports::{StoreReports, decode_report, decode_reports, encode_report};
 pub use secret::Secret;
 pub use store::Store;
-pub(crate) use store::absent_ranks;
+pub(crate) use store::{absent_ranks, discard};
 #[cfg(any(test, fuzzing))]
 pub(crate) use tcp_store::fuzz_store_protocol;
 #[cfg(feature = "launcher")]

@@ -45,7 +45,8 @@ pub(crate) struct StoreReports<'a> {
 }
 
 impl StoreReports<'_> {
-    fn key(&self, rank: usize) -> String {
+    /// The key of the report of `rank`.
+    pub(crate) fn key(&self, rank: usize) -> String {
         format!("{}/{rank}", self.topic)
     }
 

@@ -98,6 +98,14 @@ pub(crate) fn absent_ranks(
     Ok(absent)
 }
 
+/// Removes a key of a group that is of no more use. Otherwise the store of a job that makes groups again and again would
+/// grow. An error is of no importance here, and only logged.
+pub(crate) fn discard(store: &dyn Store, key: &str) {
+    if let Err(error) = store.delete(key) {
+        log::debug!("removing {key} from the store: {error}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -218,6 +218,17 @@ fn subgroups(pg: &ProcessGroup) -> Result<()> {
         assert_eq!(tensor.to_vec1::<f32>()?, [6.0; 10]);
     }
     drop((both, one));
+    pg.barrier()?;
+    // They leave nothing behind in the store.
+    let keys = pg.store().num_keys()?;
+    pg.barrier()?;
+    for _ in 0..3 {
+        drop(pg.new_group(&[2, 0])?);
+        drop(pg.cpu_group()?.new_group(&[0, 1, 2])?);
+        pg.barrier()?;
+        assert_eq!(pg.store().num_keys()?, keys);
+        pg.barrier()?;
+    }
     let tensor = Tensor::ones(5, DType::F32, pg.device())?;
     pg.all_reduce(&tensor, ReduceOp::Sum)?;
     assert_eq!(tensor.to_vec1::<f32>()?, [3.0; 5]);

@@ -5,6 +5,7 @@
 #![cfg(all(feature = "launcher", target_os = "linux"))]
 use crate::common::test_arguments;
 use candle_core::{Device, Tensor};
+use candle_ddp::rendezvous::Store;
 use candle_ddp::{InitOptions, ReduceOp, init_process_group};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -32,11 +33,16 @@ fn rank() {
     if pg.rank() == 0 {
         std::fs::write(path("port"), std::env::var("MASTER_PORT").unwrap()).unwrap();
     }
+    let mut keys = None;
     for round in 1.. {
         let group = pg.new_group(&[0, 1]).unwrap().unwrap();
         let is_over = if path("go").exists() { 1f32 } else { 0. };
         let sum = Tensor::full(is_over, 1, &Device::Cpu).unwrap();
         group.all_reduce(&sum, ReduceOp::Sum).unwrap();
+        // The groups leave nothing behind in the store.
+        let now = pg.store().num_keys().unwrap();
+        assert_eq!(*keys.get_or_insert(now), now, "round {round}");
+        group.barrier().unwrap();
         if pg.rank() == 0 {
             std::fs::write(path("round.new"), format!("{round}\n")).unwrap();
             std::fs::rename(path("round.new"), path("round")).unwrap();

@@ -15,7 +15,7 @@ use crate::error::Failure;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
 use crate::rendezvous::secret::PROOF;
-use crate::rendezvous::{Secret, Store, absent_ranks};
+use crate::rendezvous::{Secret, Store, absent_ranks, discard};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -78,6 +78,8 @@ impl Connector<'_> {
             }
         }
         let slots = self.converse(&listener, nonce, conversations)?;
+        // Lower ranks do not call this address, and the higher ones have done so.
+        discard(self.store, &key(self.rank));
 
         let mut connections = Connections { data: vec![], direct: vec![], control: vec![] };
         for (peer, slots) in slots.into_iter().enumerate() {
@@ -127,7 +129,7 @@ impl Connector<'_> {
         let key = key(peer);
         match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
             Err(Error::StoreTimeout { operation, store, reason, .. }) => {
-                return Err(match absent_ranks(self.store, 0..self.rank, &self::key) {
+                return Err(match absent_ranks(self.store, peer..self.rank, &self::key) {
                     Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
                     // The store does not answer.
                     Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },

@@ -19,7 +19,7 @@ use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::panic::lock;
-use crate::rendezvous::{Store, host};
+use crate::rendezvous::{Store, discard, host};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaSlice;
@@ -295,7 +295,13 @@ impl Base {
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
         let mut check = cancellation_check(group, "init_process_group".to_string(), "not all ranks came into NCCL");
-        Comm::connect(&id, group.rank, group.world_size, &mut check)
+        let comm = Comm::connect(&id, group.rank, group.world_size, &mut check)?;
+        // All ranks have come into NCCL, so they have read these.
+        if group.rank == 0 {
+            discard(&*self.store, ID);
+        }
+        discard(&*self.store, &identity::reports(&*self.store, group.rank, group.world_size).key(group.rank));
+        Ok(comm)
     }
 
     fn start_heartbeat_monitor(&self, health_store: HealthStore) -> Result<JoinHandle<()>> {

@@ -16,6 +16,8 @@ const QUERY: &str = "query";
 
 /// The rank that left first, and after which collective; empty while no rank has left.
 const DEPARTURE: &str = "departure";
+/// The number of ranks that have left.
+const LEFT: &str = "left";
 
 fn heartbeat_key(rank: usize) -> String {
     format!("heartbeat/{rank}")
@@ -125,7 +127,20 @@ impl HealthStore {
         for (peer, Messages { sent, received }) in &notice.messages {
             writer.u32(*peer as u32).u64(*sent).u64(*received);
         }
-        self.store.set(&heartbeat_key(self.rank), &writer.0)
+        self.store.set(&heartbeat_key(self.rank), &writer.0)?;
+        self.close()
+    }
+
+    /// Counts this rank among those that have left. The last one removes the keys, which nobody reads any more.
+    fn close(&self) -> Result<()> {
+        if self.store.add(LEFT, 1)? < self.world_size as i64 {
+            return Ok(());
+        }
+        let of_ranks = (0..self.world_size).flat_map(|rank| [heartbeat_key(rank), report_key(rank)]);
+        for key in [FAILURE, QUERY, DEPARTURE, LEFT].map(str::to_string).into_iter().chain(of_ranks) {
+            self.store.delete(&key)?;
+        }
+        Ok(())
     }
 
     /// How many calls that concern this rank `peer` made, if it has left.
@@ -259,14 +274,14 @@ mod tests {
     use crate::rendezvous::HashStore;
     use std::time::Duration;
 
-    fn two_ranks() -> [HealthStore; 2] {
+    fn ranks<const N: usize>() -> [HealthStore; N] {
         let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(5)));
-        [0, 1].map(|rank| HealthStore::new(store.clone(), rank, 2).unwrap())
+        std::array::from_fn(|rank| HealthStore::new(store.clone(), rank, N).unwrap())
     }
 
     #[test]
     fn the_first_failure_is_everybodys() {
-        let [a, b] = two_ranks();
+        let [a, b] = ranks();
         assert_eq!(a.look(1).unwrap().failure, None);
         let failure = |peer| Failure::PeerFailed { peer, reason: "disk full".into() };
         assert_eq!(b.publish(&failure(1)).unwrap(), failure(1));
@@ -284,7 +299,7 @@ mod tests {
 
     #[test]
     fn heartbeats_and_goodbyes_are_seen() {
-        let [a, b] = two_ranks();
+        let [a, b, _c] = ranks();
         assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(0));
         b.beat(7).unwrap();
         assert_eq!(a.look(1).unwrap().heartbeat, Heartbeat::Beats(7));
@@ -292,7 +307,7 @@ mod tests {
         let messages = |sent, received| Messages { sent, received };
         let notice = ShutdownNotice { last: 40, messages: [(3, messages(1, 2)), (0, messages(3, 1 << 40))].into() };
         b.leave(&notice).unwrap();
-        assert_eq!(a.heartbeats().unwrap(), [Heartbeat::Beats(0), Heartbeat::Left]);
+        assert_eq!(a.heartbeats().unwrap(), [Heartbeat::Beats(0), Heartbeat::Left, Heartbeat::Beats(0)]);
         let counts = CallCounts { collectives: 40, sent: 3, received: 1 << 40 };
         assert_eq!(a.counts_of(1).unwrap(), Some(counts));
         a.leave(&ShutdownNotice { last: 41, messages: [(3, messages(1, 2))].into() }).unwrap();
@@ -301,8 +316,21 @@ mod tests {
     }
 
     #[test]
+    fn the_last_one_that_leaves_removes_all_keys() {
+        let all: [_; 3] = ranks();
+        let store = &all[0].store;
+        all[1].ask(5).unwrap();
+        all[2].answer(&ProgressReport::default()).unwrap();
+        for health_store in &all {
+            assert!(store.num_keys().unwrap() >= 3 + 1 + 3, "{:?}", store.num_keys());
+            health_store.leave(&ShutdownNotice::default()).unwrap();
+        }
+        assert_eq!(store.num_keys().unwrap(), 0);
+    }
+
+    #[test]
     fn one_query_is_open_and_all_answers_arrive() {
-        let [a, b] = two_ranks();
+        let [a, b] = ranks();
         let query = ProgressQuery { rank: 0, sequence: 9 };
         assert_eq!(a.ask(9).unwrap(), query);
         assert_eq!(b.ask(10).unwrap(), query);

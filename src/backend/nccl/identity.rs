@@ -30,7 +30,7 @@ pub(super) fn exchange<T>(
     timeout: Duration,
     opened: Result<(T, Identity)>,
 ) -> Result<(T, Vec<Identity>)> {
-    let reports = StoreReports { store, topic: "identity", rank, world_size };
+    let reports = reports(store, rank, world_size);
     let report = opened.as_ref().map(|(_, identity)| identity.encode());
     let told = reports.tell(report.as_deref().map_err(|error| *error));
     let (rest, _) = opened?;
@@ -46,6 +46,11 @@ pub(super) fn exchange<T>(
         Identity::decode(report).ok_or_else(strange)
     };
     Ok((rest, reports.iter().enumerate().map(decode).collect::<Result<_>>()?))
+}
+
+/// The keys of the exchange.
+pub(super) fn reports(store: &dyn Store, rank: usize, world_size: usize) -> StoreReports<'_> {
+    StoreReports { store, topic: "identity", rank, world_size }
 }
 
 /// Checks that ranks are compatible: one version of NCCL, and a GPU each unless `shared_gpus` are allowed.

@@ -13,7 +13,7 @@ use super::status::NcclFailure;
 use super::stream::Streams;
 use super::work::NcclWork;
 use crate::backend::Completion;
-use crate::rendezvous::Store;
+use crate::rendezvous::{Store, discard};
 use crate::{Error, Result};
 use cudarc::driver::CudaEvent;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -122,7 +122,9 @@ impl Worker {
             self.store.set(&key, &id.to_bytes()).map_err(cannot)?;
             id
         } else {
-            await_id(&*self.store, &key, &self.group, "meeting the peer of a message")?
+            let id = await_id(&*self.store, &key, &self.group, "meeting the peer of a message")?;
+            discard(&*self.store, &key);
+            id
         };
         let mut check = || self.group.failure().map_or(Ok(()), Err);
         let comm = Comm::connect(&id, usize::from(!sends), 2, &mut check)?;

@@ -343,8 +343,9 @@ impl Store for Stalling {
         self.store.multi_get(keys)
     }
 
-    fn add(&self, _: &str, _: i64) -> crate::Result<i64> {
-        unreachable!()
+    fn add(&self, key: &str, amount: i64) -> crate::Result<i64> {
+        let _answers = self.answers.read().unwrap();
+        self.store.add(key, amount)
     }
 
     fn wait(&self, _: &[&str], _: Option<Duration>) -> crate::Result<()> {
@@ -355,8 +356,9 @@ impl Store for Stalling {
         unreachable!()
     }
 
-    fn delete(&self, _: &str) -> crate::Result<bool> {
-        unreachable!()
+    fn delete(&self, key: &str) -> crate::Result<bool> {
+        let _answers = self.answers.read().unwrap();
+        self.store.delete(key)
     }
 
     fn append(&self, _: &str, _: &[u8]) -> crate::Result<()> {
