@@ -1,5 +1,5 @@
 //! Very many collectives of random kind, dtype, size and group, blocking or not; their results are checked, and the memory,
-//! descriptors and threads of every rank must not grow.
+//! descriptors and threads of every rank, and the store of ddprun, must not grow.
 //!
 //! ```text
 //! cargo bench --bench soak [-- --calls 1000000 --seed 1 --ranks 4 --hosts 1]
@@ -16,6 +16,7 @@ mod process;
 mod random;
 
 use call::Soak;
+use candle_ddp::rendezvous::Store;
 use candle_ddp::{InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use clap::Parser;
 use process::{Usage, resident};
@@ -56,6 +57,7 @@ fn worker(options: &Options) -> Result<()> {
         let start = Instant::now();
         let mut soak = Soak::new(&pg, options.seed)?;
         let mut first: Option<Usage> = None;
+        let mut first_keys: Option<usize> = None;
         if pg.rank() == 0 {
             println!(
                 "| collectives | seconds | GiB per rank | largest rank, MiB | descriptors | threads | ddprun, MiB |"
@@ -79,6 +81,13 @@ fn worker(options: &Options) -> Result<()> {
             }
             if !usage.is_like(first) {
                 let reason = format!("it grew from {first} to {usage} (MiB, descriptors, threads)");
+                return Err(candle_ddp::Error::RankFailed { rank: pg.rank(), reason });
+            }
+            // Groups that have ended leave nothing behind in ddprun's store.
+            let keys = pg.store().num_keys()?;
+            let first_keys = *first_keys.get_or_insert(keys);
+            if keys > first_keys {
+                let reason = format!("the store has {keys} keys instead of {first_keys}");
                 return Err(candle_ddp::Error::RankFailed { rank: pg.rank(), reason });
             }
         }
