@@ -43,6 +43,7 @@ def main():
         skipped = [case for case in cases if case.fault == "disk"]
         cases = [case for case in cases if case.fault != "disk"]
         say(f"SKIPPED: ENOSPC, {len(skipped)} cases, because this system does not let this user mount a file system")
+    options.output.mkdir(parents=True, exist_ok=True)
     programs = build(options.nccl, options.built)
     started = time.monotonic()
     results = {}
