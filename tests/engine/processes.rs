@@ -1,14 +1,14 @@
 //! The CPU engine with one process per rank, some of which are killed or stopped.
 //!
-//! The test binary starts itself as each rank; ranks meet through files in a temporary folder.
+//! The test binary starts itself as each rank; ranks meet in a file in a temporary folder.
 use crate::common::test_process;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};
-use candle_ddp::rendezvous::Store;
-use candle_ddp::{Error, ReduceOp, Result};
+use candle_ddp::rendezvous::{FileStore, Store};
+use candle_ddp::{ReduceOp, Result};
 use rustix::process::{Pid, Signal, kill_process};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,79 +24,18 @@ const RANK: &str = "CANDLE_DDP_TEST_RANK";
 const SCENARIO: &str = "CANDLE_DDP_TEST_SCENARIO";
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 
-/// The part of a store that creating a group needs, with one file per key.
-struct Files(PathBuf);
-
-impl Files {
-    fn path(&self, key: &str) -> PathBuf {
-        self.0.join(key.replace('/', "."))
-    }
-}
-
-impl Store for Files {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let path = self.path(key);
-        let unfinished = self.path(&format!("{key}.unfinished"));
-        std::fs::write(&unfinished, value).unwrap();
-        std::fs::rename(unfinished, path).unwrap();
-        Ok(())
-    }
-    fn get(&self, key: &str) -> Result<Vec<u8>> {
-        self.wait(&[key], None)?;
-        Ok(std::fs::read(self.path(key)).unwrap())
-    }
-    fn wait(&self, keys: &[&str], timeout: Option<Duration>) -> Result<()> {
-        let timeout = timeout.unwrap_or(TIMEOUT);
-        let deadline = Instant::now() + timeout;
-        while !self.check(keys)? {
-            if Instant::now() > deadline {
-                return Err(Error::StoreTimeout {
-                    operation: format!("wait({keys:?})"),
-                    store: self.0.display().to_string(),
-                    timeout,
-                    reason: "a rank of this test did not write it".into(),
-                });
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        Ok(())
-    }
-    fn check(&self, keys: &[&str]) -> Result<bool> {
-        Ok(keys.iter().all(|key| self.path(key).exists()))
-    }
-    fn timeout(&self) -> Duration {
-        TIMEOUT
-    }
-    fn add(&self, _: &str, _: i64) -> Result<i64> {
-        unreachable!()
-    }
-    fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
-        unreachable!()
-    }
-    fn delete(&self, _: &str) -> Result<bool> {
-        unreachable!()
-    }
-    fn append(&self, _: &str, _: &[u8]) -> Result<()> {
-        unreachable!()
-    }
-    fn multi_get(&self, _: &[&str]) -> Result<Vec<Vec<u8>>> {
-        unreachable!()
-    }
-    fn multi_set(&self, _: &[(&str, &[u8])]) -> Result<()> {
-        unreachable!()
-    }
-    fn num_keys(&self) -> Result<usize> {
-        unreachable!()
-    }
+/// Where ranks meet, and write down what came of it.
+fn store_in(folder: &Path) -> FileStore {
+    FileStore::open(folder.join("store"), Duration::from_secs(60)).unwrap()
 }
 
 /// A rank, if the environment says so: repeats all-reduces of 4 MiB until one fails, and writes down the error.
 #[test]
 fn rank_process() {
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
-    let files = Arc::new(Files(folder.into()));
+    let store = Arc::new(store_in(folder.as_ref()));
     let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
-    let communicator = CpuCommunicator::new(files.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
+    let communicator = CpuCommunicator::new(store.clone(), rank.parse().unwrap(), WORLD_SIZE, options).unwrap();
     let tensor = Tensor::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
     let all_reduce = || Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
     for round in 0.. {
@@ -105,11 +44,11 @@ fn rank_process() {
             _ => communicator.start(all_reduce()).and_then(|work| work.wait()),
         };
         if let Err(error) = error {
-            files.set(&format!("error/{rank}"), error.to_string().as_bytes()).unwrap();
+            store.set(&format!("error/{rank}"), error.to_string().as_bytes()).unwrap();
             return;
         }
         if round == 2 {
-            files.set(&format!("ready/{rank}"), b"").unwrap();
+            store.set(&format!("ready/{rank}"), b"").unwrap();
         }
     }
 }
@@ -132,9 +71,9 @@ impl Drop for Ranks {
 fn halo_process() {
     const COUNT: usize = 1 << 18;
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
-    let (files, rank): (_, usize) = (Arc::new(Files(folder.into())), rank.parse().unwrap());
+    let (store, rank): (_, usize) = (Arc::new(store_in(folder.as_ref())), rank.parse().unwrap());
     let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
-    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
+    let communicator = CpuCommunicator::new(store.clone(), rank, WORLD_SIZE, options).unwrap();
     let field = Tensor::full(rank as f32, 2 * COUNT, &Device::Cpu).unwrap();
     let part = |index: usize| field.narrow(0, index * COUNT, COUNT).unwrap();
     let (left, right) = ((rank + WORLD_SIZE - 1) % WORLD_SIZE, (rank + 1) % WORLD_SIZE);
@@ -144,7 +83,7 @@ fn halo_process() {
     let inner = communicator.start(Collective::Send { tensor: part(1), peer: right }).unwrap();
     halo.wait().and_then(|()| inner.wait()).unwrap();
     assert!(part(0).to_vec1::<f32>().unwrap().iter().all(|value| *value == left as f32));
-    files.set(&format!("ready/{rank}"), b"").unwrap();
+    store.set(&format!("ready/{rank}"), b"").unwrap();
 }
 
 /// Starts the ranks in the given test and returns once all are ready.
@@ -157,9 +96,9 @@ fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (
         command.stdout(Stdio::null()).spawn().unwrap()
     };
     let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
-    let files = Files(folder.into());
+    let store = store_in(folder);
     let ready: Vec<String> = (0..WORLD_SIZE).map(|rank| format!("ready/{rank}")).collect();
-    files.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(Duration::from_secs(60))).unwrap();
+    store.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(Duration::from_secs(60))).unwrap();
     ranks
 }
 
@@ -169,15 +108,7 @@ fn start(folder: &Path, transport: (&str, usize)) -> Ranks {
 
 /// Returns the errors of all ranks but the victim, which must come within `limit`.
 fn survivors(folder: &Path, limit: Duration) -> Vec<String> {
-    let start = Instant::now();
-    let files = Files(folder.into());
-    let mut errors = Vec::new();
-    for rank in (0..WORLD_SIZE).filter(|rank| *rank != VICTIM) {
-        let key = format!("error/{rank}");
-        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
-        errors.push(String::from_utf8(files.get(&key).unwrap()).unwrap());
-    }
-    errors
+    errors_of(folder, (0..WORLD_SIZE).filter(|rank| *rank != VICTIM), limit)
 }
 
 #[test]
@@ -260,18 +191,18 @@ fn nothing_is_left_of_killed_ranks() {
 #[test]
 fn ending_rank_process() {
     let (Ok(rank), Ok(folder)) = (std::env::var(RANK), std::env::var(FOLDER)) else { return };
-    let (files, rank) = (Arc::new(Files(folder.into())), rank.parse::<usize>().unwrap());
+    let (store, rank) = (Arc::new(store_in(folder.as_ref())), rank.parse::<usize>().unwrap());
     let scenario = std::env::var(SCENARIO).unwrap();
     let options = CpuOptions { timeout: TIMEOUT, ..CpuOptions::default() };
-    let communicator = CpuCommunicator::new(files.clone(), rank, WORLD_SIZE, options).unwrap();
-    files.set(&format!("ready/{rank}"), b"").unwrap();
+    let communicator = CpuCommunicator::new(store.clone(), rank, WORLD_SIZE, options).unwrap();
+    store.set(&format!("ready/{rank}"), b"").unwrap();
     let result = match scenario.as_str() {
-        "given" => give_everything(&communicator, &files),
-        "waiting" => give_in_turn(&communicator, &files),
-        _ => broadcast_after_a_death(&communicator, &files),
+        "given" => give_everything(&communicator, &store),
+        "waiting" => give_in_turn(&communicator, &store),
+        _ => broadcast_after_a_death(&communicator, &store),
     };
     let text = result.map_or_else(|error| error.to_string(), |()| String::new());
-    files.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
+    store.set(&format!("error/{rank}"), text.as_bytes()).unwrap();
     std::process::exit(0);
 }
 
@@ -287,10 +218,10 @@ fn assert_values(tensor: &Tensor, expected: &[f32]) {
 }
 
 /// The last rank receives everything after the others are gone, and fails when it needs more.
-fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+fn give_everything(communicator: &CpuCommunicator, store: &FileStore) -> Result<()> {
     let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
     if rank == last {
-        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+        store.wait(&["gone"], Some(Duration::from_secs(60)))?;
     }
     let own = values(rank as f32);
     let broadcast = values(rank as f32 + 5.0);
@@ -321,10 +252,10 @@ fn give_everything(communicator: &CpuCommunicator, files: &Files) -> Result<()> 
 }
 
 /// Ranks 1 and 2 take part in the call and end while the last rank is still in it; rank 0 comes later.
-fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+fn give_in_turn(communicator: &CpuCommunicator, store: &FileStore) -> Result<()> {
     let (rank, last) = (communicator.rank(), WORLD_SIZE - 1);
     if rank == 0 {
-        files.wait(&["gone"], Some(Duration::from_secs(60)))?;
+        store.wait(&["gone"], Some(Duration::from_secs(60)))?;
     }
     let gathered = Tensor::zeros(WORLD_SIZE * COUNT, DType::F32, &Device::Cpu).unwrap();
     let output = (rank == last).then(|| gathered.clone());
@@ -337,9 +268,9 @@ fn give_in_turn(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
 
 /// Rank 0 starts a broadcast, for which the others wait, after one receiver was killed. A rank that completes it before
 /// the death is noticed gets the error in its next call.
-fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Result<()> {
+fn broadcast_after_a_death(communicator: &CpuCommunicator, store: &FileStore) -> Result<()> {
     match communicator.rank() {
-        0 => files.wait(&["gone"], Some(Duration::from_secs(60)))?,
+        0 => store.wait(&["gone"], Some(Duration::from_secs(60)))?,
         VICTIM => std::thread::sleep(Duration::from_secs(60)),
         _ => {}
     }
@@ -349,11 +280,11 @@ fn broadcast_after_a_death(communicator: &CpuCommunicator, files: &Files) -> Res
 
 /// Returns what the given ranks wrote down, within `limit`.
 fn errors_of(folder: &Path, ranks: impl IntoIterator<Item = usize>, limit: Duration) -> Vec<String> {
-    let (start, files) = (Instant::now(), Files(folder.into()));
+    let (start, store) = (Instant::now(), store_in(folder));
     let error = |rank| {
         let key = format!("error/{rank}");
-        files.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
-        String::from_utf8(files.get(&key).unwrap()).unwrap()
+        store.wait(&[&key], Some(limit.saturating_sub(start.elapsed()))).unwrap();
+        String::from_utf8(store.get(&key).unwrap()).unwrap()
     };
     ranks.into_iter().map(error).collect()
 }
@@ -364,7 +295,7 @@ fn sent_data_arrives_after_the_senders_process_is_gone() {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start_in("ending_rank_process", "given", folder.path(), transport);
         ranks.0[..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
-        Files(folder.path().into()).set("gone", b"").unwrap();
+        store_in(folder.path()).set("gone", b"").unwrap();
         let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
         let (error, others) = errors.split_last().unwrap();
         assert!(others.iter().all(String::is_empty), "{transport:?}: {errors:?}");
@@ -379,7 +310,7 @@ fn a_rank_may_end_while_others_finish_a_call_it_took_part_in() {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = start_in("ending_rank_process", "waiting", folder.path(), transport);
         ranks.0[1..WORLD_SIZE - 1].iter_mut().for_each(|rank| assert!(rank.wait().unwrap().success()));
-        Files(folder.path().into()).set("gone", b"").unwrap();
+        store_in(folder.path()).set("gone", b"").unwrap();
         let errors = errors_of(folder.path(), 0..WORLD_SIZE, TIMEOUT / 2);
         assert!(errors.iter().all(String::is_empty), "{transport:?}: {errors:?}");
     }
@@ -392,7 +323,7 @@ fn a_root_notices_a_dead_receiver_and_tells_the_others() {
         let mut ranks = start_in("ending_rank_process", "root", folder.path(), transport);
         ranks.0[VICTIM].kill().unwrap();
         ranks.0[VICTIM].wait().unwrap();
-        Files(folder.path().into()).set("gone", b"").unwrap();
+        store_in(folder.path()).set("gone", b"").unwrap();
         for error in errors_of(folder.path(), (0..WORLD_SIZE).filter(|rank| *rank != VICTIM), TIMEOUT / 2) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error:?}");
         }
