@@ -324,7 +324,7 @@ fn a_root_notices_a_dead_receiver_and_tells_the_others() {
         ranks.0[VICTIM].kill().unwrap();
         ranks.0[VICTIM].wait().unwrap();
         store_in(folder.path()).set("gone", b"").unwrap();
-        for error in errors_of(folder.path(), (0..WORLD_SIZE).filter(|rank| *rank != VICTIM), TIMEOUT / 2) {
+        for error in survivors(folder.path(), TIMEOUT / 2) {
             assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error:?}");
         }
     }

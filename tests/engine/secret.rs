@@ -52,6 +52,13 @@ fn published(store: &Arc<dyn Store>) -> (SocketAddr, Vec<u8>, String) {
     (address.parse().unwrap(), handshake, digits.to_string())
 }
 
+/// What a caller sends first that says that it is `rank`, and wants a connection of this kind.
+fn greeting(handshake: &[u8], rank: u8, kind: u8) -> Vec<u8> {
+    let mut greeting = [handshake, &[5; 32]].concat();
+    (greeting[16], greeting[20]) = (rank, kind);
+    greeting
+}
+
 fn call(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
@@ -114,11 +121,7 @@ fn who_only_knows_the_group_gets_nowhere() {
     std::thread::scope(|scope| {
         let rank_0 = start(scope, &store, 0, 2);
         let (address, handshake, _) = published(&store);
-        let greeting = |rank: u8, kind: u8| {
-            let mut greeting = handshake.clone();
-            (greeting[16], greeting[20]) = (rank, kind);
-            [greeting, vec![5; 32]].concat()
-        };
+        let greeting = |rank, kind| greeting(&handshake, rank, kind);
         // Rank 0 proves that it knows the secret, and the stranger says the same.
         let mut reflecting = call(address);
         reflecting.write_all(&greeting(1, 0)).unwrap();
@@ -171,20 +174,13 @@ fn occupy(address: SocketAddr, greeting: &[u8]) -> Option<TcpStream> {
     stranger.read_exact(&mut [0; REPLY]).is_ok().then_some(stranger)
 }
 
-/// What rank 1 would send to rank 0, up to its proof.
-fn greeting(handshake: Vec<u8>) -> Vec<u8> {
-    let mut greeting = [handshake, vec![5; 32]].concat();
-    (greeting[16], greeting[20]) = (1, 0);
-    greeting
-}
-
 #[test]
 fn strangers_that_prove_nothing_hold_up_a_peer_only_for_a_while() {
     let store = store();
     std::thread::scope(|scope| {
         let rank_0 = start(scope, &store, 0, 2);
         let (address, handshake, _) = published(&store);
-        let greeting = greeting(handshake);
+        let greeting = greeting(&handshake, 1, 0);
         let strangers: Vec<_> = (0..20).map(|_| occupy(address, &greeting)).collect();
         assert_eq!(strangers.iter().flatten().count(), 12, "all places are taken");
         let rank_1 = start(scope, &store, 1, 2);
@@ -198,7 +194,7 @@ fn a_peer_that_gave_way_while_it_waited_for_another_one_calls_again() {
     std::thread::scope(|scope| {
         let rank_0 = start(scope, &store, 0, 3);
         let (address, handshake, _) = published(&store);
-        let greeting = greeting(handshake);
+        let greeting = greeting(&handshake, 1, 0);
         let rank_2 = start(scope, &store, 2, 3);
         store.get("addr/2").unwrap();
         // The last of these get a place when the calls of rank 2, which waits for rank 1, have had their time.

@@ -238,8 +238,7 @@ impl Connector<'_> {
                 match (conversation.read(), &conversation.stage) {
                     (Heard::Nothing, _) => waiting.push(conversation),
                     (Heard::All, Stage::Greeting) => {
-                        let has_room = acceptor.make_room(&mut waiting, 2 * Kind::ALL.len() * slots.len());
-                        waiting.extend(self.welcome(conversation, nonce, &mut slots, &mut acceptor, has_room)?);
+                        self.welcome(conversation, nonce, &mut slots, &mut acceptor, &mut waiting)?;
                     }
                     (Heard::All, Stage::Proof { caller, exchange }) => {
                         let is_proved =
@@ -276,24 +275,24 @@ impl Connector<'_> {
 
     /// Checks a caller's greeting and answers it. Callers from outside the group are refused. Without a secret, the caller is
     /// a peer by that, and one with a different configuration is an error here and, through the reply, on that peer too. With
-    /// a secret, the connection is returned, for the proof, if there is room for one more that waits for it.
+    /// a secret, the connection joins those in `waiting`, for the proof, if there is room for one more.
     fn welcome(
         &self,
         caller: Conversation,
         nonce: u64,
         slots: &mut [Slots],
         acceptor: &mut Acceptor,
-        has_room: bool,
-    ) -> Result<Option<Conversation>> {
+        waiting: &mut Vec<Conversation>,
+    ) -> Result<()> {
         let address = caller.address;
         let (handshake, greeted) = match Handshake::decode(caller.heard()) {
             Ok(handshake) if handshake.nonce == nonce => match Greeting::try_from(caller.heard()) {
                 Ok(greeted) => (handshake, greeted),
-                Err(_) => return Ok(None),
+                Err(_) => return Ok(()),
             },
             Ok(handshake) => {
                 acceptor.refuse(address, format_args!("it belongs to another group (as its rank {})", handshake.rank));
-                return Ok(None);
+                return Ok(());
             }
             Err(error) => {
                 acceptor.refuse(address, error.describe());
@@ -301,23 +300,25 @@ impl Connector<'_> {
                     // The caller should learn why, but this rank does not wait for it.
                     let _ = (&caller.socket).write(&self.handshake(nonce, Kind::Control).encode());
                 }
-                return Ok(None);
+                return Ok(());
             }
         };
         let exchange = Exchange { caller: greeted, callee: greeting(&self.handshake(nonce, handshake.kind))? };
         let mut reply = [0; REPLY];
         reply[..GREETING].copy_from_slice(&exchange.callee);
         if let Some(secret) = &self.secret {
-            if !handshake.config.secret || !has_room {
+            let limit = 2 * Kind::ALL.len() * slots.len();
+            if !handshake.config.secret || !acceptor.make_room(waiting, limit) {
                 acceptor.refuse_unproved(address, handshake.rank);
-                return Ok(None);
+                return Ok(());
             }
             reply[GREETING..].copy_from_slice(&exchange.prove(secret, End::Callee));
         }
         // A socket's empty buffer takes these few bytes at once.
         let replied = matches!((&caller.socket).write(&reply), Ok(REPLY));
         if self.secret.is_some() {
-            return Ok(replied.then(|| caller.await_proof(handshake, exchange)));
+            waiting.extend(replied.then(|| caller.await_proof(handshake, exchange)));
+            return Ok(());
         }
         if let Some(difference) = handshake.config.difference(&self.config) {
             return Err(self.failed(&[handshake.rank], difference));
@@ -325,8 +326,7 @@ impl Connector<'_> {
         if !replied {
             return Err(self.gone(handshake.rank));
         }
-        self.take(caller, &handshake, slots)?;
-        Ok(None)
+        self.take(caller, &handshake, slots)
     }
 
     /// Takes the connection of a peer.
