@@ -14,8 +14,8 @@ from pathlib import Path
 
 # Lowest first. A module may use those before it; modules on the same line may not use each other.
 LAYERS = [
-    ["error", "panic", "deadline", "warnings", "hash", "host"],
-    ["random"],
+    ["error", "panic", "deadline", "warnings", "hash", "host", "cbor"],
+    ["random", "descriptors"],
     ["kernels"],
     ["tensor"],
     ["state"],

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Checks that relative links in the repository's Markdown files, including their anchors, have a target.
+"""Checks what the repository's Markdown files refer to: relative links, including their anchors, and Rust files that pages of src
+and docs name in backticks. Every variable CANDLE_DDP_* of src must be in the table of docs/clusters.md, and the other way round.
 
     scripts/check_links.py
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -17,10 +19,37 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def files(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split("\n")[:-1]
+
+
+def missing_sources(name, text, sources):
+    """The Rust files that a page names and that are neither beside or below it, nor under the root or src."""
+    folder = Path(name).parent
+    for found in re.findall(r"`((?:[\w.-]+/)*\w+\.rs)`", text):
+        starts = [os.path.normpath(folder / found), found, f"src/{found}"]
+        if not any(source in starts or source.startswith(f"{folder}/") and source.endswith(f"/{found}") for source in sources):
+            yield f"{name}: `{found}` does not exist"
+
+
+def undocumented_variables():
+    """The differences between the variables in src and those in the table."""
+    used = set()
+    for name in files("src/*.rs"):
+        used |= set(re.findall(r"CANDLE_DDP_[A-Z_]*[A-Z]", (ROOT / name).read_text()))
+    page = "docs/clusters.md"
+    table = (ROOT / page).read_text().split("## Environment variables")[1]
+    rows = " ".join(re.findall(r"^\| ([^|]*) \|", table, re.M))
+    listed = set(re.findall(r"CANDLE_DDP_[A-Z_]*[A-Z]", rows))
+    yield from (f"{page}: the table lacks {name}, which src uses" for name in sorted(used - listed))
+    yield from (f"{page}: the table has {name}, which src does not use" for name in sorted(listed - used))
+
+
 def main():
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
-    problems = []
-    for name in listed.stdout.split():
+    problems = list(undocumented_variables())
+    sources = files("*.rs")
+    for name in files("*.md"):
         file = ROOT / name
         text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.S | re.M)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -32,6 +61,8 @@ def main():
                 problems.append(f"{name}: {target} does not exist")
             elif anchor and anchor not in anchors(there.read_text()):
                 problems.append(f"{name}: {target} has no such heading")
+        if name.startswith(("src/", "docs/")):
+            problems += missing_sources(name, text, sources)
     print("\n".join(problems), end="\n" if problems else "")
     return bool(problems)
 

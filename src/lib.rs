@@ -6,8 +6,10 @@
 //!
 //! ```
 //! use candle_core::{DType, Module, Tensor};
+//! use candle_ddp::nn::linear;
+//! use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 //! use candle_ddp::{DdpOptions, DistributedDataParallel, DistributedSampler, SamplerOptions};
-//! use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap, linear};
+//! use candle_nn::VarMap;
 //!
 //! # fn main() -> candle_ddp::Result<()> {
 //! // A real program begins with `let pg = init_process_group(InitOptions::default())?;` and is started with
@@ -16,7 +18,7 @@
 //!     let varmap = VarMap::new();
 //!     let build = |vb| linear(4, 1, vb);
 //!     let ddp = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, DdpOptions::default())?;
-//!     let mut optimizer = AdamW::new(ddp.parameters(), ParamsAdamW::default())?;
+//!     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
 //!
 //!     let data = Tensor::randn(0f32, 1.0, (100, 4), pg.device())?;
 //!     let mut sampler = DistributedSampler::new(100, pg.world_size(), pg.rank(), SamplerOptions::default())?;
@@ -48,7 +50,7 @@
 //! - [`checkpoint`]: saving and loading weights, including files that PyTorch has saved; checkpoints of whole runs.
 //! - [`rendezvous`]: the environment of launchers, and key-value stores that PyTorch understands.
 //! - [`amp`]: mixed precision, loss scaling.
-//! - [`nn`]: layers: `SyncBatchNorm`, and norms that train fast.
+//! - [`nn`]: layers and functions with correct gradients that are fast on CPUs, and `SyncBatchNorm`.
 //! - [`seed`]: reproducible random numbers that can be saved and differ between ranks.
 //! - [`trace`]: a timeline of the training steps.
 //! - [`elastic`]: training that goes on when a rank dies.
@@ -60,6 +62,7 @@
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
 pub mod backend;
+mod cbor;
 pub mod checkpoint;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -67,6 +70,7 @@ pub mod data;
 pub mod data_parallel;
 pub mod ddp;
 mod deadline;
+mod descriptors;
 pub mod elastic;
 pub mod error;
 pub mod flight_recorder;
@@ -99,8 +103,8 @@ pub use backend::{ReduceOp, Work};
 pub use data::{DataLoader, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use ddp::{
-    DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Joined, backward, backward_into, comm_hook,
-    join,
+    DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Joined, Unused, backward, backward_into,
+    comm_hook, join,
 };
 pub use error::{Error, Result};
 pub use flight_recorder::FlightRecorderOptions;

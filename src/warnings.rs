@@ -1,7 +1,18 @@
-//! Rate-limited warnings for events that outsiders can cause, for example by connecting to a port: they must not flood
-//! the log.
+//! Warnings that nobody may miss, and rate-limited ones of events that outsiders can cause, for example by connecting to a
+//! port: they must not flood the log.
 use std::fmt::Arguments;
+use std::io::Write;
 use std::time::{Duration, Instant};
+
+/// Warns also where the program does not show warnings of the log: the work of hours may be at stake.
+pub(crate) fn warn_aloud(warning: Arguments<'_>) {
+    if log::log_enabled!(log::Level::Warn) {
+        log::warn!("{warning}");
+    } else {
+        // If standard error is closed, there is nobody else to tell.
+        let _ = writeln!(std::io::stderr(), "candle-ddp: {warning}");
+    }
+}
 
 /// The maximum number of warnings per [`PERIOD`].
 const BURST: u32 = 10;

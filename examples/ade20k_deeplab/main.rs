@@ -217,7 +217,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ],
     )?;
     let loss_options = CrossEntropyOptions { ignore_index: IGNORE_INDEX, ..Default::default() };
-    for epoch in run.epochs(options.epochs) {
+    for epoch in run.epochs(options.epochs)? {
         run.begin_epoch(epoch, batches);
         for (index, batch) in loader.iter_on(pg.device()).enumerate() {
             let (images, masks) = batch?;

@@ -28,7 +28,7 @@ use candle_nn::{VarBuilder, VarMap};
 use clap::{ArgAction, Parser};
 use common::hash;
 use common::metrics::Metrics;
-use common::options::TrainOptions;
+use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::Summary;
 use model::Gpt;
@@ -137,6 +137,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ];
         step = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
     }
+
+    require_rest("--steps", step, options.steps)?;
 
     let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), step > 0)?;
     let mut progress =

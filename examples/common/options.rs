@@ -2,7 +2,7 @@
 use candle_core::DType;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::{
-    DdpOptions, DistributedDataParallel, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
+    DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
 };
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
@@ -16,7 +16,7 @@ pub(crate) struct TrainOptions {
     /// The number of batches whose gradients are added up for one step of the optimizer.
     #[arg(long, value_name = "BATCHES", default_value = "1")]
     pub(crate) accumulate: NonZeroUsize,
-    /// Compute in this dtype; the variables remain f32. On CPUs this is slower than f32.
+    /// Compute in this dtype; the variables remain f32. On CPUs this saves no time.
     #[arg(long, value_enum)]
     pub(crate) amp: Option<Amp>,
     /// Write one JSON object per line to this file (on rank 0).
@@ -68,7 +68,7 @@ impl TrainOptions {
 
     /// Returns what saves the run, if there is a folder for it: every `every` steps or epochs.
     pub(crate) fn checkpointer(&self, pg: &ProcessGroup, every: u64) -> Result<Option<Checkpointer>> {
-        let options = CheckpointerOptions { every, ..Default::default() };
+        let options = CheckpointerOptions { every, resume: self.resume, ..Default::default() };
         self.checkpoints.as_ref().map(|folder| Checkpointer::new(pg, folder, options)).transpose()
     }
 
@@ -78,6 +78,15 @@ impl TrainOptions {
         let count = self.accumulate.get().min(batches - first);
         MicroBatch { count, is_last: index + 1 == first + count }
     }
+}
+
+/// Fails if none of `total` steps or epochs is left, after the `done` ones of the checkpoint.
+pub(crate) fn require_rest(argument: &'static str, done: u64, total: u64) -> Result<()> {
+    if done < total {
+        return Ok(());
+    }
+    let reason = format!("nothing is left to train: it is {total}, and {done} are done");
+    Err(Error::InvalidArgument { argument, reason })
 }
 
 /// One of the batches whose gradients are added up for a step.

@@ -1,11 +1,11 @@
 //! What surrounds the loop of a program that trains for epochs: going on from a checkpoint, adding up gradients, the progress
 //! bar, the metrics, a checkpoint after each epoch, and the summary.
 use super::metrics::Metrics;
-use super::options::{MicroBatch, TrainOptions};
+use super::options::{MicroBatch, TrainOptions, require_rest};
 use super::progress::Progress;
 use super::summary::{Summary, parameter_hash};
 use candle_core::{DType, Tensor};
-use candle_ddp::checkpoint::{Checkpointer, Json, StateDict};
+use candle_ddp::checkpoint::{Checkpointer, Serde, StateDict};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, ReduceOp, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
@@ -16,7 +16,7 @@ pub(crate) struct Run<'a> {
     /// What says how good the model is, from 0 to 1, such as "test accuracy".
     measure: &'static str,
     epochs_done: u64,
-    state: Json<State>,
+    state: Serde<State>,
     checkpointer: Option<Checkpointer>,
     metrics: Metrics,
     summary: Summary,
@@ -46,7 +46,7 @@ impl<'a> Run<'a> {
         parts: &mut [(&str, &mut dyn StateDict)],
     ) -> Result<Self> {
         let mut checkpointer = options.checkpointer(pg, 1)?;
-        let (mut epochs_done, mut state) = (0, Json(State::default()));
+        let (mut epochs_done, mut state) = (0, Serde(State::default()));
         if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.resume) {
             let mut all: Vec<(&str, &mut dyn StateDict)> = vec![("run", &mut state)];
             for (name, part) in parts {
@@ -70,9 +70,10 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Returns the numbers, from 1, of those of the `total` epochs that are not done.
-    pub(crate) fn epochs(&self, total: u64) -> RangeInclusive<u64> {
-        self.epochs_done + 1..=total
+    /// Returns the numbers, from 1, of those of the `total` epochs that are not done. There must be one.
+    pub(crate) fn epochs(&self, total: u64) -> Result<RangeInclusive<u64>> {
+        require_rest("--epochs", self.epochs_done, total)?;
+        Ok(self.epochs_done + 1..=total)
     }
 
     /// Begins an epoch, in which this rank has so many batches.

@@ -52,7 +52,7 @@ impl Summary {
 
 /// Fails if `value`, which `what` names, is below what the option `argument` requires.
 pub(crate) fn require(argument: &'static str, required: Option<f64>, what: &str, value: f64) -> Result<()> {
-    match required.filter(|required| value < *required) {
+    match required.filter(|required| value.is_nan() || value < *required) {
         None => Ok(()),
         Some(required) => {
             let reason = format!("{what} {value:.4} does not reach {required}");

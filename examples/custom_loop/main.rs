@@ -48,7 +48,7 @@ fn main() -> Result<()> {
         let loss = loss::mse(&ddp.forward(&x)?, &y)?;
         optimizer.step(&ddp.backward(&loss)?)?;
         if step % 50 == 0 && pg.rank() == 0 {
-            println!("step {step}: loss {:.6}", loss.to_scalar::<f32>()?);
+            println!("step {step}: loss on rank 0 {:.6}", loss.to_scalar::<f32>()?);
         }
     }
     let [slope, intercept] = [0, 1].map(|index| ddp.parameters()[index].flatten_all()?.get(0)?.to_scalar::<f32>());

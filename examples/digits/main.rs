@@ -21,7 +21,7 @@ use candle_nn::VarMap;
 use clap::Parser;
 use common::accuracy::accuracy;
 use common::metrics::Metrics;
-use common::options::TrainOptions;
+use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
 use dataset::Dataset;
@@ -90,6 +90,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             [("model", &mut varmap), ("optimizer", &mut optimizer), ("scaler", &mut scaler)];
         epochs_done = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
     }
+
+    require_rest("--epochs", epochs_done, options.epochs)?;
 
     let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), epochs_done > 0)?;
     let mut summary = Summary::new("images");

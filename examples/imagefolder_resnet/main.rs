@@ -171,7 +171,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             ("loader", &mut loader),
         ],
     )?;
-    for epoch in run.epochs(options.epochs) {
+    for epoch in run.epochs(options.epochs)? {
         run.begin_epoch(epoch, loader.num_batches());
         for (index, batch) in loader.iter_on(pg.device()).enumerate() {
             let (images, labels) = batch?;

@@ -260,7 +260,7 @@ def follow(run, case, then, references):
             raise Wrong(f"rank {rank} does not name rank {case.victim}: {error}")
         if not re.search(wanted.reason, error):
             raise Wrong(f"rank {rank} does not give the reason: {error}")
-    if wanted.headline and not re.search(rf"^ddprun: rank {case.victim} (failed|made the other)", text, re.M):
+    if wanted.headline and not re.search(rf"^ddprun: rank {case.victim} (failed|made the other|ended while)", text, re.M):
         raise Wrong(f"ddprun does not name rank {case.victim} first: {text[-3000:]}")
     return took if how == "ddprun ends it" else longest, how
 

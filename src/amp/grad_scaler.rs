@@ -208,7 +208,8 @@ impl GradScaler {
         Ok(!overflow)
     }
 
-    /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without one.
+    /// Ends a training step: the scale shrinks after an overflow, and grows after `growth_interval` steps without one. If
+    /// it falls below 1, nothing is trained any more, and rank 0 warns through `log`.
     ///
     /// # Errors
     /// Returns [`Error::GradScaler`] if neither `unscale` nor `step` was called in this step.
@@ -221,8 +222,16 @@ impl GradScaler {
         };
         self.stage = Stage::Scaled;
         if overflow {
+            let before = self.scale;
             self.scale *= self.options.backoff_factor;
             self.clean_steps = 0;
+            if before >= 1.0 && self.scale < 1.0 && self.group.rank() == 0 {
+                log::warn!(
+                    "GradScaler: the scale fell to {}, since gradients overflow even if they are not scaled up, and all these \
+                     steps were skipped: the training has diverged, or its inputs hold infinities or NaNs",
+                    self.scale
+                );
+            }
             return Ok(());
         }
         self.clean_steps += 1;

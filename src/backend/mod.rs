@@ -75,6 +75,12 @@ pub trait Communicator: Send + Sync {
         None
     }
 
+    /// The peers that are known to have ended, or to have left the group after it had failed. None where the engine does not
+    /// know.
+    fn gone(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
     /// Ends the group on every rank: work in flight and all later calls fail, here and on the peers, with `reason`.
     fn abort(&self, reason: &str);
 

@@ -30,10 +30,18 @@ impl Writer {
         }
         self.u32(end as u32).bytes(&value.as_bytes()[..end])
     }
+
+    /// Writes ranks with their number in front, at most [`RANKS_LIMIT`] of them.
+    pub(super) fn ranks(&mut self, ranks: &[usize]) -> &mut Self {
+        let ranks = &ranks[..ranks.len().min(RANKS_LIMIT)];
+        ranks.iter().fold(self.u32(ranks.len() as u32), |writer, rank| writer.u32(*rank as u32))
+    }
 }
 
 /// The longest text that is sent, in bytes.
 const TEXT_LIMIT: usize = 16 * 1024;
+/// The most ranks that are sent in one list.
+const RANKS_LIMIT: usize = 256;
 
 /// Reads fields from the front of a buffer; returns `None` if the buffer is too short.
 pub(crate) struct Reader<'a>(pub(super) &'a [u8]);
@@ -66,5 +74,11 @@ impl<'a> Reader<'a> {
         let (head, tail) = self.0.split_at_checked(length)?;
         self.0 = tail;
         Some(String::from_utf8_lossy(head).into_owned())
+    }
+
+    pub(super) fn ranks(&mut self) -> Option<Vec<usize>> {
+        let count = self.u32()? as usize;
+        // Who sends more speaks another protocol.
+        (count <= RANKS_LIMIT).then(|| (0..count).map(|_| self.rank()).collect())?
     }
 }

@@ -57,7 +57,7 @@ mod load;
 mod model;
 mod pickle;
 
-pub use crate::state::{Json, StateDict};
+pub use crate::state::{PerRank, RankZero, Serde, StateDict};
 #[cfg(any(test, fuzzing))]
 pub(crate) use checkpointer::fuzz_index;
 pub use checkpointer::{Checkpointer, CheckpointerOptions, SaveHandle};

@@ -37,6 +37,16 @@ impl LoaderOptions {
         Ok(())
     }
 
+    /// Why `samples`, which are at least one, make no batch.
+    pub(super) fn no_batch(&self, samples: usize) -> Error {
+        let batch_size = self.batch_size;
+        let reason = format!(
+            "there are {samples} samples for this rank, and drop_last leaves out what is less than a batch of {batch_size}, so \
+             that there is no batch at all: make batch_size {samples} or less, set drop_last to false, or use fewer ranks"
+        );
+        Error::invalid("batch_size", reason)
+    }
+
     /// How many batches an order of `len` indices makes.
     pub(super) fn num_batches(&self, len: usize) -> usize {
         if self.drop_last { len / self.batch_size } else { len.div_ceil(self.batch_size) }
@@ -93,9 +103,11 @@ impl<T, F: Fn(&[usize]) -> Result<T>> DataLoader<F> {
     }
 
     /// The batches of `order`, one after the other. An error of `collate` takes the place of its batch; the batches
-    /// after it can still be read.
+    /// after it can still be read. An order that has indices, but too few for a batch with
+    /// [`drop_last`](LoaderOptions::drop_last), gives [`Error::InvalidArgument`] instead of a batch: training on nothing would
+    /// end well.
     pub fn iter<I: IntoIterator<Item = usize>>(&self, order: I) -> Batches<'_, I::IntoIter, F> {
-        Batches { loader: self, order: order.into_iter(), indices: Vec::new() }
+        Batches { loader: self, order: order.into_iter(), indices: Vec::new(), is_first: true }
     }
 
     /// How many batches an order of `len` indices makes.
@@ -110,6 +122,16 @@ pub struct Batches<'a, I, F> {
     order: I,
     /// The indices of the current batch, kept for its memory.
     indices: Vec<usize>,
+    /// There has been no batch yet.
+    is_first: bool,
+}
+
+impl<I, F> Batches<'_, I, F> {
+    /// How many items `len` more indices make: batches, or the error of an order that makes none.
+    fn items(&self, len: usize) -> usize {
+        let batches = self.loader.options.num_batches(len);
+        if self.is_first { batches.max(len.min(1)) } else { batches }
+    }
 }
 
 impl<T, I: Iterator<Item = usize>, F: Fn(&[usize]) -> Result<T>> Iterator for Batches<'_, I, F> {
@@ -117,12 +139,17 @@ impl<T, I: Iterator<Item = usize>, F: Fn(&[usize]) -> Result<T>> Iterator for Ba
 
     fn next(&mut self) -> Option<Result<T>> {
         let DataLoader { options, collate } = self.loader;
-        options.cut(&mut self.order, &mut self.indices).then(|| collate(&self.indices))
+        let is_first = std::mem::replace(&mut self.is_first, false);
+        match options.cut(&mut self.order, &mut self.indices) {
+            true => Some(collate(&self.indices)),
+            false if is_first && !self.indices.is_empty() => Some(Err(options.no_batch(self.indices.len()))),
+            false => None,
+        }
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
         let (lower, upper) = self.order.size_hint();
-        (self.loader.num_batches(lower), upper.map(|upper| self.loader.num_batches(upper)))
+        (self.items(lower), upper.map(|upper| self.items(upper)))
     }
 }
 

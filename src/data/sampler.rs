@@ -34,7 +34,8 @@ impl Default for SamplerOptions {
 ///
 /// The indices are those of PyTorch's `torch.utils.data.DistributedSampler`, bit for bit: the dataset in the order of
 /// [`randperm`](super::randperm)`(len, seed + epoch)`, padded from its own head or cut, and every `world_size`-th of it
-/// from `rank` on. An empty dataset gives every rank nothing, without an error, as in PyTorch.
+/// from `rank` on. Where that would leave every rank without a sample, and training on nothing would end well, the sampler is
+/// an error, unlike PyTorch's.
 ///
 /// ```
 /// use candle_ddp::data::{DistributedSampler, SamplerOptions};
@@ -54,13 +55,29 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// The sampler of `rank` over a dataset of `len` samples. Fails where `world_size` is 0 or `rank` is not below it.
+    /// The sampler of `rank` over a dataset of `len` samples.
+    ///
+    /// # Errors
+    /// [`Error::RankOutOfRange`]; [`Error::InvalidArgument`] if `world_size` or `len` is 0, or if `drop_last` drops the whole
+    /// dataset.
     pub fn new(len: usize, world_size: usize, rank: usize, options: SamplerOptions) -> Result<Self> {
         if world_size == 0 {
             return Err(Error::invalid("world_size", "a sampler needs at least one rank"));
         }
         if rank >= world_size {
             return Err(Error::RankOutOfRange { rank, world_size });
+        }
+        if len == 0 {
+            let reason = "the dataset is empty, so that there is nothing to train on or to evaluate: was it read from the right \
+                          place?";
+            return Err(Error::invalid("len", reason));
+        }
+        if options.drop_last && len < world_size {
+            let reason = format!(
+                "it drops all of the dataset, which has {len} sample(s) for {world_size} ranks: set drop_last to false, or use \
+                 fewer ranks"
+            );
+            return Err(Error::invalid("drop_last", reason));
         }
         let padded = options.padding && !options.drop_last;
         if padded && len.div_ceil(world_size).checked_mul(world_size).is_none() {
@@ -108,8 +125,8 @@ impl DistributedSampler {
         self.iter_after(0)
     }
 
-    /// This rank's indices in what is left of this epoch after the ranks, as many as there were then, have consumed the
-    /// first `consumed` samples of its order together. They are dealt out as a whole epoch is: `iter_after(0)` is
+    /// This rank's remaining indices, once all ranks together have consumed the first `consumed` samples of the epoch. The
+    /// number of ranks may have changed since. They are dealt out as a whole epoch is: `iter_after(0)` is
     /// [`iter`](Self::iter).
     ///
     /// Since ranks consume an order from its beginning, and the order does not depend on their number, this goes on
@@ -129,11 +146,20 @@ impl DistributedSampler {
 
     /// How many indices this rank gets after all ranks have consumed `consumed`.
     pub(super) fn len_after(&self, consumed: usize) -> usize {
+        self.rank_len_after(self.rank, consumed)
+    }
+
+    /// How many indices rank 0 gets after all ranks have consumed `consumed`; no other rank gets more.
+    pub(super) fn most_after(&self, consumed: usize) -> usize {
+        self.rank_len_after(0, consumed)
+    }
+
+    fn rank_len_after(&self, rank: usize, consumed: usize) -> usize {
         let left = self.dataset_len.saturating_sub(consumed);
         match self.options {
             SamplerOptions { drop_last: true, .. } => left / self.world_size,
             SamplerOptions { padding: true, .. } => left.div_ceil(self.world_size),
-            _ => left.saturating_sub(self.rank).div_ceil(self.world_size),
+            _ => left.saturating_sub(rank).div_ceil(self.world_size),
         }
     }
 

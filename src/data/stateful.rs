@@ -89,14 +89,19 @@ where
     /// of samples: [`default_collate`](super::default_collate) or a function of the program.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `batch_size` is 0, if there are workers and `prefetch_factor` is 0, or if the sampler is
-    /// for a dataset of another length.
+    /// [`Error::InvalidArgument`] if `batch_size` is 0, if there are workers and `prefetch_factor` is 0, if the sampler is for a
+    /// dataset of another length, or if no rank would have a batch in an epoch.
     pub fn new(dataset: D, sampler: DistributedSampler, options: LoaderOptions, collate: C) -> Result<Self> {
         options.check()?;
         if sampler.dataset_len() != dataset.len() {
             let (expected, found) = (sampler.dataset_len(), dataset.len());
             let reason = format!("it is for a dataset of {expected} samples, and this one has {found}");
             return Err(Error::invalid("sampler", reason));
+        }
+        // Without padding, some ranks may have fewer batches than rank 0, or none.
+        let most = sampler.most_after(0);
+        if options.num_batches(most) == 0 {
+            return Err(options.no_batch(most));
         }
         let position = Mutex::new(Position { epoch: sampler.epoch(), consumed: 0, resume: false });
         Ok(Self {
@@ -160,7 +165,7 @@ where
         }
         let device = device.clone();
         let batches = self.batches(sampler, consumed)?;
-        Ok(Box::new(batches.map(move |(samples, batch)| (samples, batch.and_then(|batch| to_device(batch, &device))))))
+        Ok(Box::new(batches.map(move |batch| batch.and_then(|batch| to_device(batch, &device)))))
     }
 }
 
@@ -169,7 +174,7 @@ impl<D: Dataset, C> StatefulDataLoader<D, C> {
     /// it is the same on all ranks.
     pub fn state(&self) -> LoaderState {
         let Position { epoch, consumed, .. } = *self.position();
-        LoaderState { seed: self.sampler.seed(), epoch, consumed }
+        LoaderState { seed: self.sampler.seed(), epoch, consumed, dataset_len: self.dataset.len() }
     }
 
     /// Goes on from the `state` of another run, whose number of ranks and batch size may have been others. The seed is taken
@@ -179,13 +184,15 @@ impl<D: Dataset, C> StatefulDataLoader<D, C> {
     /// except that fewer than `world_size` samples are padding or dropped, as in any epoch.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if more samples were consumed than the dataset has.
+    /// [`Error::InvalidArgument`] in the middle of an epoch if the dataset had another length.
     pub fn resume(&mut self, state: LoaderState) -> Result<()> {
-        let LoaderState { seed, epoch, consumed } = state;
+        let LoaderState { seed, epoch, consumed, dataset_len } = state;
         let len = self.dataset.len();
-        if consumed > len {
+        if consumed > 0 && (dataset_len != len || consumed > len) {
             let reason = format!(
-                "{consumed} samples were consumed of a dataset that has {len}: it is the state of a run with another dataset"
+                "it is the state of a run in the middle of epoch {epoch}, after {consumed} samples of a dataset of {dataset_len} \
+                 samples, and this one has {len}: in the order of another dataset, samples would be repeated and left out. Go \
+                 on with the same dataset, or begin an epoch (a state with consumed: 0)"
             );
             return Err(Error::invalid("state", reason));
         }

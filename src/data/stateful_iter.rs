@@ -18,8 +18,8 @@ pub(super) fn lock(position: &Mutex<Position>) -> MutexGuard<'_, Position> {
     position.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Batches with the numbers of their samples.
-pub(super) type Source<'a, T> = Box<dyn Iterator<Item = (usize, Result<T>)> + 'a>;
+/// Batches.
+pub(super) type Source<'a, T> = Box<dyn Iterator<Item = Result<T>> + 'a>;
 
 /// The batches of an epoch, or of what is left of it: see
 /// [`StatefulDataLoader::iter`](super::StatefulDataLoader::iter).
@@ -32,6 +32,9 @@ pub struct LoaderIter<'a, T> {
     remaining: usize,
     /// Where the loader is after the batch that was delivered last.
     here: Position,
+    batch_size: usize,
+    /// How many samples a rank has left, at most.
+    most: usize,
     dataset_len: usize,
     world_size: usize,
     /// Where the loader keeps it.
@@ -52,7 +55,8 @@ impl<'a, T> LoaderIter<'a, T> {
         };
         let here = Position { resume: false, ..start };
         let (dataset_len, world_size) = (sampler.dataset_len(), sampler.world_size());
-        Self { batches, failure, remaining, here, dataset_len, world_size, position }
+        let (batch_size, most) = (options.batch_size, sampler.most_after(start.consumed));
+        Self { batches, failure, remaining, here, batch_size, most, dataset_len, world_size, position }
     }
 }
 
@@ -65,9 +69,12 @@ impl<T> Iterator for LoaderIter<'_, T> {
             return Some(Err(failure));
         }
         match self.batches.as_mut()?.next() {
-            Some((samples, batch)) => {
+            Some(batch) => {
                 self.remaining -= 1;
-                // All ranks have consumed as many, and together the next part of the order.
+                // All ranks have consumed as many batches, and together the next part of the order: of it, those that have
+                // one sample more than others tell how long it is.
+                let samples = self.batch_size.min(self.most);
+                self.most -= samples;
                 let consumed = self.here.consumed.saturating_add(samples.saturating_mul(self.world_size));
                 self.here.consumed = consumed.min(self.dataset_len);
                 *lock(self.position) = self.here;
@@ -105,13 +112,13 @@ impl<D, F> Inline<D, F> {
 }
 
 impl<D: Dataset, T, F: Fn(Vec<D::Sample>) -> Result<T>> Iterator for Inline<D, F> {
-    type Item = (usize, Result<T>);
+    type Item = Result<T>;
 
-    fn next(&mut self) -> Option<(usize, Result<T>)> {
+    fn next(&mut self) -> Option<Result<T>> {
         if !self.options.cut(&mut self.order, &mut self.indices) {
             return None;
         }
         let samples = self.indices.iter().map(|index| self.recipe.read(*index)).collect();
-        Some((self.indices.len(), self.recipe.collate(&self.indices, samples)))
+        Some(self.recipe.collate(&self.indices, samples))
     }
 }

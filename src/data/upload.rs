@@ -53,7 +53,7 @@ pub(super) struct Uploads<S, T> {
     workers: Workers<S, Staged<T>>,
     uploader: Arc<Uploader>,
     device: Device,
-    ahead: Option<(usize, Result<Uploading<T>>)>,
+    ahead: Option<Result<Uploading<T>>>,
 }
 
 impl<S, T: Batch> Uploads<S, T> {
@@ -63,17 +63,17 @@ impl<S, T: Batch> Uploads<S, T> {
     }
 
     /// Begins to copy the next batch, when there is one.
-    fn begin(&mut self) -> Option<(usize, Result<Uploading<T>>)> {
-        let (samples, batch) = self.workers.next()?;
-        Some((samples, batch.and_then(|batch| batch.begin(&self.uploader))))
+    fn begin(&mut self) -> Option<Result<Uploading<T>>> {
+        let batch = self.workers.next()?;
+        Some(batch.and_then(|batch| batch.begin(&self.uploader)))
     }
 }
 
 impl<S, T: Batch> Iterator for Uploads<S, T> {
-    type Item = (usize, Result<T>);
+    type Item = Result<T>;
 
-    fn next(&mut self) -> Option<(usize, Result<T>)> {
-        let (samples, batch) = match self.ahead.take() {
+    fn next(&mut self) -> Option<Result<T>> {
+        let batch = match self.ahead.take() {
             Some(ahead) => ahead,
             None => self.begin()?,
         };
@@ -81,6 +81,6 @@ impl<S, T: Batch> Iterator for Uploads<S, T> {
         if self.workers.is_ready() {
             self.ahead = self.begin();
         }
-        Some((samples, batch.and_then(|batch| batch.finish(&self.device))))
+        Some(batch.and_then(|batch| batch.finish(&self.device)))
     }
 }

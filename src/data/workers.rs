@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// The batches of one epoch, with the numbers of their samples. Dropping it ends the workers: each after the sample or
+/// The batches of one epoch. Dropping it ends the workers: each after the sample or
 /// the batch that it is working on, which nobody waits for.
 pub(super) struct Workers<S, T>(Arc<Shared<S, T>>);
 
@@ -209,9 +209,9 @@ impl<S, T> Workers<S, T> {
 }
 
 impl<S, T> Iterator for Workers<S, T> {
-    type Item = (usize, Result<T>);
+    type Item = Result<T>;
 
-    fn next(&mut self) -> Option<(usize, Result<T>)> {
+    fn next(&mut self) -> Option<Result<T>> {
         let mut window = self.0.lock();
         while !window.is_ready() {
             if window.exhausted && window.batches.is_empty() {
@@ -219,10 +219,10 @@ impl<S, T> Iterator for Workers<S, T> {
             }
             window = self.0.made.wait(window).unwrap_or_else(PoisonError::into_inner);
         }
-        let Batch { indices, batch, .. } = window.batches.pop_front()?;
+        let batch = window.batches.pop_front()?.batch;
         window.first += 1;
         self.0.moved.notify_all();
-        Some((indices.len(), batch?))
+        batch
     }
 }
 

@@ -4,6 +4,7 @@ use super::apply::on_each;
 use super::replica::DeviceVariables;
 use super::scatter_gather::{gather, scatter, transfer};
 use crate::tensor::copy::snapshot;
+use crate::tensor::function;
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
@@ -36,7 +37,10 @@ type Gradients = Vec<(Tensor, Tensor)>;
 /// Runs candle's backward pass and returns its gradients, and those that the replicas' backward passes computed.
 fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
     let guard = Guard(BACKWARD.replace(Some(Backward::default())));
-    let grads = loss.backward();
+    let grads = {
+        let _pass = function::Pass::begin();
+        loss.backward()
+    };
     let Backward { found, failure, .. } = BACKWARD.take().unwrap_or_default();
     drop(guard);
     match grads {

@@ -184,7 +184,7 @@ struct Registered {
     /// The variables returned so far, by name, so that repeated requests (tied weights) get the same tensor.
     handed_out: HashMap<String, Var>,
     sealed: bool,
-    /// The first error. The model's code passes errors on only as text.
+    /// The first error, in case the model's code does not pass it on.
     failure: Option<Error>,
 }
 

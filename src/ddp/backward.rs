@@ -6,6 +6,7 @@ use super::{announce, order, sync};
 use crate::panic::panic_message;
 use crate::process_group::Active;
 use crate::rendezvous::count_step;
+use crate::tensor::function;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -121,6 +122,10 @@ pub(super) fn run_into(loss: &Tensor, models: &[&Core], grads: &mut GradStore) -
 pub(super) fn run(loss: &Tensor, models: &[&Core], kept: Option<&GradStore>) -> Result<GradStore> {
     let graph = Graph::of(loss);
     check(&graph, models)?;
+    if let Err(error) = check_reached(&graph, models) {
+        abort(models.iter().copied().filter(|model| model.synchronises()), &error.to_string());
+        return Err(error);
+    }
     let synchronised: Vec<&Core> = models.iter().copied().filter(|model| model.synchronises()).collect();
     let joined = announce::announce(&synchronised, kept)?;
     let mut models = models.to_vec();
@@ -143,7 +148,8 @@ pub(super) fn shadow(models: &[&Core], adds_up: bool, active: &Active) -> Result
         for model in models {
             model.reducer.finalize_backward()?;
         }
-        buffers.into_iter().try_for_each(sync::Broadcast::finish)
+        buffers.into_iter().try_for_each(sync::Broadcast::finish)?;
+        synchronised.iter().try_for_each(|model| model.reducer.check_used())
     })
 }
 
@@ -163,20 +169,42 @@ fn in_order<T>(
     let result = catch_unwind(AssertUnwindSafe(|| pass(&models, &synchronised, joined)));
     let reason = match &result {
         Ok(Ok(_)) => None,
-        Ok(Err(error)) => Some(format!("backward failed: {error}")),
-        Err(panic) => Some(format!("backward failed: {}", panic_message(&**panic))),
+        Ok(Err(error)) => Some(error.to_string()),
+        Err(panic) => Some(panic_message(&**panic)),
     };
     if reason.is_none() && !synchronised.is_empty() {
         count_step();
     }
     if let Some(reason) = reason {
-        models.iter().for_each(|model| model.reducer.cancel());
-        // In a world of one, the program may try again, with a smaller batch for example.
-        for model in synchronised.iter().filter(|model| model.group().world_size() > 1) {
-            model.group().abort(&reason);
+        models.iter().for_each(|model| model.reducer.discard());
+        // All ranks have this error, after their last collective.
+        if !matches!(result, Ok(Err(Error::UnusedParameters { rank: None, .. }))) {
+            abort(synchronised.iter().copied(), &format!("backward failed: {reason}"));
         }
     }
     result.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// Ends the groups of `models`, whose other ranks wait for this one. In a world of one, the program may try again, with a
+/// smaller batch for example.
+fn abort<'a>(models: impl Iterator<Item = &'a Core>, reason: &str) {
+    models.filter(|model| model.group().world_size() > 1).for_each(|model| model.group().abort(reason));
+}
+
+/// Checks that the loss depends on one of `models`, so that no rank trains nothing without a word.
+fn check_reached(graph: &Graph, models: &[&Core]) -> Result<()> {
+    if models.iter().any(|model| graph.completes(model.reducer.identity()).is_some()) {
+        return Ok(());
+    }
+    for model in models {
+        let refused = |(name, _): &(&String, &Var)| !model.options.unused.allows(name);
+        let unused: Vec<String> = named(model).filter(refused).map(|(name, _)| name.clone()).collect();
+        if !unused.is_empty() {
+            let (rank, total) = (Some(model.group().rank()), model.variables.parameters.len());
+            return Err(Error::UnusedParameters { rank, unused, total });
+        }
+    }
+    Ok(())
 }
 
 /// Checks everything that can be checked before anything is sent.
@@ -221,7 +249,10 @@ fn run_models(
     }
     let adds_up = |model: &Core| kept.is_some_and(|kept| model.marks().has_last(kept));
     let buffers = begin(models, synchronised, adds_up, active)?;
-    let mut grads = models[0].phase("backward", || loss.backward())?;
+    let mut grads = models[0].phase("backward", || {
+        let _pass = function::Pass::begin();
+        loss.backward()
+    })?;
     graph.frozen().for_each(|tensor| drop(grads.remove(tensor)));
     let beside = take_unhooked(&mut grads, models)?;
     for model in models {
@@ -249,6 +280,7 @@ fn run_models(
     for broadcast in buffers {
         broadcast.finish()?;
     }
+    synchronised.iter().try_for_each(|model| model.reducer.check_used())?;
     models.iter().filter_map(|model| model.reducer.trace()).for_each(|trace| trace.flush());
     match beside {
         None => Ok(grads),

@@ -20,6 +20,8 @@ pub(crate) struct ParameterInfo {
     /// The dtype in which its gradient is returned: the variable's.
     pub(super) leaves_as: DType,
     pub(super) device: Device,
+    /// Whether no rank needs to use it in the first synchronised backward pass.
+    pub(super) may_be_unused: bool,
 }
 
 impl ParameterInfo {
@@ -253,6 +255,7 @@ mod tests {
             arrives_as: *dtype,
             leaves_as: *dtype,
             device: Device::Cpu,
+            may_be_unused: false,
         };
         sizes.iter().enumerate().map(info).collect()
     }

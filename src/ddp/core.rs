@@ -3,7 +3,7 @@ use super::bucket::BucketCaps;
 use super::first::FirstGradients;
 use super::gradients::Marks;
 use super::options::DdpOptions;
-use super::parameter::Variables;
+use super::parameter::{Parameter, Variables};
 use super::reducer::Reducer;
 use super::{sync, verify};
 use crate::backend;
@@ -57,7 +57,8 @@ impl Core {
             reducer.groups().add_cpu()?;
         }
         let reduce_dtype = options.mixed_precision.and_then(|mixed| mixed.reduce_dtype);
-        let parameters = variables.parameters.iter().map(|parameter| parameter.info(reduce_dtype)).collect();
+        let info = |parameter: &Parameter| parameter.info(reduce_dtype, options.unused.allows(&parameter.name));
+        let parameters = variables.parameters.iter().map(info).collect();
         reducer.set_parameters(parameters, caps, options.nan_check)?;
         sync::broadcast(reducer.groups(), variables.shared().map(|(_, var)| var), 0)?.finish()?;
         let number = agreed_number(group)?;
@@ -162,7 +163,7 @@ fn elsewhere(is: &Device, belongs: &Device) -> String {
     let (is, works) = (is.location(), belongs.location());
     let what = if is == works { ", with another candle Device" } else { "" };
     format!(
-        "it is on {is:?}{what}, but the process group works on {works:?}, and a rank's model may be there and on the CPU: \
-         build it with the VarBuilder that is handed to it, which is on the device of the group, `pg.device()`"
+        "it is on {is:?}{what}, but the process group works on {works:?}, and parameters must be on that device or on the CPU: \
+         use the VarBuilder that is passed to your closure, which is on the device of the group, `pg.device()`"
     )
 }

@@ -1,5 +1,4 @@
 use super::reducer::Reducer;
-use crate::process_group::ProcessGroup;
 use crate::state::StateDict;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -22,7 +21,6 @@ use std::fmt;
 /// ```
 pub struct CommHookState<'a> {
     pub(super) reducer: &'a Reducer,
-    pub(super) group: &'a ProcessGroup,
 }
 
 impl fmt::Debug for CommHookState<'_> {
@@ -49,12 +47,16 @@ impl StateDict for CommHookState<'_> {
     ///
     /// # Errors
     /// Also [`Error::InvalidArgument`] when they are of a world of another size.
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
-        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+    fn load_sharded_state_dict(
+        &mut self,
+        shards: &[HashMap<String, Tensor>],
+        rank: usize,
+        world_size: usize,
+    ) -> Result<()> {
         if shards.len() != world_size {
             let reason = format!(
-                "the hooks of {} ranks remember something in it, and there are {world_size} ranks: go on without what they \
-                 remember, or with as many ranks",
+                "this hook state is from the hooks of {} ranks, and there are {world_size}: resume with as many ranks, or do not \
+                 load it",
                 shards.len()
             );
             return Err(Error::invalid("shards", reason));

@@ -7,7 +7,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MixedPrecision {
     /// The dtype in which the model computes: its `VarBuilder` has this dtype, and `forward` and `forward_t` convert
-    /// their input to it (with `call`, the caller does). Outputs are not converted. None: the variables' dtype.
+    /// their input to it (with `call`, the caller does, by
+    /// [`cast_forward_inputs`](crate::DistributedDataParallel::cast_forward_inputs)). Outputs are not converted. None: the variables' dtype.
     ///
     /// A layer that requests another dtype from the `VarBuilder` gets it. Ignored variables are not converted: they are
     /// created in the dtype that the model requests.

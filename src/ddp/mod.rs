@@ -27,7 +27,7 @@ pub use crate::tensor::variables::NamePredicate;
 pub use backward::{DistributedModel, backward, backward_into};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
-pub use options::DdpOptions;
+pub use options::{DdpOptions, Unused};
 pub(crate) use reducer::Reducer;
 pub(crate) use reduction::shard::{PendingGradients, Shard, Staged, Staging};
 
@@ -53,7 +53,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// ranks take rank 0's values.
 ///
 /// Ranks may use different parameters in a step, without any option: a parameter that some rank used gets its averaged
-/// gradient on all ranks, and one that no rank used gets none.
+/// gradient on all ranks, and one that no rank used gets none. If no rank uses a parameter in the first step, that is an
+/// error unless [`DdpOptions::unused`] allows it.
 ///
 /// A model must not compute something from a parameter during construction and keep the result, which would not follow
 /// the parameter. It must not request variables later either.
@@ -156,12 +157,27 @@ impl<M> DistributedDataParallel<M> {
     /// Between a forward pass and its [`backward`](Self::backward), call this, [`forward`](Self::forward) and
     /// [`forward_t`](Self::forward_t) only while the variables do not change: after a change, for example by
     /// [`Ema::apply`](crate::optim::Ema::apply), that backward pass would use the new values.
+    ///
+    /// Under mixed precision, `f` gets its inputs as they are: convert them with
+    /// [`cast_forward_inputs`](Self::cast_forward_inputs).
     pub fn call<T, E>(&self, f: impl FnOnce(&M) -> std::result::Result<T, E>) -> Result<T>
     where
         Error: From<E>,
     {
         self.phase("refresh", || self.core.refresh())?;
-        Ok(self.phase("forward", || f(&self.module))?)
+        self.phase("forward", || f(&self.module)).map_err(|error| self.explain(error.into()))
+    }
+
+    /// Adds to an error of two dtypes where the other one comes from.
+    fn explain(&self, error: Error) -> Error {
+        match (error, self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype)) {
+            (Error::Candle(error), Some(dtype)) if is_dtype_mismatch(&error) => Error::Candle(error.context(format!(
+                "under MixedPrecision the model computes in {}, and only `ddp.forward` and `ddp.forward_t` convert their \
+                 input: in `ddp.call`, convert each input with `ddp.cast_forward_inputs(&x)?`",
+                dtype.as_str()
+            ))),
+            (error, _) => error,
+        }
     }
 
     /// Runs `f` and shows it as `name` in the [trace](crate::trace), if there is one. Use it for the optimizer's step,
@@ -175,7 +191,7 @@ impl<M> DistributedDataParallel<M> {
     where
         M: Module,
     {
-        let xs = self.input(xs)?;
+        let xs = self.cast_forward_inputs(xs)?;
         self.call(|module| module.forward(&xs))
     }
 
@@ -184,12 +200,17 @@ impl<M> DistributedDataParallel<M> {
     where
         M: ModuleT,
     {
-        let xs = self.input(xs)?;
+        let xs = self.cast_forward_inputs(xs)?;
         self.call(|module| module.forward_t(&xs, train))
     }
 
-    /// The model's input for `xs`: under mixed precision a tensor of `param_dtype`, unless it holds integers.
-    fn input(&self, xs: &Tensor) -> Result<Tensor> {
+    /// The model's input for `xs`: under mixed precision a tensor of [`MixedPrecision::param_dtype`], unless it holds
+    /// integers; otherwise `xs` itself. [`forward`](Self::forward) and [`forward_t`](Self::forward_t) do this; use it with
+    /// [`call`](Self::call). FSDP's `MixedPrecision.cast_forward_inputs`.
+    ///
+    /// # Errors
+    /// Those of candle's conversion.
+    pub fn cast_forward_inputs(&self, xs: &Tensor) -> Result<Tensor> {
         match self.core.options.mixed_precision.and_then(|mixed| mixed.param_dtype) {
             Some(dtype) if xs.dtype().is_float() => Ok(xs.to_dtype(dtype)?),
             _ => Ok(xs.clone()),
@@ -220,6 +241,9 @@ impl<M> DistributedDataParallel<M> {
     /// [`candle_ddp::backward`](crate::backward()), or [`freeze`](Self::freeze) the other. Returns
     /// [`Error::InvalidArgument`] if this model is frozen. Both are detected before anything is sent, and the group
     /// remains usable.
+    ///
+    /// Returns [`Error::UnusedParameters`] on all ranks if no rank used some parameter in the first synchronised pass, or if
+    /// this rank's loss depends on none, unless [`DdpOptions::unused`] allows it.
     ///
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
@@ -295,6 +319,14 @@ impl<M> DistributedDataParallel<M> {
     pub fn no_sync(&self) -> NoSync<'_> {
         self.core.no_sync.fetch_add(1, Ordering::Relaxed);
         NoSync(&self.core.no_sync)
+    }
+
+    /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync), where a program gives them up: otherwise
+    /// they are part of the next synchronised pass, in a later epoch or after a checkpoint was loaded too. Under a
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), drops the averaged gradients as well if no step
+    /// has used them. Every rank must call it. (Gradients in a `GradStore` end with the store.) PyTorch's `zero_grad`.
+    pub fn zero_grad(&self) {
+        self.core.reducer.discard();
     }
 
     /// Runs `body`, the training loop of this rank, where ranks have different numbers of batches: PyTorch's
@@ -379,8 +411,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// The state of the registered communication hook, to be saved and loaded; None without a hook.
     pub fn comm_hook_state(&self) -> Option<CommHookState<'_>> {
-        let (reducer, group) = (&*self.core.reducer, self.core.group());
-        self.comm_hook_traffic().map(|_| CommHookState { reducer, group })
+        self.comm_hook_traffic().map(|_| CommHookState { reducer: &self.core.reducer })
     }
 
     /// The variables that an optimizer trains, in the order in which the model requested them; ignored ones come last.
@@ -392,6 +423,13 @@ impl<M> DistributedDataParallel<M> {
     pub fn named_parameters(&self) -> Vec<(String, Var)> {
         let ignored = self.core.variables.ignored.iter().map(|Buffer { name, var }| (name.clone(), var.clone()));
         self.averaged_parameters().into_iter().chain(ignored).collect()
+    }
+
+    /// The [frozen](DdpOptions::is_frozen) variables with the model's names for them, in the order in which the model
+    /// requested them. Together with [`named_parameters`](Self::named_parameters) and
+    /// [`named_buffers`](Self::named_buffers), these are all variables of the model.
+    pub fn named_frozen(&self) -> Vec<(String, Var)> {
+        self.core.variables.frozen.iter().map(|Frozen { name, var, .. }| (name.clone(), var.clone())).collect()
     }
 
     /// The parameters whose gradients are averaged.
@@ -432,8 +470,18 @@ impl<M> backward::sealed::HasCore for DistributedDataParallel<M> {
 /// `ModuleT`, so a wrapper can only implement one of the two.)
 impl<M: ModuleT> ModuleT for DistributedDataParallel<M> {
     fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        let xs = self.input(xs)?;
+        let xs = self.cast_forward_inputs(xs)?;
         Ok(self.call(|module| module.forward_t(&xs, train))?)
+    }
+}
+
+/// Whether candle refused to combine tensors of two dtypes.
+fn is_dtype_mismatch(error: &candle_core::Error) -> bool {
+    use candle_core::Error::{Context, DTypeMismatchBinaryOp, WithBacktrace, WithPath};
+    match error {
+        DTypeMismatchBinaryOp { .. } => true,
+        Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => is_dtype_mismatch(inner),
+        _ => false,
     }
 }
 

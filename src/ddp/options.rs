@@ -12,7 +12,8 @@ const NAN_CHECK_VARIABLE: &str = "CANDLE_DDP_NAN_CHECK";
 
 /// Options of DistributedDataParallel. All ranks must give the same.
 ///
-/// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart, since unused parameters always work.
+/// PyTorch's `find_unused_parameters` and `static_graph` have no counterpart: ranks may use different parameters in every
+/// step. [`unused`](Self::unused) is about parameters that no rank uses at all.
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
 ///
 /// If several predicates select a variable, ignored takes precedence over buffer, and buffer over frozen.
@@ -41,6 +42,9 @@ pub struct DdpOptions {
     /// Which variables DDP leaves alone: they are neither broadcast nor averaged, the model gets the variables
     /// themselves, and `backward` returns this rank's own gradients for them. Default: none.
     pub is_ignored: NamePredicate,
+    /// Which parameters may get no gradient on any rank in the first synchronised backward pass. Default: none; a parameter
+    /// without a gradient is [`Error::UnusedParameters`](crate::Error::UnusedParameters) on every rank.
+    pub unused: Unused,
     /// Lower precision for the model's computation or for sending gradients (see [`amp`](crate::amp)). Default: None.
     pub mixed_precision: Option<MixedPrecision>,
     /// The seed for initial values of variables that are not in the VarMap yet, which makes them reproducible (see
@@ -67,6 +71,7 @@ impl Default for DdpOptions {
             is_buffer: Arc::new(|_| false),
             batch_norm_buffers: true,
             is_ignored: Arc::new(|_| false),
+            unused: Unused::default(),
             mixed_precision: None,
             init_seed: None,
             trace: std::env::var_os(trace::FOLDER_VARIABLE).map(PathBuf::from),
@@ -97,10 +102,49 @@ impl fmt::Debug for DdpOptions {
             .field("first_bucket_mb", &self.first_bucket_mb)
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("batch_norm_buffers", &self.batch_norm_buffers)
+            .field("unused", &self.unused)
             .field("mixed_precision", &self.mixed_precision)
             .field("init_seed", &self.init_seed)
             .field("trace", &self.trace)
             .field("nan_check", &self.nan_check)
             .finish_non_exhaustive()
+    }
+}
+
+/// Which parameters the loss need not depend on. Frozen, buffer and ignored variables are no parameters here.
+///
+/// A parameter that stays without a gradient is never trained, and nothing else shows it: often an operation between it and
+/// the loss has no backward pass in candle. So it is an error unless the program expects it. Parameters are checked in the
+/// first synchronised backward pass, with gradients accumulated under `no_sync` before it. Later passes may leave out any
+/// parameter. On every rank, the loss must depend on some
+/// parameter in every pass, unless all are allowed to be unused.
+#[derive(Clone, Default)]
+pub enum Unused {
+    /// None may be unused.
+    #[default]
+    Refuse,
+    /// Any may be unused, as with PyTorch's `find_unused_parameters=True`.
+    Allow,
+    /// Those whose full names fulfil the predicate may be unused: experts of a mixture, or the heads of early exits.
+    AllowNames(NamePredicate),
+}
+
+impl Unused {
+    pub(super) fn allows(&self, name: &str) -> bool {
+        match self {
+            Self::Refuse => false,
+            Self::Allow => true,
+            Self::AllowNames(predicate) => predicate(name),
+        }
+    }
+}
+
+impl fmt::Debug for Unused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Refuse => "Refuse",
+            Self::Allow => "Allow",
+            Self::AllowNames(_) => "AllowNames(..)",
+        })
     }
 }

@@ -66,7 +66,7 @@ impl Parameter {
         self.replica().map_or(self.var.dtype(), Tensor::dtype)
     }
 
-    pub(super) fn info(&self, reduce_dtype: Option<DType>) -> ParameterInfo {
+    pub(super) fn info(&self, reduce_dtype: Option<DType>, may_be_unused: bool) -> ParameterInfo {
         ParameterInfo {
             name: self.name.clone(),
             shape: self.var.shape().clone(),
@@ -74,6 +74,7 @@ impl Parameter {
             arrives_as: self.held_as(),
             leaves_as: self.var.dtype(),
             device: self.var.device().clone(),
+            may_be_unused,
         }
     }
 }

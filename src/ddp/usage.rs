@@ -1,6 +1,5 @@
 //! Which parameters any rank used, for strategies whose buckets carry no used flags.
 use crate::backend::{Label, Work};
-use crate::error::some;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::Tensor;
@@ -28,20 +27,4 @@ impl Usage {
     pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
         Ok(self.bytes.narrow(0, index, 1)?.to_vec1::<u8>()?[0] > 0)
     }
-}
-
-/// The warning about parameters of a model that no rank `used`, if there are any.
-pub(super) fn unused<'a>(names: impl ExactSizeIterator<Item = &'a str>, used: &[bool]) -> Option<String> {
-    let count = names.len();
-    let unused: Vec<&str> = names.zip(used).filter(|(_, used)| !**used).map(|(name, _)| name).collect();
-    if unused.is_empty() {
-        return None;
-    }
-    Some(format!(
-        "{} of {count} parameters had no gradient on any rank in the first synchronised backward pass: {}. Either the \
-         loss does not depend on them, or they pass through an operation without a backward pass, such as candle_nn's \
-         layer_norm, rms_norm, softmax_last_dim and rope (candle_ddp::nn has a LayerNorm and an RmsNorm with one)",
-        unused.len(),
-        some(&unused)
-    ))
 }

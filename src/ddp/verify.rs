@@ -64,7 +64,8 @@ fn describe_model(options: &DdpOptions, variables: &Variables) -> String {
             dtype if dtype == parameter.var.dtype() => String::new(),
             dtype => format!(" held as {}", dtype.as_str()),
         };
-        format!("parameter {index}: {}{held_as}", describe_variable(&parameter.name, &parameter.var))
+        let unused = if options.unused.allows(&parameter.name) { ", may be unused" } else { "" };
+        format!("parameter {index}: {}{held_as}{unused}", describe_variable(&parameter.name, &parameter.var))
     }));
     let frozen = variables.frozen.iter().enumerate();
     lines.extend(

@@ -2,9 +2,9 @@
 use super::options::ElasticOptions;
 use crate::deadline::deadline_after;
 use crate::error::Failure;
-use crate::process_group::{InitOptions, Joining, ProcessGroup};
+use crate::process_group::{Joining, ProcessGroup, job};
 use crate::rendezvous::{
-    AGENT_VARIABLE, Decision, Generations, Meeting, Member, RendezvousOptions, RunStore, Store, absent_ranks,
+    AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
 };
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,11 +35,19 @@ pub(super) struct Membership {
     arbiter: Arbiter,
     own: Member,
     min_world_size: usize,
+    /// This process has not called `elastic::run` before.
+    is_first_call: bool,
     /// The present generation; `None` before the first.
     generation: Option<u64>,
     members: Vec<Member>,
     /// Of the present group, if it was made.
     watch: Arc<Watch>,
+    /// The rank of the last group, or of the one that was to be made, for which it failed.
+    gone: Option<usize>,
+    /// The last group until the next generation is decided: no rank that lives on closes its connections before.
+    left: Option<ProcessGroup>,
+    /// Tells the others when this process is gone, where they agree themselves.
+    _will: Option<LastWill>,
 }
 
 /// The wait for what follows the present generation, which may be decided while its group is well: with more ranks, say.
@@ -65,10 +73,13 @@ impl Watch {
 impl Membership {
     /// Connects to the store of the run.
     pub(super) fn open(options: ElasticOptions) -> Result<Self> {
-        let InitOptions { init_method, rank, world_size, timeout, secret, .. } = options.init.clone();
+        let rank = options.init.rank;
+        Self::connect(options).inspect_err(|error| job::tell_error(rank, error, Some))
+    }
+
+    fn connect(options: ElasticOptions) -> Result<Self> {
         let joining = Joining::new(&options.init)?;
-        let rendezvous = RendezvousOptions { init_method, rank, world_size, timeout, secret };
-        let run = RunStore::open(&rendezvous, deadline_after(timeout))?;
+        let run = RunStore::open(&options.init.rendezvous(), deadline_after(options.init.timeout))?;
         let (rank, world_size) = (run.rank(), run.world_size());
         let told = run.agent(std::env::var(AGENT_VARIABLE).ok());
         let least = told.map_or(world_size, |told| told.min_world_size);
@@ -93,8 +104,24 @@ impl Membership {
             log.announce(min_world_size)?;
         }
         let own = Member { rank, incarnation };
-        let (generation, members, watch) = (None, Vec::new(), Arc::default());
-        Ok(Self { options, joining, run, prefix, log, arbiter, own, min_world_size, generation, members, watch })
+        let will = if arbiter == Arbiter::Survivors { leave_will(&log, rank) } else { None };
+        Ok(Self {
+            options,
+            joining,
+            run,
+            prefix,
+            log,
+            arbiter,
+            own,
+            min_world_size,
+            is_first_call: calls == 0,
+            generation: None,
+            members: Vec::new(),
+            watch: Arc::default(),
+            gone: None,
+            left: None,
+            _will: will,
+        })
     }
 
     /// The rank of this process in the first generation.
@@ -106,6 +133,25 @@ impl Membership {
         self.generation.unwrap_or(0)
     }
 
+    pub(super) fn starts_over(&self) -> bool {
+        self.options.start_over
+    }
+
+    /// Whether processes of this run have trained before, of which none may be left.
+    pub(super) fn has_begun(&self) -> Result<bool> {
+        match self.arbiter {
+            Arbiter::Agent => self.run.store().check(&[BEGUN]),
+            // Without a replacement, there is no generation that nobody has survived.
+            Arbiter::Survivors => Ok(false),
+            Arbiter::Restart => Ok(self.is_first_call && self.run.restart_count() > 0),
+        }
+    }
+
+    /// Takes note that this process trains.
+    pub(super) fn note_begun(&self) -> Result<()> {
+        if self.arbiter == Arbiter::Agent { self.run.store().set(BEGUN, b"") } else { Ok(()) }
+    }
+
     /// Whether there is another generation when a peer is gone.
     pub(super) fn continues(&self) -> bool {
         self.arbiter != Arbiter::Restart
@@ -115,14 +161,14 @@ impl Membership {
     pub(super) fn next(&mut self, lost: Option<&Error>) -> Result<Option<ProcessGroup>> {
         let timeout = self.options.init.timeout;
         let deadline = deadline_after(timeout);
-        let mut lost = lost.map(ToString::to_string).zip(Some(lost.and_then(gone)));
+        self.gone = lost.and_then(gone);
+        let mut lost = lost.map(ToString::to_string);
         loop {
             let decision = match &lost {
                 None => self.first()?,
-                Some((reason, gone)) => {
-                    self.after(reason, *gone, deadline).map_err(|error| with_cause(error, reason))?
-                }
+                Some(reason) => self.after(reason, deadline).map_err(|error| with_cause(error, reason))?,
             };
+            self.left = None;
             match decision {
                 Decision::Done => {
                     self.hear_last()?;
@@ -131,7 +177,9 @@ impl Membership {
                 Decision::Failed { rank, reason } => {
                     // The reason is known here; the others may have to do without it.
                     let _ = self.hear_last();
-                    return Err(Failure::PeerFailed { peer: rank, reason }.into());
+                    let error = Failure::PeerFailed { peer: rank, reason }.into();
+                    job::tell_error(Some(self.rank()), &error, Some);
+                    return Err(error);
                 }
                 Decision::Members(members) => self.members = members,
             }
@@ -146,10 +194,13 @@ impl Membership {
                     let is_lost = matches!(error, Error::Group(_)) && self.continues();
                     if !follows && !is_lost {
                         self.fail(&error.to_string());
+                        let number = |rank: usize| self.members.get(rank).map(|member| member.rank);
+                        job::tell_error(Some(self.rank()), &error, number);
                         let _ = self.hear_last();
                         return Err(error);
                     }
-                    lost = Some((error.to_string(), gone(&error)));
+                    self.gone = gone(&error);
+                    lost = Some(error.to_string());
                 }
             }
         }
@@ -174,11 +225,11 @@ impl Membership {
         Ok(decision)
     }
 
-    /// What follows the present generation, which ended for `reason`; `gone` is the rank in it that is known to be gone.
-    fn after(&mut self, reason: &str, gone: Option<usize>, deadline: Instant) -> Result<Decision> {
+    /// What follows the present generation, which ended for `reason`.
+    fn after(&mut self, reason: &str, deadline: Instant) -> Result<Decision> {
         let number = self.generation() + 1;
         let decision = match self.arbiter {
-            Arbiter::Survivors => self.agree(number, reason, gone)?,
+            Arbiter::Survivors => self.agree(number, reason)?,
             Arbiter::Agent | Arbiter::Restart => self.await_agent(number, reason, deadline)?,
         };
         self.generation = Some(number);
@@ -202,20 +253,35 @@ impl Membership {
         }
     }
 
-    /// Agrees with the other ranks that are left.
-    fn agree(&self, number: u64, reason: &str, gone: Option<usize>) -> Result<Decision> {
+    /// Those of the members `absent` whose processes are known to have ended: by their connections, or by their last wills.
+    fn gone_of(&self, absent: &[usize]) -> Result<Vec<usize>> {
+        let mut known = self.left.as_ref().map(ProcessGroup::gone).unwrap_or_default();
+        known.extend(self.gone);
+        let mut gone = Vec::new();
+        for index in absent.iter().copied() {
+            if known.contains(&index) || self.log.store().check(&[&will_key(self.members[index].rank)])? {
+                gone.push(index);
+            }
+        }
+        Ok(gone)
+    }
+
+    /// Agrees with the other ranks that are left. Waits for those that are not known to be gone, and leaves time for the
+    /// meeting that follows.
+    fn agree(&self, number: u64, reason: &str) -> Result<Decision> {
         const POLL: Duration = Duration::from_millis(20);
         let keys = self.log.store();
         let arrived = |index: usize| format!("{}/arrived/{index}", Generations::prefix_of(number));
         let own = self.members.iter().position(|member| *member == self.own).ok_or_else(|| self.excluded())?;
         keys.set(&arrived(own), b"")?;
-        let last_call = deadline_after(self.options.last_call_timeout);
+        let last_call = deadline_after(self.options.last_call_timeout.min(self.options.init.timeout / 2));
         loop {
             if let Some(decision) = self.log.get(number)? {
                 return Ok(decision);
             }
             let absent = absent_ranks(keys, 0..self.members.len(), &arrived)?;
-            if Instant::now() < last_call && absent.iter().any(|index| Some(*index) != gone) {
+            let gone = self.gone_of(&absent)?;
+            if Instant::now() < last_call && gone.len() < absent.len() {
                 std::thread::sleep(POLL);
                 continue;
             }
@@ -227,7 +293,7 @@ impl Membership {
             if left >= min_world_size {
                 return self.log.decide(number, &Decision::Members(present));
             }
-            let rank = self.members[gone.unwrap_or(own)].rank;
+            let rank = self.members[gone.first().or(absent.first()).copied().unwrap_or(own)].rank;
             let reason = format!(
                 "{reason}. The {left} rank(s) that are left are fewer than min_world_size ({min_world_size}), and nothing \
                  here replaces a process: start the program with ddprun --max-restarts, or lower min_world_size"
@@ -248,7 +314,8 @@ impl Membership {
             generation: Some(number),
             superseded: Some(format!("{}/{}", self.prefix, Generations::key(number + 1))),
         })?;
-        let pg = self.joining.join(met, watcher)?;
+        let ranks = self.members.iter().map(|member| member.rank).collect();
+        let pg = self.joining.join(met, watcher, ranks)?;
         // The tensors of this process stay where they are.
         self.joining.keep_device(pg.device());
         Ok(pg)
@@ -339,8 +406,9 @@ impl Membership {
     }
 
     /// Leaves the group of a generation that has ended.
-    pub(super) fn leave(&self, pg: ProcessGroup) {
+    pub(super) fn leave(&mut self, pg: ProcessGroup) {
         *self.watch.lock() = Watched::Left;
+        pg.goes_on();
         // Nobody is waited for, where this rank has learned of the end from the log alone.
         pg.abort(OTHER_GENERATION);
         if pg.handles() > 1 {
@@ -352,6 +420,7 @@ impl Membership {
                 self.generation()
             );
         }
+        self.left = Some(pg).filter(|_| self.arbiter == Arbiter::Survivors);
     }
 
     fn excluded(&self) -> Error {
@@ -364,6 +433,19 @@ impl Membership {
             ),
         }
     }
+}
+
+/// Set when the process with this rank is gone.
+fn will_key(rank: usize) -> String {
+    format!("gone/{rank}")
+}
+
+/// Has the store tell the others when this process is gone. Not every store can: they learn of it from the connections then.
+fn leave_will(log: &Generations, rank: usize) -> Option<LastWill> {
+    log.store().last_will(&will_key(rank), b"gone").unwrap_or_else(|error| {
+        log::debug!("rank {rank}: leaving a last will with the store: {error}");
+        None
+    })
 }
 
 /// An error of the store, with the reason for which it was asked.

@@ -61,6 +61,7 @@ use membership::Membership;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
+use synchronise::{Entrance, synchronise};
 
 /// Joins this process to the others of its job and calls `train`, again and again until it has ended well on all ranks:
 /// Horovod Elastic's `hvd.elastic.run`.
@@ -71,10 +72,13 @@ use std::time::{Duration, Instant};
 ///
 /// What follows when a rank dies depends on who started it:
 /// - `ddprun --max-restarts N` starts a process in its place, which has the same rank and gets the state from the others. When
-///   all restarts are used up, the others go on without it, down to [`ElasticOptions::min_world_size`].
+///   all restarts are used up, the others go on without it, down to [`ElasticOptions::min_world_size`]. When all ranks die at
+///   once, nobody has a commit any more: the run continues from the program's checkpoint ([`State::on_total_loss`]), or
+///   starts from scratch and says so, unless [`ElasticOptions::start_over`] is false.
 /// - Under Slurm (without `--kill-on-bad-exit`), mpirun or by hand, the ranks that are left agree through the store and go
 ///   on without it, down to `min_world_size`. If rank 0 hosted the store (`env://`, `tcp://`), its death ends all.
-/// - torchrun starts all ranks again. `run` then returns the group's error, and the program resumes from a checkpoint.
+/// - torchrun starts all ranks again. `run` then returns the group's error, and the new processes continue from the program's
+///   checkpoint, as after the loss of all ranks.
 ///
 /// A process makes one call.
 ///
@@ -101,7 +105,16 @@ where
             return value.ok_or_else(|| finished_without().into());
         };
         let trained = catch_unwind(AssertUnwindSafe(|| -> Result<T, E> {
-            synchronise::synchronise(state, &pg, is_new)?;
+            let entrance = Entrance {
+                generation: membership.generation(),
+                is_new,
+                has_begun: is_new && membership.has_begun()?,
+                start_over: membership.starts_over(),
+            };
+            synchronise(state, &pg, entrance)?;
+            if is_new {
+                membership.note_begun()?;
+            }
             is_new = false;
             if !membership.continues() {
                 // Nobody goes on without this rank.
@@ -171,6 +184,6 @@ fn is_lost_peer(failure: &Error, pg: &ProcessGroup) -> bool {
 fn fail(membership: &Membership, pg: &ProcessGroup, reason: &str) {
     // First the log, so that whoever sees the group fail finds the reason there.
     membership.fail(reason);
-    pg.abort(reason);
+    pg.fail(reason);
     let _ = membership.hear_last();
 }

@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn an_epoch_goes_on_where_it_was() {
-        for (len, world_size) in [(10, 4), (7, 3), (2, 5), (0, 2), (12, 4)] {
+        for (len, world_size) in [(10, 4), (7, 3), (2, 5), (12, 4)] {
             for rank in 0..world_size {
                 let mut sampler =
                     DistributedSampler::new(len, world_size, rank, SamplerOptions { seed: 5, ..Default::default() })

@@ -106,7 +106,7 @@ impl Shards {
         if all.iter().all(Dict::is_empty) {
             return Ok(false);
         }
-        part.load_sharded_state_dict(&all)?;
+        part.load_sharded_state_dict(&all, group.rank(), group.world_size())?;
         Ok(true)
     }
 

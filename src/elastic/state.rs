@@ -1,15 +1,19 @@
 //! What a training run consists of, and its last commit.
 use super::shards::Shards;
+use crate::backend::Label;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
-use crate::state::{Dict, StateDict};
+use crate::state::{Dict, StateDict, fingerprint};
 use crate::tensor::copy::copy_all;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// What has to be the same on all ranks for training to go on: the variables, the optimizer, schedules, generators, how far it
-/// has come. Each part has a name of its own, without a slash.
+/// What training needs to go on: the variables, the optimizer, schedules, generators, how far it has come. Each part has a
+/// name of its own, without a slash, and is the same on all ranks: what differs is an error in the first commit. A part of which
+/// each rank has its own ([`PerRank`](crate::checkpoint::PerRank), a [`Generator`](crate::seed::Generator) of `for_rank`) is
+/// mirrored on another rank, as in [`State::commit_with`].
 ///
 /// Parts that depend on the group, such as a [`GradScaler`](crate::GradScaler), are made in the training loop:
 /// [`State::restore`] and [`State::commit_with`] are for them.
@@ -30,10 +34,28 @@ pub struct State<S> {
     commits: u64,
     /// `part/key` of all parts that are the same on all ranks. In storage of its own.
     committed: Dict,
-    /// The parts that are spread over the ranks.
+    /// The parts that are spread over the ranks, or each rank's own.
     pub(super) shards: Shards,
+    /// The names of these.
+    sharded: BTreeSet<String>,
+    /// Parts of which the state of one rank is good for all.
+    rank_zeros: BTreeSet<String>,
     /// The group of the present generation.
     group: WeakProcessGroup,
+    /// The ranks of this generation have found the parts of a commit to be the same.
+    is_compared: bool,
+    load_last: Option<LoadLast<S>>,
+}
+
+/// What the program does to load its last checkpoint.
+struct LoadLast<S>(Box<Load<S>>);
+
+type Load<S> = dyn FnMut(&mut State<S>, &ProcessGroup) -> Result<bool> + Send;
+
+impl<S> fmt::Debug for LoadLast<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LoadLast")
+    }
 }
 
 impl<S: Parts> State<S> {
@@ -44,8 +66,43 @@ impl<S: Parts> State<S> {
             commits: 0,
             committed: Dict::new(),
             shards: Shards::default(),
+            sharded: BTreeSet::new(),
+            rank_zeros: BTreeSet::new(),
             group: WeakProcessGroup::default(),
+            load_last: None,
+            is_compared: false,
         }
+    }
+
+    /// Says how the run continues when all of its ranks are lost at once, and every commit with them: `load` gives the state
+    /// the last checkpoint of this run, and returns whether there was one. All ranks of the generation that follows call it,
+    /// with its group, before they train. It also runs when torchrun has started all ranks again. If it returns true on some
+    /// ranks only, all get what these have loaded.
+    ///
+    /// ```
+    /// use candle_ddp::elastic::{Progress, Parts, State};
+    /// # use candle_ddp::optim::StateDict;
+    /// # struct Training(Progress);
+    /// # impl Parts for Training {
+    /// #     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+    /// #         vec![("progress", &mut self.0)]
+    /// #     }
+    /// # }
+    /// # let training = Training(Progress::default());
+    /// let path = std::path::PathBuf::from("/scratch/run7/state.safetensors"); // from state.save(path)
+    /// let state = State::new(training).on_total_loss(move |state, _| match path.try_exists() {
+    ///     Ok(false) => Ok(false),
+    ///     _ => state.load(&path).map(|()| true),
+    /// });
+    /// # let _ = state;
+    /// ```
+    #[must_use]
+    pub fn on_total_loss(
+        mut self,
+        load: impl FnMut(&mut Self, &ProcessGroup) -> Result<bool> + Send + 'static,
+    ) -> Self {
+        self.load_last = Some(LoadLast(Box::new(load)));
+        self
     }
 
     /// How many commits there were, on all ranks and over all generations.
@@ -60,8 +117,11 @@ impl<S: Parts> State<S> {
     ///
     /// Waits until a GPU has done the step, since it may turn out only then that the group has failed in it.
     ///
+    /// The first commit of each generation compares the parts of all ranks.
+    ///
     /// # Errors
-    /// The parts', the device's when memory runs out, and, on a GPU, the group's.
+    /// The parts', the device's when memory runs out, and the group's. On every rank, [`Error::PartDiffers`] for a part that is
+    /// not the same on all ranks.
     pub fn commit(&mut self) -> Result<()> {
         self.commit_with(&[])
     }
@@ -83,7 +143,30 @@ impl<S: Parts> State<S> {
         }
         self.take(self.commits + 1, more)?;
         self.commits += 1;
+        if let Some(group) = self.group.upgrade().filter(|_| !self.is_compared) {
+            self.compare(&group)?;
+            self.is_compared = true;
+        }
         Ok(())
+    }
+
+    /// Finds parts that ranks have computed for themselves, before a rank dies and the others get those of one rank.
+    fn compare(&mut self, group: &ProcessGroup) -> Result<()> {
+        let fingerprints = self.fingerprints();
+        let fingerprints = Label::ELASTIC.during(|| group.agree(fingerprints))?;
+        let states: Vec<_> = fingerprints.iter().map(|(name, fingerprint)| (name.as_str(), fingerprint)).collect();
+        Label::ELASTIC.during(|| group.compare_states(&states))
+    }
+
+    /// The hashes of the last commit's tensors, by part.
+    pub(super) fn fingerprints(&self) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
+        let mut parts = BTreeMap::<String, BTreeMap<String, u64>>::new();
+        for (key, hash) in fingerprint(&self.committed)? {
+            if let Some((part, name)) = key.split_once('/').filter(|(part, _)| !self.rank_zeros.contains(*part)) {
+                parts.entry(part.to_string()).or_default().insert(name.to_string(), hash);
+            }
+        }
+        Ok(parts)
     }
 
     /// Gives `part`, which [`commit_with`](Self::commit_with) commits under this name, its state as of the last commit; call
@@ -116,18 +199,33 @@ impl<S: Parts> State<S> {
         if self.committed.is_empty() { self.take(self.commits, &[]) } else { Ok(()) }
     }
 
+    /// Loads the program's last checkpoint, and returns whether there was one.
+    pub(super) fn load_last(&mut self, pg: &ProcessGroup) -> Result<bool> {
+        let Some(mut load) = self.load_last.take() else { return Ok(false) };
+        let loaded = load.0(self, pg);
+        self.load_last = Some(load);
+        if loaded? {
+            self.take(self.commits, &[])?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
     /// Copies everything, as commit `commit`.
     fn take(&mut self, commit: u64, more: &[(&str, &dyn StateDict)]) -> Result<()> {
         let (mut live, mut sharded) = (Named::default(), Named::default());
-        for (name, part) in self.inner.parts() {
-            live.add(name, part.state_dict()?)?;
-        }
-        for (name, part) in more {
-            match part.sharded_state_dict()? {
-                Some(shard) => sharded.add(name, shard)?,
-                None => live.add(name, part.state_dict()?)?,
+        let mut rank_zeros = BTreeSet::new();
+        let mut add = |name: &str, part: &dyn StateDict| {
+            if part.is_rank_zeros() {
+                rank_zeros.insert(name.to_string());
             }
-        }
+            match part.sharded_state_dict()? {
+                Some(shard) => sharded.add(name, shard),
+                None => live.add(name, part.state_dict()?),
+            }
+        };
+        self.inner.parts().into_iter().try_for_each(|(name, part)| add(name, part))?;
+        more.iter().try_for_each(|(name, part)| add(name, *part))?;
         if let Some(name) = sharded.names.iter().find(|name| live.names.contains(*name)) {
             return Err(twice(name));
         }
@@ -151,7 +249,7 @@ impl<S: Parts> State<S> {
             }
         }
         copy_all(copies.iter().map(|(old, new)| (old, new)))?;
-        self.committed = committed;
+        (self.committed, self.sharded, self.rank_zeros) = (committed, sharded.names, rank_zeros);
         Ok(())
     }
 
@@ -162,9 +260,14 @@ impl<S: Parts> State<S> {
         of_the_part.map(|(key, tensor)| Ok((key.to_string(), tensor.copy()?))).collect()
     }
 
+    #[cfg(test)]
+    pub(super) fn set_commits(&mut self, commits: u64) {
+        self.commits = commits;
+    }
+
     /// Begins a generation with this group.
     pub(super) fn enter(&mut self, pg: &ProcessGroup) {
-        self.group = pg.downgrade();
+        (self.group, self.is_compared) = (pg.downgrade(), false);
     }
 
     /// The last commit.
@@ -178,16 +281,38 @@ impl<S: Parts> State<S> {
         self.roll_back()
     }
 
-    /// Goes back to the last commit.
+    /// Goes back to the last commit, but for what each rank has of its own.
     pub(super) fn roll_back(&mut self) -> Result<()> {
         let names: Vec<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
         for name in names {
             let dict = self.committed_part(&name)?;
-            if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name) {
+            if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name)
+                && part.sharded_state_dict()?.is_none()
+            {
                 part.load_state_dict(&dict)?;
             }
         }
         Ok(())
+    }
+
+    /// Goes back to the last commit of what each rank has of its own, which the shards of this generation hold. Before there is
+    /// such a commit, what the ranks begin with becomes one. Every rank must call it.
+    pub(super) fn roll_back_own(&mut self) -> Result<()> {
+        if self.shards.has(self.commits) {
+            for (name, part) in self.inner.parts() {
+                if part.sharded_state_dict()?.is_some() {
+                    self.shards.restore(self.commits, name, part)?;
+                }
+            }
+            return Ok(());
+        }
+        let mut own = Named::default();
+        for (name, part) in self.inner.parts() {
+            if let Some(shard) = part.sharded_state_dict()? {
+                own.add(name, shard)?;
+            }
+        }
+        self.shards.commit(self.commits, &own.tensors)
     }
 }
 
@@ -201,7 +326,10 @@ struct Named {
 impl Named {
     fn add(&mut self, name: &str, dict: Dict) -> Result<()> {
         if name.contains('/') || name.is_empty() {
-            return Err(Error::invalid("parts", format!("{name:?} is no name: it is empty or has a slash")));
+            return Err(Error::invalid(
+                "parts",
+                format!("{name:?} is not a valid part name: it must be non-empty and must not contain `/`"),
+            ));
         }
         if !self.names.insert(name.to_string()) {
             return Err(twice(name));
@@ -220,12 +348,16 @@ const COMMITS: &str = "commits";
 /// The last commit: for a checkpoint, from which a run can begin that has lost all its ranks.
 impl<S: Parts> StateDict for State<S> {
     /// # Errors
-    /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks: no rank has them whole, and a
+    /// [`Error::InvalidArgument`] if the commit has parts that are spread over the ranks, or each rank's own: no rank has them
+    /// whole, and a
     /// [`Checkpointer`](crate::checkpoint::Checkpointer) writes them.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        if self.shards.has(self.commits) {
-            let reason = "its last commit has parts that are spread over the ranks, of which this rank has one shard: save the \
-                          parts themselves with a Checkpointer";
+        if !self.sharded.is_empty() {
+            let names = self.sharded.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let reason = format!(
+                "its last commit has parts of which this rank has only its own shard ({names}): save the parts themselves with \
+                 a Checkpointer"
+            );
             return Err(Error::invalid("state", reason));
         }
         let mut dict = self.committed.clone();
@@ -241,7 +373,13 @@ impl<S: Parts> StateDict for State<S> {
         };
         let rest = state.iter().filter(|(key, _)| *key != COMMITS);
         let committed = rest.map(|(key, tensor)| Ok((key.clone(), tensor.copy()?))).collect::<Result<_>>()?;
-        self.adopt(commits, committed)
+        self.commit_first()?;
+        let old = (self.commits, self.committed.clone());
+        self.adopt(commits, committed).or_else(|error| {
+            // Some parts may have changed already.
+            self.adopt(old.0, old.1)?;
+            Err(error)
+        })
     }
 }
 

@@ -2,12 +2,27 @@
 use super::placement::ring;
 use super::shards::Holding;
 use super::state::{Parts, State};
-use crate::Result;
 use crate::backend::Label;
 use crate::host::host_name;
 use crate::process_group::ProcessGroup;
+use crate::state::summary;
+use crate::warnings::warn_aloud;
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// How a rank enters a generation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entrance {
+    pub(super) generation: u64,
+    /// This process has not been in an earlier generation.
+    pub(super) is_new: bool,
+    /// Processes of this run have trained before.
+    pub(super) has_begun: bool,
+    /// Without a rank that was there before, and without a checkpoint, the run starts from scratch.
+    pub(super) start_over: bool,
+}
 
 /// What a rank has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,21 +30,31 @@ struct Standing {
     commits: u64,
     /// It was there in an earlier generation. Of ranks without a commit, one that was counts.
     is_old: bool,
+    has_begun: bool,
+    /// It has loaded a checkpoint after all ranks were lost.
+    has_loaded: bool,
     host: String,
     shards: Vec<Holding>,
+    /// A hash of each part of its commit.
+    parts: BTreeMap<String, u64>,
 }
 
-/// Gives all ranks the commit of the one that is furthest, and has them go back to it. `is_new` says that this process has
-/// not been in an earlier generation.
+/// Gives all ranks the commit of the one that is furthest, and has them go back to it.
 ///
 /// Where parts are spread over the ranks, it is the commit of the rank that is furthest behind: all others still have their
 /// shards of that.
-pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, is_new: bool) -> Result<()> {
-    let (commits, host, shards) = (state.commits(), host_name(), state.shards.holdings());
-    let own = Standing { commits, is_old: !is_new, host, shards };
-    let all = Label::ELASTIC.during(|| pg.all_gather_object(&own))?;
+pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, entrance: Entrance) -> Result<()> {
+    let mut all = standings(state, pg, entrance, false)?;
+    if all.iter().all(|standing| !standing.is_old) && all.iter().any(|standing| standing.has_begun) {
+        let has_loaded = state.load_last(pg)?;
+        all = standings(state, pg, entrance, has_loaded)?;
+        begin_again(&all[root(&all)], pg, entrance)?;
+    }
     let root = root(&all);
     let (commits, is_old) = (all[root].commits, all[root].is_old);
+    if pg.rank() == root {
+        warn_of_differences(&all, root);
+    }
     let ring = ring(&all.iter().map(|standing| standing.host.as_str()).collect::<Vec<_>>());
     let holdings: Vec<Vec<Holding>> = all.iter().map(|standing| standing.shards.clone()).collect();
     let shards = Label::ELASTIC.during(|| state.shards.gather(commits, &holdings, &ring, pg))?;
@@ -41,14 +66,76 @@ pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, is_
         state.adopt(commits, committed)?;
     }
     state.shards.settle(shards, &ring, pg);
+    Label::ELASTIC.during(|| state.roll_back_own())?;
     state.enter(pg);
     Ok(())
+}
+
+/// What all ranks have.
+fn standings<S: Parts>(
+    state: &State<S>,
+    pg: &ProcessGroup,
+    entrance: Entrance,
+    has_loaded: bool,
+) -> Result<Vec<Standing>> {
+    let Entrance { is_new, has_begun, .. } = entrance;
+    let (commits, host, shards) = (state.commits(), host_name(), state.shards.holdings());
+    // All ranks gather, also one that cannot read its own commit.
+    let fingerprints = if is_new { Ok(BTreeMap::new()) } else { state.fingerprints() };
+    let fingerprints = Label::ELASTIC.during(|| pg.agree(fingerprints))?;
+    let parts = fingerprints.iter().map(|(name, fingerprint)| (name.clone(), summary(fingerprint))).collect();
+    let own = Standing { commits, is_old: !is_new, has_begun, has_loaded, host, shards, parts };
+    Label::ELASTIC.during(|| pg.all_gather_object(&own))
+}
+
+/// Says from where the run continues of which no rank is left, or ends it. `root` has the state that all take over.
+fn begin_again(root: &Standing, pg: &ProcessGroup, entrance: Entrance) -> Result<()> {
+    let Entrance { generation, start_over, .. } = entrance;
+    let lost = "all ranks of the run were lost, and every commit with them";
+    // A process may also have loaded its checkpoint before the run.
+    let has_checkpoint = root.has_loaded || root.commits > 0;
+    if !has_checkpoint && !start_over {
+        return Err(Error::Unavailable {
+            what: "the last commit".to_string(),
+            hint: format!(
+                "{lost}. The program has no checkpoint to continue from (State::on_total_loss), and \
+                 ElasticOptions::start_over is false"
+            ),
+        });
+    }
+    if pg.rank() == 0 {
+        let next = match (has_checkpoint, root.commits) {
+            (true, 0) => "continues from the program's checkpoint".to_string(),
+            (true, commits) => format!("continues from the program's checkpoint, commit {commits}"),
+            (false, _) => "starts from scratch, since the program has no checkpoint (State::on_total_loss)".to_string(),
+        };
+        warn_aloud(format_args!("{lost}: generation {generation} {next}"));
+    }
+    Ok(())
+}
+
+/// Tells of parts that have become different since the first commit of a generation, which compares them.
+fn warn_of_differences(all: &[Standing], root: usize) {
+    let same_commit = |standing: &&Standing| standing.is_old && standing.commits == all[root].commits;
+    for (name, hash) in &all[root].parts {
+        let other = all.iter().filter(same_commit).any(|standing| standing.parts.get(name) != Some(hash));
+        if other {
+            log::warn!(
+                "the part {name:?} was not the same on all ranks in commit {}: all ranks go on with that of rank {root}. \
+                 PerRank(part) keeps each rank's own, and RankZero(part) says that one rank's is good for all",
+                all[root].commits
+            );
+        }
+    }
 }
 
 /// The rank whose commit all take over.
 fn root(all: &[Standing]) -> usize {
     let ranks = 0..all.len();
-    let furthest = |rank: &usize| (all[*rank].commits, all[*rank].is_old, Reverse(*rank));
+    let furthest = |rank: &usize| {
+        let Standing { commits, is_old, has_loaded, .. } = all[*rank];
+        (commits, is_old, has_loaded, Reverse(*rank))
+    };
     let root = match all.iter().all(|standing| standing.shards.is_empty()) {
         true => ranks.max_by_key(furthest),
         false => ranks.filter(|rank| all[*rank].is_old).min_by_key(|rank| (all[*rank].commits, *rank)),

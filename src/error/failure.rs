@@ -2,14 +2,14 @@
 use super::text::{Printable, Uneven};
 use std::time::Duration;
 
-/// Why a group failed: the first cause, of which every rank of the group hears, and which all its later calls return.
+/// Why a group failed: the first cause. Every rank gets it, now and from every later call.
 ///
-/// To go on training without the rank that is lost, or with one that takes its place, make a new group, as
+/// To continue without the rank that is lost, or with one that takes its place, make a new group, as
 /// `candle_ddp::elastic::run` does.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// A peer's connection closed without a goodbye, as its process ended, and more was needed of it.
+    /// A peer's process ended while this rank still needed data from it.
     #[error(
         "rank {peer} is gone: its connection to rank {rank} closed during {}. \
          Look for the first error in the output of rank {peer}",
@@ -88,7 +88,9 @@ pub enum Failure {
         sequence: u64,
         /// The group's time-out.
         timeout: Duration,
-        /// Whom it waited for, and what that rank was doing.
+        /// The ranks because of which it did not end, where that is known.
+        waiting_for: Vec<usize>,
+        /// What these ranks were doing.
         reason: String,
     },
 }

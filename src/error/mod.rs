@@ -1,19 +1,23 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
 mod context;
 mod failure;
+pub(crate) mod rank_error;
 mod shortage;
+#[cfg(test)]
+mod tests;
 mod text;
 
 pub use context::Context;
 pub use failure::Failure;
+pub(crate) use rank_error::RankError;
 pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
-pub(crate) use text::{GRADIENTS, describe, describe_placed, some};
+pub(crate) use text::{GRADIENTS, describe, describe_placed, ranks, some};
 
 use candle_core::DType;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{Printable, list, samples};
+use text::{Printable, by_prefix, list, on_ranks, ranks_named, samples};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -109,6 +113,21 @@ pub enum Error {
         reason: String,
     },
 
+    /// Ranks did not come to the rendezvous in time.
+    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
+    RanksMissing {
+        /// What this rank was doing.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// How long it was given.
+        timeout: Duration,
+        /// The ranks that are missing.
+        ranks: Vec<usize>,
+        /// What is missing, and what usually causes it.
+        reason: String,
+    },
+
     /// A store answered with something else than its protocol allows, or refused.
     #[error("{operation} failed on the store {store}: {}", Printable(reason))]
     Store {
@@ -133,7 +152,7 @@ pub enum Error {
 
     // Collectives
     /// A group whose ranks could not all be connected to each other.
-    #[error("rank {rank} has no connection to rank(s) {peers:?} (time-out {timeout:?}): {}", Printable(reason))]
+    #[error("rank {rank} has no connection to rank(s) {} (time-out {timeout:?}): {}", ranks(peers), Printable(reason))]
     Connect {
         /// This rank.
         rank: usize,
@@ -197,8 +216,9 @@ pub enum Error {
 
     /// Some ranks did not come to a [`monitored_barrier`](crate::ProcessGroup::monitored_barrier). The group still works.
     #[error(
-        "rank {rank}: rank(s) {missing:?} did not come to monitored_barrier within {timeout:?}: look for their first error, or \
-         for what they do instead, in their output"
+        "rank {rank}: rank(s) {} did not come to monitored_barrier within {timeout:?}: look for their first error, or \
+         for what they do instead, in their output",
+        ranks(missing)
     )]
     MonitoredBarrier {
         /// This rank.
@@ -255,6 +275,27 @@ pub enum Error {
     OtherModelInGraph {
         /// The other model's name for its parameter.
         parameter: String,
+    },
+
+    /// Parameters of a DistributedDataParallel model that get no gradient, and so would never be trained. See
+    /// [`DdpOptions::unused`](crate::DdpOptions::unused).
+    #[error(
+        "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on them only \
+         through an operation that has no backward pass: a detach, a multiplication by the number 0, or candle_nn's layer_norm, \
+         rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one). If this is meant, as for experts or early exits, allow it with \
+         DdpOptions.unused; variables that are not to be trained belong to DdpOptions.is_frozen",
+        unused.len(),
+        on_ranks(*rank),
+        by_prefix(unused)
+    )]
+    UnusedParameters {
+        /// The rank whose loss depends on no parameter of the model; nothing was sent, and the group has ended. None if no
+        /// rank used the parameters in the first synchronised backward pass; all ranks return this, and the group still works.
+        rank: Option<usize>,
+        /// The names of the parameters.
+        unused: Vec<String>,
+        /// The number of the model's parameters.
+        total: usize,
     },
 
     /// A parameter that DDP cannot handle as asked.
@@ -320,6 +361,34 @@ pub enum Error {
         different: Vec<String>,
     },
 
+    /// A part of a checkpoint, or of an elastic run, that should be the same on all ranks.
+    #[error(
+        "the part {part:?} is not the same on all ranks: {} on {} differ from rank 0's. Reduce or broadcast what ranks have \
+         computed for themselves. A part of which each rank has its own is saved as PerRank(part), random numbers with \
+         seed::Generator::for_rank, and one of which rank 0's is good for all as RankZero(part)",
+        some(names),
+        ranks_named(ranks)
+    )]
+    PartDiffers {
+        /// The name of the part.
+        part: String,
+        /// The ranks that have another state than rank 0.
+        ranks: Vec<usize>,
+        /// The tensors of the part that differ, sorted.
+        names: Vec<String>,
+    },
+
+    /// A checkpoint does not have a part, or the part does not take over what was saved of it.
+    #[error("the part {part:?} of the checkpoint {}: {error}", folder.display())]
+    CheckpointPart {
+        /// The checkpoint's folder.
+        folder: PathBuf,
+        /// The name of the part.
+        part: String,
+        /// Why it cannot be loaded.
+        error: Box<Error>,
+    },
+
     // Mixed precision
     /// A call of a gradient scaler in the wrong place of a training step.
     #[error("GradScaler::{call}: {reason}")]
@@ -379,9 +448,10 @@ impl Error {
             };
         }
         names!(
-            Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout Store
-            Secret Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted Mismatch BackwardOutside OtherModelInGraph Parameter Samples Replica
-            DataFile CheckpointFile CheckpointMismatch GradScaler Kernel
+            Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout
+            RanksMissing Store Secret Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted
+            Mismatch BackwardOutside OtherModelInGraph UnusedParameters Parameter Samples Replica
+            DataFile CheckpointFile CheckpointMismatch PartDiffers CheckpointPart GradScaler Kernel
         )
     }
 }
@@ -411,66 +481,6 @@ impl From<Error> for candle_core::Error {
         match error {
             Error::Candle(error) => error,
             error => candle_core::Error::Io(std::io::Error::other(error)),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_peers_say_cannot_drive_a_terminal() {
-        let reason = "line\nä\u{1b}]0;title\u{7} \u{9b}31m\r\tend".to_string();
-        let error = Error::from(Failure::PeerFailed { peer: 1, reason });
-        let text = "rank 1 ended the group: line\nä\\u{1b}]0;title\\u{7} \\u{9b}31m\\r\tend";
-        assert_eq!(error.to_string(), text);
-        assert_eq!(format!("{error:?}"), format!("PeerFailed: {text}"));
-    }
-
-    #[test]
-    fn logs_and_main_show_the_variant_and_the_text() {
-        let error = Error::MissingEnvironment { variable: "RANK", hint: "the launcher sets it".to_string() };
-        let text = "MissingEnvironment: the environment variable RANK is not set: the launcher sets it";
-        assert_eq!(format!("{error:?}"), text);
-        let error = Error::io("reading x", std::io::Error::other("no such disk"));
-        assert_eq!(format!("{error:?}"), "Io: reading x: no such disk");
-    }
-
-    /// As `anyhow` and `eyre` print an error: its text, then that of each source.
-    #[test]
-    fn a_chain_of_sources_says_nothing_twice() {
-        let refused = || std::io::Error::other("no such disk");
-        let failure = Failure::PeerGone { rank: 0, peer: 1, call: "barrier()".to_string() };
-        let ours = Error::io("reading x", refused());
-        let through_candle = Error::Candle(candle_core::Error::from(Error::io("reading x", refused())));
-        for error in [ours, through_candle, failure.into(), Error::from(candle_core::Error::Io(refused()))] {
-            let mut texts = vec![error.to_string()];
-            let mut next = std::error::Error::source(&error);
-            while let Some(source) = next {
-                texts.push(source.to_string());
-                next = source.source();
-            }
-            for (index, text) in texts.iter().enumerate() {
-                assert!(!texts[..index].iter().any(|before| before.contains(text)), "{texts:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn errors_come_out_of_candles_as_they_went_in() {
-        let through = |error: Error| Error::from(candle_core::Error::from(error));
-        let error = through(Error::RankOutOfRange { rank: 3, world_size: 2 });
-        assert!(matches!(error, Error::RankOutOfRange { rank: 3, world_size: 2 }), "{error}");
-        let ours = Error::invalid("eps", "it is negative");
-        let text = ours.to_string();
-        assert_eq!(candle_core::Error::from(ours).to_string(), text);
-
-        // candle's own stay candle's.
-        let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
-        let text = missing.to_string();
-        for error in [Error::from(candle_core::Error::Io(missing)), through(candle_core::Error::msg(&text).into())] {
-            assert!(matches!(&error, Error::Candle(_)) && error.to_string().starts_with(&text), "{error}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What the system may have run out of.
 
-/// Whether the system has refused for want of something that may be there again in a moment: file descriptors, memory.
+/// Whether the error is a temporary shortage (file descriptors, memory), worth a retry.
 pub(crate) fn is_shortage(error: &std::io::Error) -> bool {
     use rustix::io::Errno;
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM))

@@ -36,11 +36,63 @@ pub(super) fn list(lists: &[(&str, &[String])]) -> String {
     text
 }
 
+/// `on rank 2`, or `on any rank`.
+pub(super) fn on_ranks(rank: Option<usize>) -> String {
+    rank.map_or("on any rank".to_string(), |rank| format!("on rank {rank}"))
+}
+
+/// Few names as they are; many by the longest common beginnings that leave few: `encoder.0.* (16), encoder.1.* (16), head`.
+pub(super) fn by_prefix(names: &[String]) -> String {
+    const FEW: usize = 8;
+    let parts = |name: &str| name.split('.').count();
+    let longest = names.iter().map(|name| parts(name)).max().unwrap_or(0);
+    let groups = |depth: usize| {
+        let mut groups: Vec<(String, usize)> = Vec::new();
+        for name in names {
+            let prefix = match parts(name) > depth {
+                true => name.split('.').take(depth).chain(["*"]).collect::<Vec<_>>().join("."),
+                false => name.clone(),
+            };
+            match groups.iter_mut().find(|(of, _)| *of == prefix) {
+                Some((_, count)) => *count += 1,
+                None => groups.push((prefix, 1)),
+            }
+        }
+        groups
+    };
+    let groups = (1..=longest).rev().map(groups).find(|groups| groups.len() <= FEW).unwrap_or_else(|| groups(1));
+    let shown: Vec<String> = groups
+        .into_iter()
+        .map(|(prefix, count)| if prefix.ends_with(".*") { format!("{prefix} ({count})") } else { prefix })
+        .collect();
+    some(&shown)
+}
+
 /// `a, b, c`, or the first of very many.
 pub(crate) fn some<S: Borrow<str>>(names: &[S]) -> String {
     const SHOWN: usize = 20;
     let text = names[..names.len().min(SHOWN)].join(", ");
     if names.len() > SHOWN { format!("{text} and {} more", names.len() - SHOWN) } else { text }
+}
+
+/// `[0, 1]`, or the first of very many.
+pub(crate) fn ranks(ranks: &[usize]) -> String {
+    format!("[{}]", some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>()))
+}
+
+/// The beginning of `text`, at most `longest` bytes.
+pub(super) fn shortened(text: &str, longest: usize) -> String {
+    let mut end = text.len().min(longest);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_string()
+}
+
+/// `rank 3`, or `ranks 1, 2, 5`.
+pub(super) fn ranks_named(ranks: &[usize]) -> String {
+    let names: Vec<_> = ranks.iter().map(usize::to_string).collect();
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, some(&names))
 }
 
 /// The beginning of the description of what a bucket's collective is for.

@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns what the records of a run's ranks say, in plain sentences, one per line.
 pub(super) fn explain(records: &[RankRecord]) -> String {
+    let (records, old) = without_old(records);
     let mut lines = Vec::new();
     let world_size = records.iter().map(|record| record.world_size).max().unwrap_or(0);
     let absent: Vec<usize> = (0..world_size).filter(|rank| records.iter().all(|record| record.rank != *rank)).collect();
     let mut groups: BTreeMap<&str, Group> = BTreeMap::new();
-    for record in records {
+    for record in &records {
         for group in &record.groups {
             groups.entry(&group.name).or_default().insert(record.rank, group);
         }
@@ -32,10 +33,24 @@ pub(super) fn explain(records: &[RankRecord]) -> String {
             ranks(&absent)
         ));
     }
+    if !old.is_empty() {
+        lines.push(format!(
+            "the file of {} was left out: it is older than the groups of the other ranks, so an earlier run or generation has \
+             written it",
+            ranks(&old)
+        ));
+    }
     let failures: BTreeSet<&str> =
         groups.values().flat_map(|group| group.values()).filter_map(|group| group.failure.as_deref()).collect();
     lines.extend(failures.into_iter().map(|failure| format!("the error was: {failure}")));
     lines.join("\n")
+}
+
+/// The records of the newest run or generation, and the ranks of the others, which were written before it began.
+fn without_old(records: &[RankRecord]) -> (Vec<&RankRecord>, Vec<usize>) {
+    let began = records.iter().map(|record| record.started_ns).max().unwrap_or(0);
+    let (new, old): (Vec<_>, Vec<_>) = records.iter().partition(|record| record.written_ns >= began);
+    (new, old.into_iter().map(|record| record.rank).collect())
 }
 
 /// The records of one group, by rank.

@@ -13,11 +13,11 @@ pub(super) const SUFFIX: &str = ".flight.json";
 pub(super) fn write(folder: &Path, record: &RankRecord) -> Result<PathBuf> {
     let path = folder.join(format!("rank{}{SUFFIX}", record.rank));
     std::fs::create_dir_all(folder).map_err(|error| Error::io(format!("creating {}", folder.display()), error))?;
-    let progress = Progress::default();
-    PreparedFile::write(&path, &progress, |file| {
+    let prepared = PreparedFile::create_over_links(&path)?;
+    prepared.fill(&Progress::default(), |file| {
         let text = serde_json::to_vec(record).map_err(io::Error::other)?;
         file.write_all(&text)
-    })?
-    .commit()?;
+    })?;
+    prepared.commit()?;
     Ok(path)
 }

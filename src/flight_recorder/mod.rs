@@ -7,7 +7,7 @@
 //! `ddprun --explain FOLDER` says which rank parted from the others, and where. PyTorch has `TORCH_NCCL_TRACE_BUFFER_SIZE`
 //! and `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` for this.
 //!
-//! The file is JSON: `rank`, `world_size`, `host`, `pid`, `reason`, `written_ns`, and `groups`, each with its `name`, its
+//! The file is JSON: `rank`, `world_size`, `host`, `pid`, `reason`, `written_ns`, `started_ns` (when the group of all was made), and `groups`, each with its `name`, its
 //! `ranks` (numbered as in the group of all), its `failure`, and its `calls`: `channel` (`collectives`, `send` or `recv`),
 //! `sequence` (from 1 on, in each channel), `operation`, `dtype`, `count` (elements), `reduction`, `root`, `peer`, `label`
 //! (what it is for), `state` (`scheduled`, `started`, `completed` or `failed`), and `scheduled_ns`, `started_ns`,

@@ -68,6 +68,9 @@ pub(crate) struct RankRecord {
     /// Why the file was written.
     pub(crate) reason: String,
     pub(crate) written_ns: u64,
+    /// When the group of all was made. Version 1 of the format did not have it at first.
+    #[serde(default)]
+    pub(crate) started_ns: u64,
     pub(crate) groups: Vec<GroupRecord>,
 }
 

@@ -18,6 +18,7 @@ pub(crate) struct FlightRecorder {
     options: FlightRecorderOptions,
     rank: usize,
     world_size: usize,
+    started_ns: u64,
     groups: Mutex<Vec<Registered>>,
     /// Held while the file is written: several groups may fail at once.
     writing: Mutex<()>,
@@ -54,11 +55,10 @@ impl FlightRecorder {
             return Err(Error::invalid("flight_recorder", reason));
         }
         let (groups, writing) = (Mutex::default(), Mutex::default());
-        let recorder = Arc::new(Self { options, rank, world_size, groups, writing });
+        let recorder = Arc::new(Self { options, rank, world_size, started_ns: now_ns(), groups, writing });
         if on_sigusr1 {
-            let weak = Arc::downgrade(&recorder);
-            let write = move || weak.upgrade().map(|recorder| recorder.write_because("SIGUSR1")).is_some();
-            signal::on_sigusr1(Box::new(write))?;
+            let listener: Arc<dyn signal::Listener> = recorder.clone();
+            signal::on_sigusr1(Arc::downgrade(&listener))?;
         }
         Ok(Some(recorder))
     }
@@ -81,11 +81,9 @@ impl FlightRecorder {
     pub(crate) fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
         let _turn = lock(&self.writing);
         let groups: Vec<_> = {
-            let mut groups = lock(&self.groups);
-            groups.retain(|registered| registered.group.strong_count() > 0);
             let group =
                 |Registered { name, ranks, group }: &Registered| Some((name.clone(), ranks.clone(), group.upgrade()?));
-            groups.iter().filter_map(group).collect()
+            lock(&self.groups).iter().filter_map(group).collect()
         };
         let record = |(name, ranks, group): (String, Vec<usize>, Arc<dyn Recorded>)| {
             let (calls, failure) = group.record();
@@ -99,9 +97,16 @@ impl FlightRecorder {
             pid: std::process::id(),
             reason: reason.to_string(),
             written_ns: now_ns(),
+            started_ns: self.started_ns,
             groups: groups.into_iter().map(record).collect(),
         };
         files::write(folder, &record)
+    }
+}
+
+impl signal::Listener for FlightRecorder {
+    fn on_signal(&self) {
+        self.write_because("SIGUSR1");
     }
 }
 
@@ -114,12 +119,66 @@ impl Recording {
     /// Registers `group`, whose calls are written from now on.
     pub(crate) fn register(&self, group: Weak<dyn Recorded>) {
         let Self { name, ranks, .. } = self.clone();
-        lock(&self.recorder.groups).push(Registered { name, ranks, group });
+        let mut groups = lock(&self.recorder.groups);
+        // A program may make sub-groups for as long as it runs.
+        groups.retain(|registered| registered.group.strong_count() > 0);
+        groups.push(Registered { name, ranks, group });
     }
 
     /// Returns the recording of a group that is made out of this one; `ranks` are numbered as in this one.
     pub(crate) fn of_subgroup(&self, name: &str, ranks: &[usize]) -> Self {
         let ranks = ranks.iter().filter_map(|rank| self.ranks.get(*rank).copied()).collect();
         Self { recorder: Arc::clone(&self.recorder), name: format!("{}/{name}", self.name), ranks }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Group;
+
+    impl Recorded for Group {
+        fn record(&self) -> (Vec<CallRecord>, Option<String>) {
+            (Vec::new(), None)
+        }
+    }
+
+    #[test]
+    fn groups_that_are_gone_take_no_memory() {
+        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), 0, 2).unwrap().unwrap();
+        let world = Recording::of_world(Arc::clone(&recorder), 2);
+        let register = |recording: &Recording| {
+            let group: Arc<dyn Recorded> = Arc::new(Group);
+            recording.register(Arc::downgrade(&group));
+            group
+        };
+        let _world = register(&world);
+        for number in 0..100 {
+            register(&world.of_subgroup(&number.to_string(), &[0]));
+        }
+        let last = register(&world.of_subgroup("last", &[0]));
+        assert_eq!(
+            lock(&recorder.groups).iter().map(|group| group.name.as_str()).collect::<Vec<_>>(),
+            ["world", "world/last"]
+        );
+        drop(last);
+        let folder = tempfile::tempdir().unwrap();
+        let path = recorder.write(folder.path(), "a test").unwrap();
+        let record: RankRecord = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        assert_eq!(record.groups.len(), 1);
+    }
+
+    /// Who may write to the folder cannot have another file overwritten.
+    #[test]
+    fn a_link_in_the_folder_is_replaced_and_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let victim = folder.path().join("victim");
+        std::fs::write(&victim, "mine").unwrap();
+        std::os::unix::fs::symlink(&victim, folder.path().join("rank0.flight.json")).unwrap();
+        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), 0, 1).unwrap().unwrap();
+        let path = recorder.write(folder.path(), "a test").unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine");
+        assert!(path.symlink_metadata().unwrap().is_file());
     }
 }

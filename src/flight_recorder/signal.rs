@@ -3,16 +3,18 @@ use crate::panic::lock;
 use crate::{Error, Result};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
-use std::sync::Mutex;
+use std::sync::{Mutex, Weak};
 
-/// What is done on the signal. It returns false when there is nothing left to do.
-type Action = Box<dyn Fn() -> bool + Send>;
+/// A recorder that writes its file on the signal.
+pub(super) trait Listener: Send + Sync {
+    fn on_signal(&self);
+}
 
-/// The actions of all recorders of this process.
-static ACTIONS: Mutex<Vec<Action>> = Mutex::new(Vec::new());
+/// The recorders of this process that write on the signal.
+static RECORDERS: Mutex<Vec<Weak<dyn Listener>>> = Mutex::new(Vec::new());
 
-/// Calls `action` on every SIGUSR1, until it returns false. The handler, one for the process, only wakes a thread.
-pub(super) fn on_sigusr1(action: Action) -> Result<()> {
+/// Has `recorder` write on every SIGUSR1 for as long as it lives. The handler, one for the process, only wakes a thread.
+pub(super) fn on_sigusr1(recorder: Weak<dyn Listener>) -> Result<()> {
     static IS_LISTENING: Mutex<bool> = Mutex::new(false);
     let mut is_listening = lock(&IS_LISTENING);
     if !*is_listening {
@@ -20,12 +22,40 @@ pub(super) fn on_sigusr1(action: Action) -> Result<()> {
         let mut signals = Signals::new([SIGUSR1]).map_err(failed)?;
         let body = move || {
             for _ in signals.forever() {
-                lock(&ACTIONS).retain(|action| action());
+                let recorders: Vec<_> = lock(&RECORDERS).iter().filter_map(Weak::upgrade).collect();
+                recorders.iter().for_each(|recorder| recorder.on_signal());
             }
         };
         std::thread::Builder::new().name("ddp-sigusr1".to_string()).spawn(body).map_err(failed)?;
         *is_listening = true;
     }
-    lock(&ACTIONS).push(action);
+    let mut recorders = lock(&RECORDERS);
+    // Each generation of an elastic run has a recorder of its own.
+    recorders.retain(|recorder| recorder.strong_count() > 0);
+    recorders.push(recorder);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn recorders_that_are_gone_take_no_memory() {
+        struct Recorder;
+        impl Listener for Recorder {
+            fn on_signal(&self) {}
+        }
+        let listen = || {
+            let recorder: Arc<dyn Listener> = Arc::new(Recorder);
+            on_sigusr1(Arc::downgrade(&recorder)).unwrap();
+            recorder
+        };
+        (0..100).for_each(|_| drop(listen()));
+        let _last = listen();
+        // Tests that run at the same time may have some as well.
+        let recorders = lock(&RECORDERS).len();
+        assert!(recorders < 50, "{recorders}");
+    }
 }

@@ -321,9 +321,7 @@ impl<'a> Agent<'a> {
             Aftermath::Replace { incarnation } => {
                 self.count_restart();
                 let (nth, of) = (self.restart_count, max_restarts);
-                message(format_args!(
-                    "rank {rank} {how}: it is started again, and the others go on (restart {nth} of {of})"
-                ));
+                message(format_args!("rank {rank} {how}: a new process takes its place (restart {nth} of {of})"));
                 self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
                     let reason = format!("its process {how}, and cannot be started again: {error}");
                     // The workers are ended in any case.

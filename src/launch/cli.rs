@@ -28,8 +28,10 @@ reports how many bytes were lost.
 Options can also be set by torchrun's environment variables, such as PET_NNODES; the command line takes precedence. \
 torchrun's --monitor-interval and --start-method are accepted and ignored.
 
-Exit code: 0 if every worker exited with 0; otherwise that of the first worker that failed (128 + N if it was killed by \
-signal N); 128 + N if ddprun itself received signal N; 2 for an invalid command line; cargo's own code if the build \
+SIGUSR1 and SIGUSR2 are forwarded to the processes that have a handler for them, and do not end the run.
+
+Exit code: 0 if every worker exited with 0, even after a signal; otherwise 128 + N if the run was ended by signal N, or \
+the exit code of the first worker that failed (128 + N if it was killed by signal N); 2 for an invalid command line; cargo's own code if the build \
 failed; 126 if the program is not executable, 127 if it was not found; 1 for everything else.";
 
 /// The command line of `ddprun`: torchrun's options, with `-` or `_` between words.

@@ -9,6 +9,7 @@ use super::secret::RunSecret;
 use super::signal;
 use super::streams::StreamSelection;
 use super::time;
+use crate::rendezvous::loopback;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -131,7 +132,7 @@ impl Config {
             check_template(template)?;
         }
         let run_id = match &cli.run_id {
-            Some(id) if id.is_empty() || id.starts_with('.') || id.contains(['/', '\0']) => {
+            Some(id) if id.is_empty() || id.starts_with('.') || id.contains(|c: char| c == '/' || c.is_control()) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
                 return Err(Error::usage("--run-id", reason));
             }
@@ -290,7 +291,7 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
             return Err(Error::usage("--master-addr", reason));
         }
-        None => "127.0.0.1".into(),
+        None => loopback().to_string(),
     };
     let port = cli.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
     Ok((address, port))
@@ -442,6 +443,7 @@ mod tests {
             (&["--signals-to-handle", "SIGFOO", "x"], "SIGFOO"),
             (&["--signals-to-handle", "SIGKILL", "x"], "SIGKILL"),
             (&["--run-id", "a/b", "x"], "folder"),
+            (&["--run-id", "a\u{1b}[31m", "x"], "folder"),
             (&["--features", "nccl", "x"], "--example NAME"),
         ];
         for (args, hint) in cases {

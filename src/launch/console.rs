@@ -1,6 +1,7 @@
 //! ddprun's own stdout and stderr, where the output of all ranks comes together.
 pub(super) use super::printer::{NoReader, Target};
 use super::printer::{Piece, Printer};
+use super::tail::plain;
 use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -79,6 +80,8 @@ impl Console {
     pub(super) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
         /// The interval at which `interrupted` is polled.
         const TICK: Duration = Duration::from_millis(50);
+        /// How long the last message may take. Its reader may be as slow as the machine.
+        const LAST_MESSAGE: Duration = Duration::from_secs(30);
         let (mut least, mut since) = (usize::MAX, Instant::now());
         loop {
             let left = [Target::Stdout, Target::Stderr].map(|target| self.printer(target).wait(TICK));
@@ -90,8 +93,11 @@ impl Console {
                 (least, since) = (lost, Instant::now());
             }
             if interrupted() || since.elapsed() >= patience {
-                self.message(format!("the output is not being read: {lost} bytes are lost"));
-                self.printer(Target::Stderr).wait(TICK);
+                message(format_args!("the output is not being read: {lost} bytes are lost"));
+                if left[1] == 0 {
+                    // Stderr is being read, however slowly its thread gets a processor.
+                    self.printer(Target::Stderr).wait(LAST_MESSAGE);
+                }
                 return;
             }
         }
@@ -104,7 +110,31 @@ fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     Some((metadata.dev(), metadata.ino()))
 }
 
-/// Shows a message of ddprun to the user. Never blocks.
+/// Shows a message of ddprun to the user. Never blocks. Names and errors in it may come from elsewhere, so control characters
+/// are left out.
 pub(super) fn message(text: impl std::fmt::Display) {
-    Console::get().message(format!("ddprun: {text}\n"));
+    Console::get().message(format!("ddprun: {}\n", plain(&text.to_string())));
+}
+
+/// Shows the warnings of the library to the user, such as foreign connections to the store or a secret that others can read.
+pub(super) fn show_warnings() {
+    if log::set_logger(&Warnings).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
+}
+
+struct Warnings;
+
+impl log::Log for Warnings {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::Level::Warn
+    }
+
+    fn log(&self, record: &log::Record) {
+        if self.enabled(record.metadata()) {
+            message(record.args());
+        }
+    }
+
+    fn flush(&self) {}
 }

@@ -25,14 +25,17 @@ pub(super) enum Event {
 pub(super) struct Events {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
+    /// The signals that end a run.
+    ending: Vec<i32>,
 }
 
 impl Events {
-    /// Starts to turn signals into events: those that end a run, and those that supervision needs.
+    /// Starts to turn signals into events: those that end a run, those for the workers, and those that supervision needs.
     pub(super) fn listen(ending: &[i32]) -> Result<Self> {
         let (sender, receiver) = channel();
         // Signals that this process was started to ignore, as by nohup, stay ignored.
-        let wanted = ending.iter().copied().chain([SIGTSTP]).filter(|&signal| !signal::is_ignored(signal));
+        let others = signal::FOR_WORKERS.into_iter().filter(|signal| !ending.contains(signal)).chain([SIGTSTP]);
+        let wanted = ending.iter().copied().chain(others).filter(|&signal| !signal::is_ignored(signal));
         let mut signals = Signals::new(wanted.chain([SIGCHLD, SIGCONT, SIGWINCH]))
             .map_err(|error| Error::io("handling signals", error))?;
         let signal_sender = sender.clone();
@@ -43,7 +46,7 @@ impl Events {
                 }
             }
         })?;
-        Ok(Self { sender, receiver })
+        Ok(Self { sender, receiver, ending: ending.to_vec() })
     }
 
     /// Forwards output in a thread until the other end of `incoming` is dropped.
@@ -73,12 +76,9 @@ impl Events {
 
     /// Returns whether this process received a signal that ends a run since the last call.
     pub(super) fn interrupted(&self) -> bool {
-        self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if !WATCHING.contains(&signal)))
+        self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if self.ending.contains(&signal)))
     }
 }
-
-/// Signals that do not end a run but are needed to supervise it.
-const WATCHING: [i32; 4] = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
 
 fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     let thread = std::thread::Builder::new().name(format!("ddprun-{name}")).spawn(work);

@@ -2,6 +2,8 @@
 use super::config::Config;
 use super::console::message;
 use super::error::{Error, Result};
+use super::tail::plain;
+use crate::error::RankError;
 use crate::host::boot_id;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -56,7 +58,12 @@ impl RunFolder {
     /// Creates the folder of a worker that is started after `restart_count` restarts.
     pub(super) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
         let path = self.worker(restart_count, local_rank);
-        std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))
+        std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
+        // What an earlier worker has written there is not this one's error.
+        match remove_file(self.error_file(restart_count, local_rank)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error(&path, error)),
+            _ => Ok(()),
+        }
     }
 
     /// Creates a log file for a worker.
@@ -71,19 +78,40 @@ impl RunFolder {
         self.worker(restart_count, local_rank).join("error.json")
     }
 
-    /// Returns the error that a worker wrote, in torchrun's format or as plain text.
-    pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<String> {
+    /// Returns the error that a worker wrote.
+    pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
         let mut bytes = Vec::new();
         File::open(self.error_file(restart_count, local_rank))
             .ok()?
             .take(LONGEST_ERROR)
             .read_to_end(&mut bytes)
             .ok()?;
-        let text = String::from_utf8_lossy(&bytes);
-        let json: Option<serde_json::Value> = serde_json::from_str(&text).ok();
+        WorkerError::parse(&String::from_utf8_lossy(&bytes))
+    }
+}
+
+/// What a worker wrote to its error file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct WorkerError {
+    pub(super) message: String,
+    /// What caused it, if the worker's program is one of candle-ddp.
+    pub(super) told: Option<RankError>,
+}
+
+impl WorkerError {
+    /// Parses torchrun's format, or takes plain text as it is.
+    fn parse(text: &str) -> Option<Self> {
+        let json: Option<serde_json::Value> = serde_json::from_str(text).ok();
         let message = json.as_ref().and_then(|json| json.get("message"));
         let inner = message.and_then(|message| message.get("message")).or(message).and_then(|inner| inner.as_str());
-        Some(inner.unwrap_or(&text).trim().to_owned()).filter(|message| !message.is_empty())
+        let message = plain(inner.unwrap_or(text)).trim().to_owned();
+        let told = json.as_ref().and_then(RankError::of_json);
+        (!message.is_empty()).then_some(Self { message, told })
+    }
+
+    /// The rank because of which the worker failed, if its program knows.
+    pub(super) fn culprit(&self) -> Option<usize> {
+        self.told.as_ref()?.culprit
     }
 }
 

@@ -1,4 +1,5 @@
 //! The processes of an elastic run, as the launcher decides on them: a generation after the other, in one log.
+use super::console::message;
 use crate::Result;
 use crate::rendezvous::{Decision, Generations, Member, Store};
 use std::collections::BTreeMap;
@@ -11,6 +12,8 @@ pub(super) struct Members {
     members: Vec<Member>,
     /// The last process with each rank.
     last: BTreeMap<usize, u64>,
+    /// All ranks have ended their training well.
+    all_finished: bool,
 }
 
 /// What follows when the process of a rank has ended.
@@ -30,7 +33,13 @@ impl Members {
     pub(super) fn new(store: Arc<dyn Store>, attempt: u64, world_size: usize) -> Self {
         let members: Vec<Member> = (0..world_size).map(|rank| Member { rank, incarnation: 0 }).collect();
         let last = members.iter().map(|member| (member.rank, 0)).collect();
-        Self { log: Generations::new(Generations::agent_prefix(attempt), store), generation: 0, members, last }
+        Self {
+            log: Generations::new(Generations::agent_prefix(attempt), store),
+            generation: 0,
+            members,
+            last,
+            all_finished: false,
+        }
     }
 
     /// The smallest world size that the ranks accept, if they run elastically.
@@ -41,7 +50,10 @@ impl Members {
     /// Takes note of what the ranks have decided; false if that was the end of the run.
     pub(super) fn update(&mut self) -> Result<bool> {
         while let Some(decision) = self.log.get(self.generation + 1)? {
-            let Decision::Members(members) = decision else { return Ok(false) };
+            let Decision::Members(members) = decision else {
+                self.all_finished = decision == Decision::Done;
+                return Ok(false);
+            };
             (self.generation, self.members) = (self.generation + 1, members);
         }
         Ok(true)
@@ -80,6 +92,12 @@ impl Members {
         min_world_size: usize,
     ) -> Result<Aftermath> {
         if !self.update()? {
+            if failed && self.all_finished {
+                message(format_args!(
+                    "all ranks had finished elastic::run when rank {rank} {how}: what its program does after that may be \
+                     missing, and it is not started again"
+                ));
+            }
             return Ok(if failed { Aftermath::Fail } else { Aftermath::GoOn });
         }
         if !self.contains(rank) {

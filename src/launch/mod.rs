@@ -21,7 +21,6 @@ mod console;
 mod descendants;
 mod environment;
 mod error;
-mod error_text;
 mod events;
 mod folder;
 mod lines;
@@ -65,7 +64,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use summary::Findings;
 use supervisor::{Outcome, Supervisor};
-use worker::{Exit, Starter};
+use worker::{Exit, Starter, Worker};
 
 /// How long output may stay unread at the end of a run that must end at once.
 const UNREAD: Duration = Duration::from_secs(5);
@@ -96,6 +95,7 @@ fn parse() -> Result<Cli, ExitCode> {
 /// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
 /// process, such as the main thread, because the workers die with that thread.
 fn run(cli: Cli) -> ExitCode {
+    console::show_warnings();
     let result = match (&cli.merge_traces, &cli.explain, &cli.status) {
         (Some(folder), ..) => merge_traces(folder),
         (None, Some(folder), _) => explain(folder),
@@ -147,7 +147,8 @@ fn list_variables() {
 }
 
 fn merge_traces(folder: &Path) -> Result<End> {
-    let (path, ranks) = crate::trace::merge(folder)?;
+    let (path, ranks, old) = crate::trace::merge_newest(folder)?;
+    old.iter().for_each(|file| message(crate::trace::left_out(file)));
     message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
     Ok(End::now(0))
 }
@@ -210,10 +211,14 @@ fn execute(config: &Config) -> Result<End> {
     let patience = config.shutdown_timeout;
     let (code, patience) = match outcome {
         Outcome::Success => (0, patience),
-        Outcome::Signalled(signal) => (Exit::Signal(signal).code(), patience.min(UNREAD)),
+        Outcome::Signalled(signal) => (supervisor.code_after(signal), patience.min(UNREAD)),
         Outcome::Failure(_) | Outcome::Elsewhere => {
             let (workers, topology) = (&supervisor.workers, agent.starter.topology);
-            let findings = Findings { workers, remains: &remains, folder: &folder, topology };
+            let error = |worker: &Worker| folder.error(worker.restart_count, worker.local_rank);
+            // Who has ended well has told of nothing that counts.
+            let errors: Vec<_> =
+                workers.iter().map(|worker| error(worker).filter(|_| !worker.has_succeeded())).collect();
+            let findings = Findings { workers, remains: &remains, errors: &errors, topology };
             (report::report(&findings, outcome, &agent), patience)
         }
     };

@@ -15,7 +15,7 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
         Outcome::Failure(first) => Some(first),
         _ => root_cause::first(workers),
     };
-    let cause = first.map(|first| root_cause::cause(workers, first, findings.remains, &findings.topology));
+    let cause = first.map(|first| root_cause::cause(workers, first, findings.errors, &findings.topology));
     // The worker that caused the failure may not have failed itself.
     let failed = [cause.map(|cause| cause.worker), first].into_iter().flatten().filter_map(|index| workers.get(index));
     let ended = failed.filter(|worker| root_cause::failed(worker)).find_map(|worker| worker.ended);
@@ -29,11 +29,19 @@ pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8
         return code;
     }
     let own = cause.and_then(|cause| own_report(findings, cause, code));
-    let root = if agent.is_lost() { own.clone() } else { agent.root(own.clone()) };
+    let root = if agent.is_lost() { None } else { agent.root(own.clone()) };
     let (why, code) = match agent.failure() {
         Some((reason, their_code)) => (Some(reason), root.as_ref().map_or(*their_code, |root| root.code)),
         None => (None, code),
     };
+    if let Some(reason) = agent.failure().map(|(reason, _)| reason).filter(|_| agent.is_lost()) {
+        // Without the other nodes, nobody knows whether a worker failed first or because of what has happened to them.
+        let first = own.map(|own| own.text + &findings.others(cause.map(|cause| cause.worker)));
+        let others = Some(findings.others(None)).filter(|text| !text.is_empty());
+        let here = first.or(others.map(|others| format!("on this node{}:{others}", place(findings))));
+        message([Some(reason.clone()), here].into_iter().flatten().collect::<Vec<_>>().join("\n"));
+        return 1;
+    }
     let others = |except| Some(findings.others(except)).filter(|text| !text.is_empty());
     let text = match (root, cause) {
         (Some(root), Some(cause)) if Some(&root) == own.as_ref() => {

@@ -1,7 +1,7 @@
 //! Names and numbers of signals, and whether they are ignored.
 use super::error::{Error, Result};
-use rustix::process::Signal;
-use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
+use rustix::process::{Pid, Signal};
+use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGCONT, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH};
 use signal_hook::low_level::signal_name;
 
 /// Returns the name, such as `SIGTERM`, or `signal 35` for a signal without a name.
@@ -31,11 +31,24 @@ pub(super) fn typed(signal: i32) -> Option<Signal> {
     Signal::from_named_raw(signal)
 }
 
+/// Signals that programs handle as they like, such as Slurm's warning before a job ends: they go to the workers, and do not
+/// end the run.
+pub(super) const FOR_WORKERS: [i32; 2] = [SIGUSR1, SIGUSR2];
+
 /// Returns whether this process was started with `signal` ignored, as `nohup` does for SIGHUP. The signal must then
 /// stay ignored.
 pub(super) fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    is_in_mask("self", "SigIgn:", signal)
+}
+
+/// Returns whether a process has a handler for `signal`.
+pub(super) fn is_handled_by(process: Pid, signal: i32) -> bool {
+    is_in_mask(&process.to_string(), "SigCgt:", signal)
+}
+
+fn is_in_mask(process: &str, mask: &str, signal: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix(mask));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     u32::try_from(signal - 1).ok().and_then(|bit| mask.checked_shr(bit)).is_some_and(|rest| rest & 1 == 1)
 }

@@ -7,7 +7,7 @@ use super::nodes::{Address, Coordinator, Link, Node};
 use super::status::{RUN_STATUS, RunStatus};
 use crate::host::host_name;
 use crate::rendezvous::json::encode;
-use crate::rendezvous::{Listening, TcpStoreServer, host_store};
+use crate::rendezvous::{Listening, TcpStoreServer, check_room, host_store};
 use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::Duration;
@@ -31,33 +31,12 @@ pub(super) fn check_address(config: &Config) -> Result<()> {
     thread.map(drop).map_err(|error| Error::io("starting a thread", error))
 }
 
-/// Shows the store's warnings to the user, such as foreign connections or a limit that keeps ranks out.
-struct Warnings;
-
-impl log::Log for Warnings {
-    fn enabled(&self, metadata: &log::Metadata) -> bool {
-        metadata.level() <= log::Level::Warn
-    }
-
-    fn log(&self, record: &log::Record) {
-        if self.enabled(record.metadata()) {
-            message(record.args());
-        }
-    }
-
-    fn flush(&self) {}
-}
-
 /// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
 /// it is dropped.
 ///
 /// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it. It says
 /// `status` about the run from its beginning.
 pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpStoreServer>, u16)> {
-    // A program that calls the launcher may already have a logger.
-    if log::set_logger(&Warnings).is_ok() {
-        log::set_max_level(log::LevelFilter::Warn);
-    }
     let port = config.master_port.unwrap_or(0);
     let is_told = config.rendezvous.as_ref().and_then(|rendezvous| rendezvous.pace.is_host);
     let is_static = config.rendezvous.as_ref().is_none_or(|rendezvous| rendezvous.is_static);
@@ -66,11 +45,13 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
             || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
         return Ok((None, config.master_port.ok_or_else(missing)?));
     }
-    let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX);
+    let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
     // There is a warning if the address is not known to belong to this machine.
     if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
         return Ok((None, port));
     }
+    let least = |Rendezvous { terms, .. }: &Rendezvous| terms.min_nodes * terms.workers;
+    check_room(config.rendezvous.as_ref().map_or(config.topology.world_size(), least))?;
     let secret = &config.secret;
     let status = String::from_utf8_lossy(&encode(status)).into_owned();
     let pairs = [(RUN_STATUS, status.as_str())];

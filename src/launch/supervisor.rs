@@ -10,7 +10,7 @@ use super::output::Remains;
 use super::worker::{Ended, Exit, Worker};
 use super::{signal, terminal};
 use rustix::io::Errno;
-use rustix::process::{Signal, WaitOptions, wait};
+use rustix::process::{Signal, WaitOptions, kill_process, wait};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -27,6 +27,9 @@ const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
 /// A signal that follows the first one within this time is the same request: `timeout` signals both the process and its
 /// group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
+
+/// What follows another signal.
+const AGAIN: &str = "a second signal kills them at once";
 
 /// The phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +55,7 @@ pub(super) enum Outcome {
     Failure(usize),
     /// Another node decides: it has failed, or all start again.
     Elsewhere,
-    /// This process received a signal.
+    /// This process, or that of another node, received a signal that ends the run.
     Signalled(i32),
 }
 
@@ -135,7 +138,7 @@ impl Supervisor {
                 None if matches!(self.phase, Phase::Waiting(_)) => {
                     let reason = "it has waited long enough for the others to finish";
                     message(format_args!("{reason} (--rdzv-conf exit_barrier_timeout)"));
-                    agent.tell(Message::Leave { reason: reason.to_string() });
+                    agent.tell(Message::Leave { reason: reason.to_string(), signal: None });
                     break;
                 }
                 None if matches!(self.phase, Phase::Settling(_)) => self.end(Signal::TERM),
@@ -157,13 +160,14 @@ impl Supervisor {
                     return Some(remains);
                 }
             }
+            let seconds = LAST_WAIT.as_secs();
+            message(format_args!("the workers' last output could not be written within {seconds} s, and is lost"));
             None
         });
         (self.outcome, remains.unwrap_or_default())
     }
 
     fn on_signal(&mut self, number: i32, agent: &Agent) {
-        let again = "a second signal kills them at once";
         match (number, self.phase) {
             (SIGCHLD, _) => {}
             (SIGWINCH, _) => terminal::resize(agent.starter.terminals.iter().map(|(_, terminal)| terminal)),
@@ -173,11 +177,11 @@ impl Supervisor {
                 // Stops this process. SIGCONT resumes it, and it then resumes the workers.
                 let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
             }
+            (_, _) if !agent.starter.config.signals.contains(&number) => self.pass_on(number),
             (_, Phase::Killed(_)) => {}
             (_, Phase::Waiting(_)) => {
-                self.outcome = Outcome::Signalled(number);
-                agent.tell(Message::Leave { reason: format!("ddprun received {}", signal::name(number)) });
-                (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
+                self.leave(number, agent);
+                self.phase = Phase::Settling(Instant::now());
             }
             (_, Phase::Ending(_)) => match self.signalled {
                 Some(first) if first.elapsed() < SAME_REQUEST => {}
@@ -187,7 +191,7 @@ impl Supervisor {
                         self.leave(number, agent);
                     }
                     self.signalled = Some(Instant::now());
-                    message(format_args!("{}: the workers were already asked to exit; {again}", signal::name(number)));
+                    message(format_args!("{}: the workers were already asked to exit; {AGAIN}", signal::name(number)));
                 }
             },
             (_, Phase::Running | Phase::Settling(_)) => {
@@ -195,12 +199,7 @@ impl Supervisor {
                     self.leave(number, agent);
                 }
                 self.signalled = Some(Instant::now());
-                self.end(signal::typed(number).unwrap_or(Signal::TERM));
-                message(format_args!(
-                    "{} forwarded to the workers, which have {} s to exit; {again}",
-                    signal::name(number),
-                    self.grace.as_secs_f64()
-                ));
+                self.forward_end(number);
             }
         }
     }
@@ -209,7 +208,42 @@ impl Supervisor {
     fn leave(&mut self, number: i32, agent: &Agent) {
         self.outcome = Outcome::Signalled(number);
         self.is_decided = true;
-        agent.tell(Message::Leave { reason: format!("ddprun received {}", signal::name(number)) });
+        let reason = format!("ddprun received {}", signal::name(number));
+        agent.tell(Message::Leave { reason, signal: Some(number) });
+    }
+
+    /// Asks the workers to exit because of a signal that this ddprun, or that of another node, has received.
+    fn forward_end(&mut self, number: i32) {
+        self.end(signal::typed(number).unwrap_or(Signal::TERM));
+        let (name, grace) = (signal::name(number), self.grace.as_secs_f64());
+        message(format_args!("{name} forwarded to the workers, which have {grace} s to exit; {AGAIN}"));
+    }
+
+    /// Forwards a signal that does not end the run to the processes that handle it; it would kill all others.
+    fn pass_on(&self, number: i32) {
+        let name = signal::name(number);
+        let mut list = self.descendants.list();
+        list.retain(|process| signal::is_handled_by(process.pid, number));
+        let Some(signal) = signal::typed(number).filter(|_| !list.is_empty()) else {
+            message(format_args!(
+                "{name} is not forwarded: no process of the run has a handler for it, and it would kill them"
+            ));
+            return;
+        };
+        for process in &list {
+            // It may have ended in the meantime.
+            let _ = kill_process(process.pid, signal);
+        }
+        message(format_args!("{name} forwarded to {}", self.names_of(&list)));
+    }
+
+    /// The exit code of a run that a signal has ended: what the workers make of it.
+    pub(super) fn code_after(&self, signal: i32) -> u8 {
+        let is_well = |worker: &Worker| worker.given_up || worker.has_succeeded();
+        match !self.workers.is_empty() && self.workers.iter().all(is_well) {
+            true => 0,
+            false => Exit::Signal(signal).code(),
+        }
     }
 
     /// What follows when no worker is left, nor any process that they started.
@@ -263,12 +297,15 @@ impl Supervisor {
 
     /// Returns the names of the remaining processes; workers by their rank.
     fn names(&self) -> String {
+        self.names_of(&self.descendants.list())
+    }
+
+    fn names_of(&self, list: &[Process]) -> String {
         const MOST: usize = 8;
         let name = |process: &Process| match self.workers.iter().find(|worker| worker.pid == process.pid) {
             Some(worker) => format!("rank {} (pid {})", worker.rank, worker.pid),
             None => process.to_string(),
         };
-        let list = self.descendants.list();
         let mut names: Vec<String> = list.iter().take(MOST).map(name).collect();
         if list.len() > MOST {
             names.push(format!("{} more processes", list.len() - MOST));

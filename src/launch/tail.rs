@@ -1,5 +1,4 @@
 //! The last lines of a stream, and the last error in it, for the report of a failure.
-use super::error_text::named_in;
 use std::collections::VecDeque;
 
 /// The number of lines that are kept.
@@ -17,8 +16,6 @@ pub(super) struct Tail {
     error: Option<String>,
     /// Whether the error is a panic whose message is on the next line.
     panicked: bool,
-    /// The failed rank that the last error about another rank named.
-    named: Option<usize>,
 }
 
 impl Tail {
@@ -66,7 +63,6 @@ impl Tail {
             self.error = Some(line.to_owned());
             self.panicked = line.contains(PANICKED);
         }
-        self.named = named_in(line).or(self.named);
     }
 
     /// Handles the end of the stream.
@@ -80,11 +76,6 @@ impl Tail {
     pub(super) fn earlier_error(&self) -> Option<&str> {
         let lines = self.lines();
         self.error.as_deref().filter(|error| !lines.iter().any(|line| error.lines().next() == Some(line)))
-    }
-
-    /// Returns the failed rank that the last error about another rank named.
-    pub(super) fn named(&self) -> Option<usize> {
-        self.named
     }
 
     /// Returns the lines, oldest first, without control sequences such as colours and without trailing empty lines.
@@ -110,8 +101,8 @@ fn is_error(line: &str) -> bool {
     (is_name && (kind.ends_with("Error") || kind.ends_with("Exception"))) || line.contains(PANICKED)
 }
 
-/// Returns `text` without ANSI control sequences (ESC [ … final byte) and control characters.
-fn plain(text: &str) -> String {
+/// Returns `text` without ANSI control sequences (ESC [ … final byte) and control characters, except for line feeds.
+pub(super) fn plain(text: &str) -> String {
     let mut characters = text.chars().peekable();
     let mut result = String::with_capacity(text.len());
     while let Some(character) = characters.next() {
@@ -119,7 +110,7 @@ fn plain(text: &str) -> String {
             if characters.next_if_eq(&'[').is_some() {
                 characters.by_ref().find(|character| ('@'..='~').contains(character));
             }
-        } else if !character.is_control() || character == '\t' {
+        } else if !character.is_control() || character == '\t' || character == '\n' {
             result.push(character);
         }
     }
@@ -159,15 +150,13 @@ mod tests {
         assert_eq!(tail.earlier_error(), None);
         tail.push(noise.as_bytes());
         assert_eq!(tail.earlier_error(), Some("Error: rank 3 ended the group: no memory"));
-        assert_eq!(tail.named(), Some(3));
         tail.push(format!("thread 'main' panicked at src/main.rs:1:2:\nno data\nnote: {noise}").as_bytes());
         assert_eq!(tail.earlier_error(), Some("thread 'main' panicked at src/main.rs:1:2:\nno data"));
         tail.push(format!("torch.cuda.OutOfMemoryError: 3 GiB\n{noise}").as_bytes());
         assert_eq!(tail.earlier_error(), Some("torch.cuda.OutOfMemoryError: 3 GiB"));
-        tail.push(format!("no Error: here\n{noise}rank 4 is gone: its connection closed").as_bytes());
-        assert_eq!((tail.earlier_error(), tail.named()), (Some("torch.cuda.OutOfMemoryError: 3 GiB"), Some(3)));
+        tail.push(format!("no Error: here\n{noise}warning: rank 4 failed: no").as_bytes());
         tail.end();
-        assert_eq!(tail.named(), Some(4));
+        assert_eq!(tail.earlier_error(), Some("torch.cuda.OutOfMemoryError: 3 GiB"));
     }
 
     #[test]

@@ -78,6 +78,13 @@ pub(super) struct Worker {
     pub(super) given_up: bool,
 }
 
+impl Worker {
+    /// Whether its process has exited with 0.
+    pub(super) fn has_succeeded(&self) -> bool {
+        self.ended.is_some_and(|ended| ended.how == Exit::Code(0))
+    }
+}
+
 /// Everything needed to start workers.
 pub(super) struct Starter<'a> {
     pub(super) config: &'a Config,

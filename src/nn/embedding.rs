@@ -45,8 +45,8 @@ impl Embedding {
 }
 
 /// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
-/// index outside of the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where looking at it would mean waiting,
-/// its vector is NaN.
+/// index outside of the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where a check would force a
+/// synchronisation, its vector is NaN.
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {
         let table = &self.embeddings;

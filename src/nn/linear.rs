@@ -14,8 +14,8 @@ use candle_nn::{Init, VarBuilder};
 /// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
 ///
 /// Takes tensors of one and more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16 and
-/// bf16 are multiplied and added up in f32. The product is added to the bias, which costs no pass over the result of its own
-/// on the CPU, and on CUDA one that writes it.
+/// bf16 are multiplied and added up in f32. The bias is added inside the matrix product; on CUDA, a kernel writes it to the
+/// output first.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,

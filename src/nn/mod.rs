@@ -1,4 +1,4 @@
-//! Layers and functions that train right, and fast on CPUs: drop-in replacements for candle_nn's, with the same
+//! Layers and functions with correct gradients, fast on CPUs: drop-in replacements for candle_nn's, with the same
 //! constructors, configs and names in the `VarMap`. Each is one operation with a backward pass of its own.
 //!
 //! - Layers: [`Linear`], [`Conv1d`], [`Conv2d`], [`ConvTranspose1d`], [`ConvTranspose2d`], [`BatchNorm`], [`LayerNorm`],
@@ -9,8 +9,7 @@
 //! - [`checkpoint()`]: activation checkpointing.
 //!
 //! On CUDA, all have kernels of their own beside the matrix products of cuBLAS, and with the feature `cudnn` convolutions are
-//! cuDNN's (`docs/performance.md`). On Metal, all are made of those candle operations whose gradients are right.
-//! `docs/migrating.md` lists the ones that are not.
+//! cuDNN's (`docs/performance.md`). `docs/migrating.md` lists the candle operations whose gradients are wrong or missing.
 mod activation;
 mod attach;
 mod attention;

@@ -183,7 +183,11 @@ fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<(
 
 /// Contains `updates`, and `average.{name}` for each parameter.
 impl StateDict for Ema {
+    /// # Errors
+    /// [`Error::InvalidArgument`] while the averages are applied: the weights would not be in a checkpoint, but the averages
+    /// twice.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        self.refuse_if_applied("state_dict")?;
         let mut dict = state::begin("Ema")?;
         dict.insert("updates".to_string(), state::count(self.updates)?);
         dict.extend(self.averages()?.into_iter().map(|(name, average)| (format!("average.{name}"), average)));

@@ -287,7 +287,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         self.check_named()?;
         let mut loader = Loader::new(dict, R::NAME)?;
-        let learning_rates = loader.list::<f64>("learning_rates", self.groups.len())?;
+        let learning_rates = loader.learning_rates("learning_rates", self.groups.len())?;
         let mut steps = Vec::new();
         let mut copies = Vec::new();
         for Group { options, slots } in &self.groups {

@@ -98,7 +98,7 @@ impl<S: Schedule> StateDict for LrScheduler<S> {
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, S::NAME)?;
-        let (step, base) = (loader.count("step")?, loader.list("base", self.base.len())?);
+        let (step, base) = (loader.count("step")?, loader.learning_rates("base", self.base.len())?);
         loader.finish()?;
         (self.step, self.base) = (step, base);
         Ok(())

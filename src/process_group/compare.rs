@@ -1,6 +1,8 @@
 //! Finds differences in what must be the same on all ranks.
 use super::ProcessGroup;
+use crate::state::summary;
 use crate::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
 
 impl ProcessGroup {
     /// Returns the first rank whose report differs from rank 0's, and describes the first difference. If a rank has an
@@ -11,12 +13,39 @@ impl ProcessGroup {
         failed: &str,
     ) -> Result<Option<(usize, String)>> {
         match self.gather_reports(report.as_deref().map_err(|error| *error))? {
-            Err((rank, reason)) => Err(Error::RankFailed { rank, reason: format!("{failed}: {reason}") }),
+            Err((rank, reason)) => Err(self.rank_failed(rank, format!("{failed}: {reason}"))),
             Ok(reports) => {
                 let other = reports.iter().position(|report| *report != reports[0]);
                 Ok(other.map(|rank| (rank, first_difference(rank, &reports[rank], &reports[0]))))
             }
         }
+    }
+}
+
+/// The hashes of the tensors of a state.
+type Fingerprint = BTreeMap<String, u64>;
+
+impl ProcessGroup {
+    /// Compares the hashes of states by their names, of which all ranks have the same. Every rank must call it.
+    ///
+    /// # Errors
+    /// On every rank, [`Error::PartDiffers`] for the first state that is not the same on all ranks; those of the group.
+    pub(crate) fn compare_states(&self, states: &[(&str, &Fingerprint)]) -> Result<()> {
+        if self.world_size() == 1 || states.is_empty() {
+            return Ok(());
+        }
+        let summaries: Vec<u64> = states.iter().map(|(_, fingerprint)| summary(fingerprint)).collect();
+        let all: Vec<Vec<u64>> = self.all_gather_object(&summaries)?;
+        let differs = |state: &usize| all.iter().any(|theirs| theirs.get(*state) != all[0].get(*state));
+        let Some(first) = (0..states.len()).find(differs) else { return Ok(()) };
+        // Which of its tensors they are is asked only now.
+        let (part, own) = states[first];
+        let all: Vec<Fingerprint> = self.all_gather_object(own)?;
+        let ranks = (1..all.len()).filter(|rank| all[*rank] != all[0]).collect();
+        let names: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).collect();
+        let differs = |name: &&&String| all.iter().any(|theirs| theirs.get(**name) != all[0].get(**name));
+        let names = names.iter().filter(differs).map(|name| name.to_string()).collect();
+        Err(Error::PartDiffers { part: part.to_string(), ranks, names })
     }
 }
 

@@ -33,9 +33,9 @@ impl ProcessGroup {
     /// `store` that the ranks of the group share and nothing else uses. [`rendezvous`](crate::rendezvous::rendezvous)
     /// provides a store and this process's rank.
     ///
-    /// Everything in this crate works over such a group. [`new_group`](Self::new_group) requires an engine that
+    /// Most of this crate works over such a group. [`new_group`](Self::new_group) requires an engine that
     /// implements [`Communicator::split`]. Layers that communicate in their forward pass, such as `SyncBatchNorm`,
-    /// require that method or [`Communicator::duplicate`].
+    /// require that method or [`Communicator::duplicate`]. The flight recorder does not see its calls.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] if `local_rank` is not below `local_world_size`.
@@ -52,6 +52,6 @@ impl ProcessGroup {
         let backend = Backend::Custom;
         let settings = Settings { backend, device, timeout, local_rank, local_world_size, address: None, secret: None };
         let global_ranks = (0..communicator.world_size()).collect();
-        Ok(Self::around(communicator, store, global_ranks, settings, None))
+        Ok(Self::around(communicator, store, global_ranks, settings, None, None))
     }
 }

@@ -25,7 +25,7 @@ pub(super) fn check(rank: usize, collective: &Collective) -> Result<()> {
             operation: collective.name().to_string(),
             reason:
                 "it was computed from variables, and gradients flow back through it. The collective would change its \
-                     values in place, of which the backward pass does not know. Give a copy without a graph, \
+                     values in place, unnoticed by the backward pass. Give a copy without a graph, \
                      `tensor.detach().copy()?`, and read the result from that"
                     .to_string(),
         }),

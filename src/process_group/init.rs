@@ -1,12 +1,14 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
+use super::job::{self, Job};
 use super::threads;
 use crate::backend::{Construction, nccl};
-use crate::error::Failure;
+use crate::error::{Failure, ranks};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
 use crate::{Error, Result};
 use candle_core::Device;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Options of [`init_process_group`]. The default takes everything from the environment that `ddprun`, torchrun, Slurm,
@@ -38,6 +40,9 @@ pub struct InitOptions {
     /// The secret that ranks prove to each other and to the store, so that nobody else gets in. Default: that of the
     /// environment ([`Secret::from_env`]), which `ddprun` sets. Without one, anyone who reaches the store can use it.
     pub secret: Option<Secret>,
+    /// Whether a process that was started without a launcher is an error. By default it is a world of one rank, so that
+    /// `cargo run` works, and a warning says so. That is for `env://` where none of a launcher's variables is set.
+    pub require_launcher: bool,
 }
 
 impl Default for InitOptions {
@@ -52,6 +57,21 @@ impl Default for InitOptions {
             die_with_parent: false,
             flight_recorder: FlightRecorderOptions::default(),
             secret: None,
+            require_launcher: false,
+        }
+    }
+}
+
+impl InitOptions {
+    /// How this process finds the others.
+    pub(crate) fn rendezvous(&self) -> RendezvousOptions {
+        RendezvousOptions {
+            init_method: self.init_method.clone(),
+            rank: self.rank,
+            world_size: self.world_size,
+            timeout: self.timeout,
+            secret: self.secret.clone(),
+            require_launcher: self.require_launcher,
         }
     }
 }
@@ -67,6 +87,8 @@ impl Default for InitOptions {
 /// each would use all processors. rayon's threads are then limited to the rank's share, unless they are already
 /// running, and a warning says so.
 ///
+/// A process that was started without a launcher is a world of one rank, unless [`InitOptions::require_launcher`] is set.
+///
 /// # Errors
 /// Returns an error if the environment is incomplete or contradictory, if an engine is not available, or if ranks do
 /// not arrive within the time-out. Each error names the variable, address or rank, and says what to do. If a rank
@@ -74,15 +96,15 @@ impl Default for InitOptions {
 /// error at once ([`Failure::PeerFailed`]); if its process dies, they get one within ten seconds. The time-out limits
 /// the whole call.
 pub fn init_process_group(options: InitOptions) -> Result<ProcessGroup> {
+    let rank = options.rank;
+    init(options).inspect_err(|error| job::tell_error(rank, error, Some))
+}
+
+fn init(options: InitOptions) -> Result<ProcessGroup> {
     let joining = Joining::new(&options)?;
-    let (found, watcher) = rendezvous::meet(&RendezvousOptions {
-        init_method: options.init_method,
-        rank: options.rank,
-        world_size: options.world_size,
-        timeout: options.timeout,
-        secret: options.secret,
-    })?;
-    joining.join(found, watcher)
+    let (found, watcher) = rendezvous::meet(&options.rendezvous())?;
+    let ranks = (0..found.world_size).collect();
+    joining.join(found, watcher, ranks)
 }
 
 /// How this process joins groups of ranks that have met.
@@ -108,52 +130,46 @@ impl Joining {
         })
     }
 
-    /// Connects this process to the ranks that it has met.
-    pub(crate) fn join(&self, found: Rendezvous, watcher: InitWatcher) -> Result<ProcessGroup> {
-        let recorder = self.flight_recorder.clone();
-        let made = connect(found, self.backend, self.device.clone(), self.timeout, recorder, &watcher);
-        watcher.conclude(made)
+    /// Connects this process to the ranks that it has met, which have the numbers `ranks` for the launcher.
+    pub(crate) fn join(&self, found: Rendezvous, watcher: InitWatcher, ranks: Vec<usize>) -> Result<ProcessGroup> {
+        let made = self.connect(found, &watcher, Job::new(ranks));
+        watcher.conclude(made).inspect(|_| job::take_back())
+    }
+
+    /// Creates the engine after the rendezvous.
+    fn connect(&self, found: Rendezvous, watcher: &InitWatcher, job: Job) -> Result<ProcessGroup> {
+        let (backend, device, timeout) = (self.backend, self.device.clone(), self.timeout);
+        let device = match backend {
+            Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
+            Backend::Single => device.unwrap_or(Device::Cpu),
+            _ => Device::Cpu,
+        };
+        let (rank, world_size) = (found.rank, found.world_size);
+        agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
+        threads::limit(found.local_rank, found.local_world_size);
+        log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
+        let settings = Settings {
+            backend,
+            device,
+            timeout,
+            local_rank: found.local_rank,
+            local_world_size: found.local_world_size,
+            address: found.address,
+            secret: found.secret,
+        };
+        let cancelled = || watcher.check();
+        let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;
+        let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
+        let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
+        let construction = Construction { deadline, cancelled: Some(&cancelled), recording };
+        let ranks = (0..found.world_size).collect();
+        ProcessGroup::connect(construction, found.store, ranks, found.rank, settings, Some(Arc::new(job)))
     }
 
     /// Further groups get the same device.
     pub(crate) fn keep_device(&mut self, device: &Device) {
         self.device = Some(device.clone());
     }
-}
-
-/// Creates the engine after the rendezvous.
-fn connect(
-    found: Rendezvous,
-    backend: Backend,
-    device: Option<Device>,
-    timeout: Duration,
-    flight_recorder: FlightRecorderOptions,
-    watcher: &InitWatcher,
-) -> Result<ProcessGroup> {
-    let device = match backend {
-        Backend::Nccl => nccl::choose_device(device, found.local_rank)?,
-        Backend::Single => device.unwrap_or(Device::Cpu),
-        _ => Device::Cpu,
-    };
-    let (rank, world_size) = (found.rank, found.world_size);
-    agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
-    threads::limit(found.local_rank, found.local_world_size);
-    log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
-    let settings = Settings {
-        backend,
-        device,
-        timeout,
-        local_rank: found.local_rank,
-        local_world_size: found.local_world_size,
-        address: found.address,
-        secret: found.secret,
-    };
-    let cancelled = || watcher.check();
-    let recorder = FlightRecorder::new(flight_recorder, rank, world_size)?;
-    let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
-    let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
-    let construction = Construction { deadline, cancelled: Some(&cancelled), recording };
-    ProcessGroup::connect(construction, found.store, (0..found.world_size).collect(), found.rank, settings)
 }
 
 fn unavailable(what: &str, hint: impl Into<String>) -> Error {
@@ -214,10 +230,12 @@ fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
     let missing = |absent: Vec<usize>, late: Error| match late {
         Error::StoreTimeout { store, timeout, .. } => {
             let reason = format!(
-                "rank(s) {absent:?} have not chosen their devices. Look for the first error in their output, or give them \
-                 more time (timeout)"
+                "rank(s) {} have not chosen their devices. Look for the first error in their output, or give them more time \
+                 (timeout)",
+                ranks(&absent)
             );
-            Error::StoreTimeout { operation: format!("init_process_group of rank {rank}"), store, timeout, reason }
+            let operation = format!("init_process_group of rank {rank}");
+            Error::RanksMissing { operation, store, timeout, ranks: absent, reason }
         }
         error => error,
     };
@@ -276,7 +294,7 @@ mod tests {
     fn ranks_with_different_engines_all_hear_of_it() {
         use Backend::{Cpu, Nccl};
         for (backends, are_equal) in [([Nccl, Cpu], false), ([Nccl, Nccl], true)] {
-            let store = HashStore::new(Duration::from_secs(5));
+            let store = HashStore::new(Duration::from_secs(120));
             std::thread::scope(|scope| {
                 for (rank, backend) in backends.into_iter().enumerate() {
                     let reports = StoreReports { store: &store, topic: "backend", rank, world_size: 2 };

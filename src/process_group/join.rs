@@ -159,7 +159,7 @@ impl ProcessGroup {
         let Some(&root) = active.first() else { return Ok(None) };
         let operation = Operation::decode(codes[root]).ok_or_else(|| Error::RankFailed {
             rank: root,
-            reason: format!("it announced operation {}, which does not exist: it runs another version", codes[root]),
+            reason: format!("it announced the unknown operation {}: run the same candle-ddp on all ranks", codes[root]),
         })?;
         if let (true, Some(&rank)) = (join.throw_on_early_termination, exhausted.first()) {
             *lock(&join.exhausted) = Some(rank);

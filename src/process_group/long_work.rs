@@ -49,7 +49,7 @@ impl ProcessGroup {
             };
             let reports = self.gather_reports(report);
             let own = state?;
-            let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
+            let reports = reports?.map_err(|(rank, reason)| self.rank_failed(rank, reason))?;
             state = match own {
                 State::Done(value) if reports.iter().all(|report| report != WORKING) => return Ok(value),
                 own => Ok(own),

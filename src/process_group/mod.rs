@@ -5,6 +5,7 @@ mod custom;
 mod engine;
 mod in_place;
 mod init;
+pub(crate) mod job;
 mod join;
 mod long_work;
 mod monitored_barrier;
@@ -34,6 +35,7 @@ use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::Device;
 use engine::Settings;
+use job::Job;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -77,6 +79,8 @@ struct Inner {
     settings: Settings,
     /// For the flight recorder, if there is one.
     recording: Option<Recording>,
+    /// The job of a launcher, if the ranks are its processes.
+    job: Option<Arc<Job>>,
     /// The ranks of this group, numbered as in the group of all ranks.
     global_ranks: Vec<usize>,
     /// The number of subgroups created so far. It is the same on every rank, so it identifies the next one's keys.
@@ -99,10 +103,11 @@ impl ProcessGroup {
         global_ranks: Vec<usize>,
         rank: usize,
         settings: Settings,
+        job: Option<Arc<Job>>,
     ) -> Result<Self> {
         let recording = construction.recording.cloned();
         let communicator = engine::communicator(construction, Arc::clone(&store), rank, global_ranks.len(), &settings)?;
-        Ok(Self::around(communicator, store, global_ranks, settings, recording))
+        Ok(Self::around(communicator, store, global_ranks, settings, recording, job))
     }
 
     fn around(
@@ -111,12 +116,14 @@ impl ProcessGroup {
         global_ranks: Vec<usize>,
         settings: Settings,
         recording: Option<Recording>,
+        job: Option<Arc<Job>>,
     ) -> Self {
         Self(Arc::new(Inner {
             communicator,
             store,
             settings,
             recording,
+            job,
             global_ranks,
             subgroups: AtomicU64::new(0),
             barriers: AtomicU64::new(0),
@@ -226,13 +233,13 @@ impl ProcessGroup {
     /// Starts any collective. The methods named after the collectives are easier to read.
     pub fn start(&self, collective: Collective) -> Result<Work> {
         in_place::check(self.rank(), &collective)?;
-        self.0.communicator.start(collective)
+        self.0.communicator.start(collective).map_err(|error| self.names_a_rank(error))
     }
 
     /// Runs any collective. The methods named after the collectives are easier to read.
     pub fn run(&self, collective: Collective) -> Result<()> {
         in_place::check(self.rank(), &collective)?;
-        self.0.communicator.run(collective)
+        self.0.communicator.run(collective).map_err(|error| self.names_a_rank(error))
     }
 
     /// Makes [`Work::span`] available for collectives started from now on. On GPUs this costs two events for each.
@@ -241,6 +248,11 @@ impl ProcessGroup {
     /// Returns an error of the GPU.
     pub fn measure_spans(&self) -> Result<()> {
         self.0.communicator.measure_spans()
+    }
+
+    /// The ranks that are known to have ended, or to have left the group after it had failed.
+    pub(crate) fn gone(&self) -> Vec<usize> {
+        self.0.communicator.gone()
     }
 
     /// Ends the group on every rank: work in flight and all later calls fail with `reason`, here and on the peers. Use
@@ -266,6 +278,12 @@ impl ProcessGroup {
                 other.abort(reason);
             }
         }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.tell_end();
     }
 }
 

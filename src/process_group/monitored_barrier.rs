@@ -52,6 +52,6 @@ impl ProcessGroup {
         if !wait_all_ranks {
             missing.truncate(1);
         }
-        Err(Error::MonitoredBarrier { rank: self.rank(), missing, timeout })
+        Err(self.names_a_rank(Error::MonitoredBarrier { rank: self.rank(), missing, timeout }))
     }
 }

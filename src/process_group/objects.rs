@@ -1,6 +1,7 @@
 //! Sends numbers and values of the program between ranks: metrics, options, decisions.
 use super::{LONGEST_REPORT, ProcessGroup, report_length};
 use crate::backend::{Label, ReduceOp};
+use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -43,8 +44,7 @@ impl ProcessGroup {
     /// Returns the `object` of rank `root` on every rank; the others pass `None`. Use it for options that one rank has
     /// read, or a decision that one rank has made. PyTorch's `broadcast_object_list`, for one object.
     ///
-    /// Objects are sent as JSON of at most 64 MiB. JSON has no NaN and no infinities: they arrive as `null`, which only
-    /// an `Option` can hold.
+    /// Objects are sent as CBOR of at most 64 MiB. Numbers arrive as they are, NaN and infinities as well.
     ///
     /// ```
     /// # fn main() -> candle_ddp::Result<()> {
@@ -59,24 +59,24 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// If `root` has no object, or one that JSON cannot represent or that is too large, `root` gets
-    /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the text does not represent a `T`,
+    /// If `root` has no object, or one that serde cannot write or that is too large, `root` gets
+    /// [`Error::InvalidArgument`], and the others get [`Error::RankFailed`]. If the bytes do not represent a `T`,
     /// every rank gets [`Error::InvalidArgument`]. Also returns errors of the group.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         let own = (self.rank() == root).then(|| {
             let object =
                 object.ok_or_else(|| Error::invalid("object", format!("rank {root} is the root, and has none")));
-            object.and_then(to_json)
+            object.and_then(to_bytes)
         });
-        let report = own.as_ref().map(|json| encode_report(json.as_deref().map(str::as_bytes)));
+        let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref()));
         let report = report.as_deref();
         let report = Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))?;
         if let Some(own) = own {
             own?;
         }
         match decode_report(&report) {
-            Ok(json) => from_json(&String::from_utf8_lossy(&json), root),
-            Err(reason) => Err(Error::RankFailed { rank: root, reason }),
+            Ok(bytes) => from_bytes(&bytes, root),
+            Err(reason) => Err(self.rank_failed(root, reason)),
         }
     }
 
@@ -97,14 +97,14 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If a rank's object cannot be sent, that rank gets [`Error::InvalidArgument`], and the others get
-    /// [`Error::RankFailed`]. If a text does not represent a `T`, every rank gets [`Error::InvalidArgument`]. Also
+    /// [`Error::RankFailed`]. A rank to whose `T` another rank's bytes do not belong gets [`Error::InvalidArgument`]. Also
     /// returns errors of the group.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
-        let own = to_json(object);
-        let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_reports(own.as_deref()));
+        let own = to_bytes(object);
+        let reports = Label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()));
         own?;
-        let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
-        reports.iter().enumerate().map(|(rank, json)| from_json(json, rank)).collect()
+        let reports = reports?.map_err(|(rank, reason)| self.rank_failed(rank, reason))?;
+        reports.iter().enumerate().map(|(rank, bytes)| from_bytes(bytes, rank)).collect()
     }
 
     /// Returns the bytes of `root` on every rank.
@@ -124,27 +124,23 @@ impl ProcessGroup {
     }
 }
 
-fn to_json(object: &impl Serialize) -> Result<String> {
-    let json = serde_json::to_string(object)
-        .map_err(|error| Error::invalid("object", format!("it cannot be written as JSON: {error}")))?;
+fn to_bytes(object: &impl Serialize) -> Result<Vec<u8>> {
+    let bytes =
+        cbor::encode(object).map_err(|reason| Error::invalid("object", format!("it cannot be written: {reason}")))?;
     // A leading mark that says the report is not an error takes one byte.
-    if json.len() >= LONGEST_REPORT {
+    if bytes.len() >= LONGEST_REPORT {
         let reason = format!(
-            "it has {} bytes as JSON, and less than {LONGEST_REPORT} can be sent: send large data as tensors",
-            json.len()
+            "it has {} bytes as CBOR, and less than {LONGEST_REPORT} can be sent: send large data as tensors",
+            bytes.len()
         );
         return Err(Error::invalid("object", reason));
     }
-    Ok(json)
+    Ok(bytes)
 }
 
-fn from_json<T: DeserializeOwned>(json: &str, rank: usize) -> Result<T> {
-    serde_json::from_str(json).map_err(|error| {
-        let hint = match error.to_string().contains("null") {
-            true => " (JSON has no NaN and no infinities, which arrive as null: use Option, or all_reduce_scalars)",
-            false => "",
-        };
-        Error::invalid("object", format!("what rank {rank} sent cannot be read as the type asked for: {error}{hint}"))
+fn from_bytes<T: DeserializeOwned>(bytes: &[u8], rank: usize) -> Result<T> {
+    cbor::decode(bytes).map_err(|reason| {
+        Error::invalid("object", format!("what rank {rank} sent cannot be read as the type asked for: {reason}"))
     })
 }
 

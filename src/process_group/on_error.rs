@@ -1,4 +1,7 @@
-use super::ProcessGroup;
+use super::{Inner, ProcessGroup, job};
+use crate::Error;
+use crate::error::RankError;
+use crate::error::rank_error::OF_PROGRAM;
 use crate::panic::panic_message;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,6 +10,9 @@ impl ProcessGroup {
     /// Runs `body`, such as a program's training, and [aborts](Self::abort) the group with the reason if it returns an
     /// error or panics. The other ranks then get that reason at once, as
     /// [`Failure::PeerFailed`](crate::error::Failure::PeerFailed); otherwise they would only see this rank leave.
+    ///
+    /// Under `ddprun` or torchrun, the launcher gets the error as well, with the rank that caused it
+    /// (`TORCHELASTIC_ERROR_FILE`).
     ///
     /// An error that comes from the group itself, such as another rank's failure, is not changed on any rank.
     ///
@@ -21,11 +27,80 @@ impl ProcessGroup {
     pub fn abort_on_error<T, E: Display>(&self, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         match catch_unwind(AssertUnwindSafe(body)) {
             // The group keeps its first failure. An error's alternate form may say more, as that of `anyhow` does.
-            Ok(result) => result.inspect_err(|error| self.abort(&format!("{error:#}"))),
+            Ok(result) => result.inspect_err(|error| self.fail(&format!("{error:#}"))),
             Err(panic) => {
-                self.abort(&panic_message(&*panic));
+                self.fail(&panic_message(&*panic));
                 resume_unwind(panic)
             }
+        }
+    }
+
+    /// Ends the group because this rank's program fails for `reason`, of which the launcher hears as well.
+    pub(crate) fn fail(&self, reason: &str) {
+        let told = self.failure_to_tell(reason);
+        // The other ranks come first: the launcher's disk may be slow.
+        self.abort(reason);
+        job::tell(told);
+    }
+
+    /// The error of all ranks of which `rank` failed for `reason`, in something that they do together.
+    pub(crate) fn rank_failed(&self, rank: usize, reason: String) -> Error {
+        self.names_a_rank(Error::RankFailed { rank, reason })
+    }
+
+    /// Takes note of an error that names a rank of this group.
+    pub(crate) fn names_a_rank(&self, error: Error) -> Error {
+        if let Some((job, told)) = self.0.job.as_ref().zip(self.0.rank_error(&error)) {
+            job.note(told);
+        }
+        error
+    }
+
+    /// What the launcher is to be told when this rank's program fails with `message`, before this rank ends the group because
+    /// of that.
+    fn failure_to_tell(&self, message: &str) -> Option<RankError> {
+        let job = self.0.job.as_ref()?;
+        let rank = self.0.number(self.rank())?;
+        // The group may also have failed because others were quicker to end for the same reason.
+        let is_returned = |error: &RankError| message.contains(&error.message);
+        let cause = job.noted(is_returned).or_else(|| self.0.group_error().filter(is_returned));
+        let (culprit, variant) = cause.map_or((None, OF_PROGRAM.to_string()), |cause| (cause.culprit, cause.variant));
+        job.end();
+        Some(RankError { rank, culprit, variant, message: message.to_string() })
+    }
+
+    /// The launcher need not be told why this group has failed, since the program goes on without it.
+    pub(crate) fn goes_on(&self) {
+        if let Some(job) = &self.0.job {
+            job.end();
+        }
+    }
+}
+
+impl Inner {
+    /// The launcher's number of a rank of this group.
+    fn number(&self, rank: usize) -> Option<usize> {
+        self.job.as_ref()?.ranks.get(*self.global_ranks.get(rank)?).copied()
+    }
+
+    fn rank_error(&self, error: &Error) -> Option<RankError> {
+        Some(RankError::of(self.number(self.communicator.rank())?, error, |rank| self.number(rank)))
+    }
+
+    /// Why this group has failed.
+    fn group_error(&self) -> Option<RankError> {
+        self.rank_error(&self.communicator.failure()?)
+    }
+
+    /// Tells the launcher why the group of all ranks has failed, if the program has not said how it ends.
+    pub(super) fn tell_end(&self) {
+        let Some(job) = self.job.as_ref().filter(|job| job.ranks.len() == self.global_ranks.len()) else { return };
+        // A process may end after its last call without leaving the group: that it is gone counts only if a call has said so.
+        let is_known = |told: &RankError| !told.says_gone() || job.noted(|named| named == told).is_some();
+        if let Some(told) = self.group_error().filter(is_known)
+            && !job.end()
+        {
+            job::tell(Some(told));
         }
     }
 }

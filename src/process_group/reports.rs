@@ -4,6 +4,9 @@ use crate::rendezvous::{decode_reports, encode_report};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
+/// Every rank's report in rank order, or the first rank that has an error instead, and its text.
+type Reports<T> = std::result::Result<Vec<T>, (usize, String)>;
+
 impl ProcessGroup {
     /// Returns this rank's `result` or, if another rank has an error, that error as [`Error::RankFailed`]. Every rank
     /// must call it.
@@ -12,19 +15,21 @@ impl ProcessGroup {
         let value = result?;
         match reports? {
             Ok(_) => Ok(value),
-            Err((rank, reason)) => Err(Error::RankFailed { rank, reason }),
+            Err((rank, reason)) => Err(self.rank_failed(rank, reason)),
         }
     }
 
     /// Returns every rank's report in rank order, or the first rank that has an error instead, and its text. Every rank
     /// must call it.
-    pub(crate) fn gather_reports(
-        &self,
-        report: std::result::Result<&str, &Error>,
-    ) -> Result<std::result::Result<Vec<String>, (usize, String)>> {
-        let encoded = self.all_gather_bytes(&encode_report(report.map(str::as_bytes)))?;
+    pub(crate) fn gather_reports(&self, report: std::result::Result<&str, &Error>) -> Result<Reports<String>> {
+        let reports = self.gather_byte_reports(report.map(str::as_bytes))?;
         let text = |report: Vec<u8>| String::from_utf8_lossy(&report).into_owned();
-        Ok(decode_reports(encoded).map(|reports| reports.into_iter().map(text).collect()))
+        Ok(reports.map(|reports| reports.into_iter().map(text).collect()))
+    }
+
+    /// [`gather_reports`](Self::gather_reports) for reports that are no text.
+    pub(super) fn gather_byte_reports(&self, report: std::result::Result<&[u8], &Error>) -> Result<Reports<Vec<u8>>> {
+        Ok(decode_reports(self.all_gather_bytes(&encode_report(report))?))
     }
 
     /// Returns every rank's bytes in rank order; they may differ in length.

@@ -71,7 +71,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let construction = Construction { deadline, cancelled: Some(&cancelled), recording: recording.as_ref() };
         let ranks = (0..world_size).collect();
-        let pg = ProcessGroup::connect(construction, Arc::clone(&store), ranks, rank, settings)
+        let pg = ProcessGroup::connect(construction, Arc::clone(&store), ranks, rank, settings, None)
             .inspect_err(|error| cancel(rank, error))?;
         pg.abort_on_error(|| work(pg.clone()))
     };

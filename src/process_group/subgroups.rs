@@ -43,7 +43,8 @@ impl ProcessGroup {
         let recording = self.recording_of(&format!("group{number}"), ranks);
         let communicator = self.member(split, &store, place, ranks.len(), recording.as_ref())?;
         let global_ranks = ranks.iter().map(|rank| self.0.global_ranks[*rank]).collect();
-        Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings, recording)))
+        let job = self.0.job.clone();
+        Ok(communicator.map(|communicator| Self::around(communicator, store, global_ranks, settings, recording, job)))
     }
 
     /// A second group of the same ranks, for collectives inside a model's forward and backward passes. DDP launches
@@ -64,7 +65,8 @@ impl ProcessGroup {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
             return Err(Failure::PeerFailed { peer: self.rank(), reason }.into());
         };
-        Ok(companion.insert(Self::around(made, store, global_ranks, settings, recording)).clone())
+        let job = self.0.job.clone();
+        Ok(companion.insert(Self::around(made, store, global_ranks, settings, recording, job)).clone())
     }
 
     /// A group of the same ranks for tensors in host memory, over the CPU engine: PyTorch's second backend in
@@ -103,7 +105,8 @@ impl ProcessGroup {
         let recording = self.recording_of(prefix, &self.all_ranks());
         let construction =
             Construction { cancelled: Some(&failed), recording: recording.as_ref(), ..Default::default() };
-        Self::connect(construction, store, self.0.global_ranks.clone(), self.rank(), settings)
+        let (global_ranks, job) = (self.0.global_ranks.clone(), self.0.job.clone());
+        Self::connect(construction, store, global_ranks, self.rank(), settings, job)
     }
 
     /// This rank's handle to a group that was split off, in which it has the number `place`. If this group's engine

@@ -1,4 +1,4 @@
-use super::slurm;
+use super::{loopback, mpi, slurm};
 use crate::{Error, Result};
 use std::str::FromStr;
 
@@ -35,13 +35,16 @@ pub struct Environment {
     pub local_rank: Option<usize>,
     /// The number of ranks on this host.
     pub local_world_size: Option<usize>,
-    /// MASTER_ADDR: the host of rank 0. Under Slurm, defaults to the first node of the job step.
+    /// MASTER_ADDR: the host of rank 0. Under Slurm, defaults to the first node of the job step, and under an MPI to the
+    /// loopback address if all ranks are on one host.
     pub master_addr: Option<String>,
-    /// MASTER_PORT: the store's port. Under Slurm, defaults to a port derived from the job id.
+    /// MASTER_PORT: the store's port. Under Slurm and MPI, defaults to a port derived from the job's id. (MPICH gives none,
+    /// so that of the process that has started all ranks of a host takes its place.)
     pub master_port: Option<u16>,
     /// TORCHELASTIC_RESTART_COUNT: how often the launcher has restarted all ranks; initially 0.
     pub restart_count: u64,
-    /// TORCHELASTIC_RUN_ID: the launcher's id of the run. Under Slurm, made from the ids of job and step.
+    /// TORCHELASTIC_RUN_ID: the launcher's id of the run. Under Slurm, made from the ids of job and step, and under an MPI from
+    /// that of the job.
     pub run_id: Option<String>,
     /// TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so no rank may.
     pub use_agent_store: bool,
@@ -143,8 +146,10 @@ impl Variables<'_> {
             Launcher::Slurm => self.slurm_local_world_size()?,
             _ => self.count(local_world_size)?,
         };
-        if launcher == Launcher::Slurm {
-            environment.run_id = self.slurm_run();
+        match launcher {
+            Launcher::Slurm => environment.run_id = self.slurm_run(),
+            Launcher::OpenMpi | Launcher::Mpich => self.mpi_master(environment),
+            Launcher::Torchrun | Launcher::None => {}
         }
         match (environment.rank, environment.world_size) {
             (Some(_), None) => return Err(missing(world_size, format!("{rank} is set, so it must be set as well"))),
@@ -206,6 +211,24 @@ impl Variables<'_> {
             }
         }
         self.count("SLURM_NTASKS_PER_NODE")
+    }
+
+    /// Where the ranks of an MPI job meet, unless the user says so. What Slurm says in its place may be another job of the
+    /// same allocation.
+    fn mpi_master(&self, environment: &mut Environment) {
+        let is_one_host = environment.world_size.is_some() && environment.world_size == environment.local_world_size;
+        let job = match environment.launcher {
+            Launcher::OpenMpi => mpi::open_mpi_job(|name| self.text(name)),
+            _ if is_one_host => mpi::hydra_job(),
+            _ => None,
+        };
+        if is_one_host && self.text("MASTER_ADDR").is_none() {
+            environment.master_addr = Some(loopback().to_string());
+        }
+        if let (Some(job), None) = (&job, self.text("MASTER_PORT")) {
+            environment.master_port = Some(mpi::port(job));
+        }
+        environment.run_id = job.map(|job| format!("mpi {job}"));
     }
 
     fn slurm_master(&self, environment: &mut Environment) -> Result<()> {

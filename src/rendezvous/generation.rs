@@ -10,6 +10,10 @@ use std::sync::Arc;
 /// The variable by which `ddprun` tells its workers that it keeps the log: `RUN_ID/ATTEMPT/INCARNATION/MIN_WORLD_SIZE`.
 pub(crate) const AGENT_VARIABLE: &str = "CANDLE_DDP_AGENT";
 
+/// Set in the store of a run when its first ranks have begun to train elastically. Unlike their log, it remains when all
+/// workers are started again.
+pub(crate) const BEGUN: &str = "candle_ddp/begun";
+
 /// What `ddprun` tells a worker by [`AGENT_VARIABLE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Told {
@@ -165,7 +169,7 @@ mod tests {
 
     #[test]
     fn the_first_decision_counts() {
-        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(5))));
+        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(120))));
         assert_eq!(log.get(1).unwrap(), None);
         let without = Decision::Members(vec![Member { rank: 0, incarnation: 0 }, Member { rank: 2, incarnation: 3 }]);
         assert_eq!(log.decide(1, &without).unwrap(), without);
@@ -183,7 +187,7 @@ mod tests {
     #[test]
     #[cfg(feature = "launcher")]
     fn ranks_announce_themselves() {
-        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(5))));
+        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(120))));
         assert_eq!(log.announced().unwrap(), None);
         log.announce(2).unwrap();
         assert_eq!(log.announced().unwrap(), Some(2));

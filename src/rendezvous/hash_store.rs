@@ -2,30 +2,41 @@ use super::Store;
 use crate::deadline::deadline_after;
 use crate::{Error, Result};
 use std::collections::HashMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A store inside one process, for ranks that are threads; like PyTorch's `HashStore`.
 pub struct HashStore {
+    shared: Arc<Shared>,
+    timeout: Duration,
+}
+
+#[derive(Default)]
+struct Shared {
     map: Mutex<HashMap<String, Vec<u8>>>,
     changed: Condvar,
-    timeout: Duration,
 }
 
 impl HashStore {
     /// Creates an empty store. Waiting calls time out after `timeout`.
     pub fn new(timeout: Duration) -> Self {
-        Self { map: Mutex::default(), changed: Condvar::new(), timeout }
+        Self { shared: Arc::default(), timeout }
+    }
+
+    /// Returns the same store, whose waits end at `deadline`.
+    pub(super) fn until(&self, deadline: Instant) -> Self {
+        let left = deadline.saturating_duration_since(Instant::now());
+        Self { shared: Arc::clone(&self.shared), timeout: self.timeout.min(left) }
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<u8>>> {
         // No code panics while it holds the lock in the middle of a change.
-        self.map.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.map.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn write<T>(&self, change: impl FnOnce(&mut HashMap<String, Vec<u8>>) -> T) -> T {
         let result = change(&mut self.lock());
-        self.changed.notify_all();
+        self.shared.changed.notify_all();
         result
     }
 
@@ -53,7 +64,7 @@ impl HashStore {
                     reason: format!("no rank set {missing:?}"),
                 });
             }
-            map = self.changed.wait_timeout(map, left).unwrap_or_else(PoisonError::into_inner).0;
+            map = self.shared.changed.wait_timeout(map, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

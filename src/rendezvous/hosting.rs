@@ -1,6 +1,7 @@
 //! The store that a launcher or rank 0 hosts for a job.
 use super::tcp_store::{Listening, RUN_ID};
 use super::{Secret, Store, TcpStoreServer, TcpStoreServerOptions};
+use crate::descriptors::check_limit;
 use crate::{Error, Result};
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -25,6 +26,16 @@ pub(crate) fn host(
     let pairs = [&[(RUN_ID, named(run_id).unwrap_or_default())][..], pairs].concat();
     let options = TcpStoreServerOptions { secret: secret.cloned(), guests, ..Default::default() };
     TcpStoreServer::serve(&listening.addresses, options, &pairs)
+}
+
+/// Checks that this process may have as many connections open as the store of `ranks` ranks needs.
+///
+/// # Errors
+/// Returns [`Error::InvalidArgument`], with the number that is needed.
+pub(crate) fn check_room(ranks: usize) -> Result<()> {
+    // Three connections for each rank, which are three quarters of what the process may have open. Some are there already.
+    let purpose = format!("the store of {ranks} rank(s), which this process hosts");
+    check_limit(0, 4 * ranks, &purpose).map_err(|reason| Error::invalid("ulimit -n", reason))
 }
 
 /// The servers that this process hosts. Groups that use the same port, concurrently or in succession, share a server.

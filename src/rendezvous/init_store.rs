@@ -1,6 +1,6 @@
 use super::cancellation::Cancellation;
 use super::progress::Reporter;
-use super::{FileStore, LastWill, Store, TcpStore};
+use super::{FileStore, HashStore, LastWill, Store, TcpStore};
 use crate::{Error, Result};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -21,6 +21,12 @@ impl LimitedStore for TcpStore {
 }
 
 impl LimitedStore for FileStore {
+    fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
+        Arc::new(self.until(deadline))
+    }
+}
+
+impl LimitedStore for HashStore {
     fn limited(&self, deadline: Instant) -> Arc<dyn Store> {
         Arc::new(self.until(deadline))
     }

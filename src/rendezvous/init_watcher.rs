@@ -335,8 +335,10 @@ mod tests {
     use super::*;
     use crate::rendezvous::FileStore;
 
-    const TIMEOUT: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(120);
     const FAST: Pace = Pace { tick: Duration::from_millis(5), ticks_per_heartbeat: 2, lost_after: 5 };
+    /// A live rank is not taken for lost, however busy the machine is.
+    const PATIENT: Pace = Pace { lost_after: 6000, ..FAST };
 
     fn watcher(path: &std::path::Path, rank: usize, pace: Pace) -> InitWatcher {
         let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
@@ -361,7 +363,7 @@ mod tests {
     #[test]
     fn the_first_failure_is_reported_and_ends_waits() {
         let folder = tempfile::tempdir().unwrap();
-        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
         let store = Arc::clone(&a.store);
         let waiting = std::thread::spawn(move || store.get("never set"));
         let error = b.conclude::<()>(Err(Error::invalid("device", "no GPU"))).unwrap_err();
@@ -395,19 +397,20 @@ mod tests {
     fn live_or_connected_ranks_are_not_lost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
-        let slow = Pace { lost_after: 60, ..FAST };
+        // Three seconds.
+        let slow = Pace { lost_after: 300, ..FAST };
         let [a, b] = [0, 1].map(|rank| watcher(&path, rank, slow));
-        std::thread::sleep(Duration::from_millis(900));
+        std::thread::sleep(Duration::from_millis(3500));
         b.check().unwrap();
         b.conclude(Ok(())).unwrap();
-        std::thread::sleep(Duration::from_millis(900));
+        std::thread::sleep(Duration::from_millis(3500));
         a.conclude(Ok(())).unwrap();
     }
 
     #[test]
     fn a_panic_is_reported() {
         let folder = tempfile::tempdir().unwrap();
-        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, FAST));
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
         let panicked = std::thread::spawn(move || {
             let _b = b;
             panic!("out of luck");

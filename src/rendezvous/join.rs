@@ -1,6 +1,7 @@
 //! The barrier at which all ranks of a run find each other in a store.
 use super::Store;
 use super::store::absent_ranks;
+use crate::error::some;
 use crate::host::{boot_id, host_name};
 use crate::{Error, Result};
 use std::net::IpAddr;
@@ -43,7 +44,7 @@ impl Join<'_> {
     /// # Errors
     ///
     /// Returns [`Error::Store`] on all ranks if two processes have the same rank or if world sizes differ, and
-    /// [`Error::StoreTimeout`] if ranks are missing after the time-out.
+    /// [`Error::RanksMissing`] if some have not come by the time-out.
     pub(super) fn run(&self) -> Result<()> {
         match self.meet() {
             Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
@@ -111,27 +112,24 @@ impl Join<'_> {
 
     /// Returns an error that names the missing ranks, if the store still answers.
     fn incomplete(&self) -> Error {
-        const SHOWN: usize = 8;
-        let world_size = self.world_size;
-        let reason = match absent_ranks(self.store, 0..world_size, &rank_key) {
-            Ok(absent) => {
-                let arrived = world_size - absent.len();
-                let shown: Vec<String> = absent.iter().take(SHOWN).map(usize::to_string).collect();
-                let dots = if absent.len() > SHOWN { ", …" } else { "" };
-                format!(
-                    "{arrived} of {world_size} ranks arrived, missing: {}{dots}. Check that they were started, look for \
-                     the first error in their output, or give them more time (timeout)",
-                    shown.join(", ")
-                )
+        let Self { world_size, timeout, .. } = *self;
+        let (operation, store) = (format!("rendezvous of rank {}", self.rank), self.name.clone());
+        match absent_ranks(self.store, 0..world_size, &rank_key) {
+            Ok(ranks) => {
+                let reason = format!(
+                    "{} of {world_size} ranks arrived, missing: {}. Check that they were started, look for the first error in \
+                     their output, or give them more time (timeout)",
+                    world_size - ranks.len(),
+                    some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>())
+                );
+                Error::RanksMissing { operation, store, timeout, ranks, reason }
             }
             Err(_) => {
-                "the store does not answer, so the missing ranks are unknown. Check that the process that hosts it \
-                       (rank 0, or the launcher) is running, and that its host can be reached"
-                    .to_string()
+                let reason = "the store does not answer, so the missing ranks are unknown. Check that the process that hosts \
+                              it (rank 0, or the launcher) is running, and that its host can be reached";
+                Error::StoreTimeout { operation, store, timeout, reason: reason.to_string() }
             }
-        };
-        let (operation, store) = (format!("rendezvous of rank {}", self.rank), self.name.clone());
-        Error::StoreTimeout { operation, store, timeout: self.timeout, reason }
+        }
     }
 }
 
@@ -145,7 +143,7 @@ mod tests {
     use super::*;
     use crate::rendezvous::HashStore;
 
-    const TIMEOUT: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(120);
 
     /// Returns the results of `local_place` and `address` on ranks with these hosts and addresses.
     fn meet(ranks: &[(&str, Option<(&str, &str)>)]) -> Vec<((usize, usize), Option<String>)> {

@@ -1,5 +1,5 @@
 use super::generation::Told;
-use super::hosting::{host_shared, run_of};
+use super::hosting::{check_room, host_shared, run_of};
 use super::init_store::{InitStore, LimitedStore};
 use super::init_watcher::InitWatcher;
 use super::join::{Join, host};
@@ -7,12 +7,13 @@ use super::options::RendezvousOptions;
 use super::plan::{Plan, StoreLocation};
 use super::progress::{Place, Reporter};
 use super::tcp_store::Listening;
-use super::{FileStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
+use super::{FileStore, HashStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
 use crate::deadline::deadline_after;
+use crate::warnings::warn_aloud;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Separates this crate's keys from those of other users of the same store.
@@ -138,6 +139,10 @@ impl RunStore {
             );
         }
         let (name, store): (String, Arc<dyn LimitedStore>) = match &plan.store {
+            StoreLocation::Memory => {
+                say_alone();
+                ("in this process".to_string(), Arc::new(HashStore::new(options.timeout)))
+            }
             StoreLocation::File(path) => {
                 (path.display().to_string(), Arc::new(FileStore::open(path, options.timeout)?))
             }
@@ -145,7 +150,7 @@ impl RunStore {
                 hosts = rank == 0 && !launcher_hosts;
                 let secret = secret.clone().filter(|_| !plan.is_plain);
                 let store = if hosts {
-                    let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout);
+                    let listening = Listening::at(host, *port, plan.is_one_host(), options.timeout)?;
                     if let Some(warning) = &listening.warning {
                         log::warn!("{warning}");
                     }
@@ -194,6 +199,11 @@ impl RunStore {
         matches!(self.plan.store, StoreLocation::Tcp { launcher_hosts: true, .. })
     }
 
+    /// How often the launcher has started all ranks again, or this one.
+    pub(crate) fn restart_count(&self) -> u64 {
+        self.plan.restart_count
+    }
+
     /// What `ddprun` has told this process. None where another launcher has started this rank.
     pub(crate) fn agent(&self, told: Option<String>) -> Option<Told> {
         let told = told.filter(|_| self.launcher_hosts())?;
@@ -225,6 +235,9 @@ impl RunStore {
         let started = watcher.start(world_size, superseded);
         let join = || -> Result<Rendezvous> {
             started?;
+            if self.hosts {
+                check_room(world_size)?;
+            }
             let join = Join {
                 store: &PrefixStore::new(format!("{prefix}/join"), base.clone()),
                 name: self.name.clone(),
@@ -250,6 +263,14 @@ impl RunStore {
             Err(error) => watcher.conclude(Err(error)),
         }
     }
+}
+
+/// Says that there is no launcher. A program that was meant to have one would otherwise train alone without a word.
+fn say_alone() {
+    const TEXT: &str = "this process was started without a launcher, so it is the only rank (world size 1): for more, \
+                        start it with `ddprun --nproc-per-node N PROGRAM`, torchrun, srun or mpirun";
+    static SAID: Once = Once::new();
+    SAID.call_once(|| warn_aloud(format_args!("{TEXT}")));
 }
 
 /// Begins to tell the progress of this rank, if `ddprun` has started it.

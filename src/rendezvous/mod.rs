@@ -15,6 +15,7 @@ mod join;
 pub(crate) mod json;
 mod last_will;
 mod meeting;
+mod mpi;
 mod options;
 mod plan;
 mod prefix_store;
@@ -28,10 +29,10 @@ mod tcp_store;
 pub(crate) use cancellation::{Cancellation, Reason};
 pub use environment::{Environment, Launcher};
 pub use file_store::FileStore;
-pub(crate) use generation::{AGENT_VARIABLE, Decision, Generations, Member};
+pub(crate) use generation::{AGENT_VARIABLE, BEGUN, Decision, Generations, Member};
 pub use hash_store::HashStore;
 #[cfg(feature = "launcher")]
-pub(crate) use hosting::host as host_store;
+pub(crate) use hosting::{check_room, host as host_store};
 pub use init_method::{InitMethod, Location};
 pub(crate) use init_watcher::InitWatcher;
 #[cfg(feature = "nccl")]
@@ -52,6 +53,7 @@ pub use store::Store;
 pub(crate) use store::{absent_ranks, discard};
 #[cfg(any(test, fuzzing))]
 pub(crate) use tcp_store::fuzz_store_protocol;
+pub(crate) use tcp_store::loopback;
 #[cfg(feature = "launcher")]
 pub(crate) use tcp_store::{Listening, RUN_ID};
 pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};

@@ -15,12 +15,15 @@ pub struct RendezvousOptions {
     /// The secret that ranks prove to each other and to the store; `None` takes it from the environment
     /// ([`Secret::from_env`]). Without one, anyone who reaches the store can use it.
     pub secret: Option<Secret>,
+    /// Whether a process that was started without a launcher (`env://`, and none of its variables is set) is an error.
+    /// Otherwise it is a world of one rank, and says so.
+    pub require_launcher: bool,
 }
 
 impl Default for RendezvousOptions {
     /// `env://` and 300 s, like PyTorch's stores.
     fn default() -> Self {
         let (init_method, timeout) = ("env://".to_string(), Duration::from_secs(300));
-        Self { init_method, rank: None, world_size: None, timeout, secret: None }
+        Self { init_method, rank: None, world_size: None, timeout, secret: None, require_launcher: false }
     }
 }

@@ -30,6 +30,8 @@ pub(super) enum StoreLocation {
     Tcp { host: String, port: u16, launcher_hosts: bool },
     /// The store is in a file.
     File(PathBuf),
+    /// The store is in the memory of this process, which is the only rank.
+    Memory,
 }
 
 const HOW_TO_START: &str = "start the program with a launcher (ddprun --nproc-per-node N PROGRAM, \
@@ -49,6 +51,14 @@ impl Plan {
             (Some(rank), Some(world_size)) => Environment::read_for(&lookup, rank, world_size)?,
             _ => Environment::read(&lookup)?,
         };
+        if rank.is_none()
+            && world_size.is_none()
+            && !options.require_launcher
+            && method.location == Location::Environment
+            && environment == Environment::default()
+        {
+            return Ok(Self::alone());
+        }
         let missing = |variable| Error::MissingEnvironment { variable, hint: HOW_TO_START.to_string() };
         let rank = rank.or(environment.rank).ok_or_else(|| missing("RANK"))?;
         let world_size = world_size.or(environment.world_size).ok_or_else(|| missing("WORLD_SIZE"))?;
@@ -58,11 +68,16 @@ impl Plan {
         let store = match method.location {
             Location::File(path) => StoreLocation::File(path),
             Location::Environment => {
-                let hint = |what: &str| {
-                    format!(
-                        "it is {what} of rank 0. A launcher sets it (mpirun passes it on with -x or -genv); otherwise, \
-                         give an init method such as tcp://host:port in the options"
-                    )
+                let hint = |what: &str| match environment.launcher {
+                    Launcher::OpenMpi | Launcher::Mpich => format!(
+                        "it is {what} of rank 0, which MPI does not tell when there are several hosts. Add `-x \
+                         MASTER_ADDR=HOST -x MASTER_PORT=29500` to mpirun (Open MPI), or `-genv MASTER_ADDR HOST -genv \
+                         MASTER_PORT 29500` to mpiexec (MPICH, Intel MPI), where HOST is the name of the first host"
+                    ),
+                    _ => format!(
+                        "it is {what} of rank 0. A launcher sets it; otherwise, give an init method such as \
+                         tcp://host:port in the options"
+                    ),
                 };
                 let variable = "MASTER_ADDR";
                 let host = environment
@@ -99,9 +114,22 @@ impl Plan {
         let local = environment.local_rank.zip(environment.local_world_size).filter(|_| own);
         let local = if world_size == 1 { local.or(Some((0, 1))) } else { local };
         let Environment { restart_count, launcher, run_id, .. } = environment;
-        // The ranks of an MPI job, or of a job whose ranks come from options, may have different variables.
-        let run_id = run_id.filter(|_| own && matches!(launcher, Launcher::Torchrun | Launcher::Slurm));
+        // The ranks of a job whose ranks come from options may have different variables.
+        let run_id = run_id.filter(|_| own && launcher != Launcher::None);
         Ok(Self { store, rank, world_size, local, restart_count, run_id, is_plain })
+    }
+
+    /// Of a process that was started without a launcher.
+    fn alone() -> Self {
+        Self {
+            store: StoreLocation::Memory,
+            rank: 0,
+            world_size: 1,
+            local: Some((0, 1)),
+            restart_count: 0,
+            run_id: None,
+            is_plain: false,
+        }
     }
 
     /// Returns whether all ranks are known to be on this host.
@@ -200,9 +228,65 @@ mod tests {
     }
 
     #[test]
+    fn without_a_launcher_there_is_one_rank_unless_a_launcher_is_required() {
+        let alone = plan(RendezvousOptions::default(), &[("PATH", "/bin")]).unwrap();
+        assert_eq!(
+            (alone.store, alone.rank, alone.world_size, alone.local),
+            (StoreLocation::Memory, 0, 1, Some((0, 1)))
+        );
+        let strict = RendezvousOptions { require_launcher: true, ..Default::default() };
+        let error = plan(strict, &[]).unwrap_err().to_string();
+        assert!(error.contains("variable RANK is not set: start the program with a launcher (ddprun"), "{error}");
+    }
+
+    #[test]
+    fn the_ranks_of_an_mpi_job_on_one_host_meet_without_further_variables() {
+        let job = |rank: &'static str, local: &'static str| {
+            vec![
+                ("OMPI_COMM_WORLD_RANK", rank),
+                ("OMPI_COMM_WORLD_SIZE", "4"),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", rank),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", local),
+                ("PMIX_NAMESPACE", "738066433"),
+            ]
+        };
+        let [first, last] = ["0", "3"].map(|rank| plan(RendezvousOptions::default(), &job(rank, "4")).unwrap());
+        assert_eq!((&first.store, &first.run_id), (&last.store, &last.run_id));
+        assert_eq!(first.run_id.as_deref(), Some("mpi 738066433"));
+        let StoreLocation::Tcp { host, port, launcher_hosts } = first.store else { panic!("{:?}", first.store) };
+        assert!(host == "127.0.0.1" && (10_000..30_000).contains(&port) && !launcher_hosts, "{host}:{port}");
+        // What the user says counts, as far as it goes.
+        let with = |more: &[(&'static str, &'static str)]| {
+            plan(RendezvousOptions::default(), &[&job("0", "4"), more].concat()).unwrap().store
+        };
+        assert_eq!(with(&[("MASTER_PORT", "7")]), tcp("127.0.0.1", 7, false));
+        assert_eq!(with(&[("MASTER_ADDR", "h")]), tcp("h", port, false));
+        // Another allocation's first node, or another step's port, is not where these ranks are.
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_JOB_ID", "7")];
+        assert_eq!(with(&slurm), tcp("127.0.0.1", port, false));
+
+        let several = job("0", "2");
+        let error = plan(RendezvousOptions::default(), &several).unwrap_err().to_string();
+        assert!(error.contains("MASTER_ADDR is not set") && error.contains("-x MASTER_ADDR=HOST"), "{error}");
+        let slurm = plan(RendezvousOptions::default(), &[&several[..], &slurm].concat()).unwrap();
+        assert_eq!(slurm.store, tcp("n1", port, false));
+        let named = [&several[..], &[("MASTER_ADDR", "h")]].concat();
+        assert_eq!(plan(RendezvousOptions::default(), &named).unwrap().store, tcp("h", port, false));
+        // A launcher without an id has no port to derive.
+        let unnamed: Vec<_> = job("0", "4").into_iter().filter(|(name, _)| *name != "PMIX_NAMESPACE").collect();
+        let error = plan(RendezvousOptions::default(), &unnamed).unwrap_err().to_string();
+        assert!(error.contains("MASTER_PORT is not set") && error.contains("-x MASTER_PORT=29500"), "{error}");
+    }
+
+    #[test]
     fn errors_name_what_is_missing() {
         for (init_method, rank, world_size, variables, expected) in [
-            ("env://", None, None, &[][..], "ddprun --nproc-per-node"),
+            ("tcp://h:1", None, None, &[][..], "ddprun --nproc-per-node"),
+            ("env://", None, None, &[("MASTER_ADDR", "h")], "RANK is not set: start the program"),
+            ("env://", None, None, &[("LOCAL_RANK", "0")], "RANK is not set: start the program"),
+            ("env://", None, None, &[("RANK", "0")], "WORLD_SIZE is not set"),
+            ("env://", Some(0), None, &[], "WORLD_SIZE is not set: start the program"),
+            ("env://?world_size=2", None, None, &[], "RANK is not set: start the program"),
             ("tcp://h:1", Some(0), None, &[], "WORLD_SIZE is not set: start the program"),
             ("env://", Some(0), Some(2), &[], "MASTER_ADDR is not set"),
             ("env://", Some(0), Some(2), &[("MASTER_ADDR", "h")], "MASTER_PORT is not set"),

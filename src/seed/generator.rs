@@ -11,9 +11,13 @@ use std::f64::consts::TAU;
 /// Random numbers from a seed: the same in every run, on every device, and for any number of threads.
 ///
 /// The numbers are those of Philox 4x32-10, the algorithm that PyTorch has on GPUs; they are other ones than PyTorch's, which
-/// assigns them to elements in another way. The state is the seed and how far the generator has come
-/// ([`offset`](Self::offset)): [`StateDict`] saves both. Generators of one seed that were made for different ranks
+/// assigns them to elements in another way. Generators of one seed that were made for different ranks
 /// ([`for_rank`](Self::for_rank)) draw from sequences that never overlap.
+///
+/// The state is the seed and how far the generator has come ([`offset`](Self::offset)): [`StateDict`] saves both. As a part of
+/// a [`Checkpointer`](crate::checkpoint::Checkpointer) or of an elastic run, a generator of [`new`](Self::new) is the same on all
+/// ranks, and one of `for_rank` is each rank's own: in a world of the same size, every rank goes on where it was. In one of
+/// another size, all go on from the largest offset that a rank had reached, so that no number is drawn twice.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -32,6 +36,8 @@ pub struct Generator {
     seed: u64,
     sequence: u64,
     offset: u64,
+    /// It was made for a rank: each rank has another sequence.
+    is_of_rank: bool,
 }
 
 impl Generator {
@@ -43,7 +49,7 @@ impl Generator {
     /// A generator that draws other numbers on every rank, from the same `seed`: for dropout and augmentation. `rank` is
     /// the rank in the job, `pg.rank()`. [`new`](Self::new) draws yet other numbers.
     pub fn for_rank(seed: u64, rank: usize) -> Self {
-        Self::with_sequence(seed, rank as u64 + 1)
+        Self { is_of_rank: true, ..Self::with_sequence(seed, sequence_of(rank)) }
     }
 
     /// A generator for the augmentation of one sample of a dataset: its numbers follow from these four values alone, so
@@ -60,7 +66,7 @@ impl Generator {
 
     /// The generator of one of the 2^64 sequences of `seed`.
     pub(crate) fn with_sequence(seed: u64, sequence: u64) -> Self {
-        Self { seed, sequence, offset: 0 }
+        Self { seed, sequence, offset: 0, is_of_rank: false }
     }
 
     /// The seed.
@@ -176,6 +182,10 @@ impl Generator {
     }
 }
 
+fn sequence_of(rank: usize) -> u64 {
+    rank as u64 + 1
+}
+
 fn join(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
@@ -225,24 +235,70 @@ impl Draw {
 }
 
 /// `seed` and `offset`. Not which rank the generator was made for: one file fits all ranks that have drawn equally many
-/// numbers.
+/// numbers. Where each rank's is saved, also the `sequence`.
 impl StateDict for Generator {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        let mut dict = state::begin("Generator")?;
+        let mut dict = state::begin(KIND)?;
         // All 64 bits, as a number that may be negative.
-        dict.insert("seed".to_string(), state::list(&[self.seed as i64])?);
-        dict.insert("offset".to_string(), state::list(&[self.offset as i64])?);
+        dict.insert(SEED.to_string(), state::list(&[self.seed as i64])?);
+        dict.insert(OFFSET.to_string(), state::list(&[self.offset as i64])?);
         Ok(dict)
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        let mut loader = Loader::new(dict, "Generator")?;
-        let (seed, offset) = (loader.list::<i64>("seed", 1)?[0], loader.list::<i64>("offset", 1)?[0]);
+        let mut loader = Loader::new(dict, KIND)?;
+        let (seed, offset) = (loader.list::<i64>(SEED, 1)?[0], loader.list::<i64>(OFFSET, 1)?[0]);
         loader.finish()?;
         (self.seed, self.offset) = (seed as u64, offset as u64);
         Ok(())
     }
+
+    fn sharded_state_dict(&self) -> Result<Option<HashMap<String, Tensor>>> {
+        if !self.is_of_rank {
+            return Ok(None);
+        }
+        let mut dict = self.state_dict()?;
+        dict.insert(SEQUENCE.to_string(), state::list(&[self.sequence as i64])?);
+        Ok(Some(dict))
+    }
+
+    /// In a world of another size, the generator of a rank that was not there has the seed of the others, or its own if those
+    /// differ.
+    fn load_sharded_state_dict(
+        &mut self,
+        shards: &[HashMap<String, Tensor>],
+        rank: usize,
+        world_size: usize,
+    ) -> Result<()> {
+        let mut saved = vec![None; shards.len()];
+        for (shard, saved) in shards.iter().zip(&mut saved).filter(|(shard, _)| !shard.is_empty()) {
+            let mut loader = Loader::new(shard, KIND)?;
+            let mut value = |key| Ok::<_, Error>(loader.list::<i64>(key, 1)?[0] as u64);
+            *saved = Some((value(SEED)?, value(SEQUENCE)?, value(OFFSET)?));
+            loader.finish()?;
+        }
+        let own = saved.get(rank).copied().flatten();
+        if let Some((seed, sequence, offset)) = own
+            && shards.len() == world_size
+        {
+            (self.seed, self.sequence, self.offset) = (seed, sequence, offset);
+            return Ok(());
+        }
+        let Some((first, ..)) = saved.iter().flatten().next().copied() else {
+            return Err(Error::invalid("shards", "no rank has saved a generator in them"));
+        };
+        let is_common = saved.iter().flatten().all(|(seed, ..)| *seed == first);
+        self.seed = own.map(|(seed, ..)| seed).or(is_common.then_some(first)).unwrap_or(self.seed);
+        self.sequence = sequence_of(rank);
+        self.offset = saved.iter().flatten().map(|(.., offset)| *offset).max().unwrap_or(self.offset);
+        Ok(())
+    }
 }
+
+const KIND: &str = "Generator";
+const SEED: &str = "seed";
+const OFFSET: &str = "offset";
+const SEQUENCE: &str = "sequence";
 
 #[cfg(test)]
 mod tests;

@@ -14,14 +14,16 @@ use crate::Result;
 use candle_core::Device;
 
 /// Gives this rank its own seed, `base + rank`, so that dropout and augmentation differ from rank to rank as they should;
-/// returns it for the generators of the program itself.
+/// returns it for generators of other crates. ([`Generator::for_rank`] takes `base` and the rank, and a checkpoint keeps it for
+/// each rank.)
 ///
 /// Call it once the model is built, in each process, with the same `base` everywhere and `pg.rank()` (the rank in the
 /// job, not on the host). With the same `base` and the same number of ranks, runs can be repeated as far as the
 /// generators allow:
 ///
 /// - **On a GPU** candle's generator is seeded. It would otherwise start with the same number on every rank, and all
-///   ranks would drop the same units.
+///   ranks would drop the same units. Its state cannot be saved: with the same `base`, a run that is resumed draws what it
+///   drew at its beginning, so let `base` depend on the step.
 /// - **On the CPU** candle draws from a generator that the operating system seeds, for each thread anew, and which a
 ///   program cannot seed. Ranks differ by themselves, but candle's dropout masks and initial values cannot be repeated.
 ///   [`DdpOptions::init_seed`](crate::DdpOptions::init_seed) and [`var_builder`] give initial values that can, and a

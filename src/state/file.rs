@@ -49,13 +49,23 @@ impl PreparedFile {
     /// An empty temporary file for `path`, for [`fill`](Self::fill). Symbolic links of `path` are followed, and the
     /// permissions of a file that is there are kept.
     pub(crate) fn create(path: &Path) -> Result<Self> {
+        Self::create_at(path, follow_links(path).map_err(|source| writing(path, source))?)
+    }
+
+    /// As [`create`](Self::create), but a symbolic link is replaced itself: for names that the program has not chosen, where
+    /// somebody else may have put one that points to a file worth keeping.
+    pub(crate) fn create_over_links(path: &Path) -> Result<Self> {
+        Self::create_at(path, path.to_path_buf())
+    }
+
+    fn create_at(path: &Path, target: PathBuf) -> Result<Self> {
         let io = |source| writing(path, source);
-        let target = follow_links(path).map_err(io)?;
         let Some(name) = target.file_name() else {
             return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
         };
-        let permissions = match target.metadata() {
+        let permissions = match target.symlink_metadata() {
             Ok(existing) if existing.is_file() => Some(existing.permissions()),
+            Ok(existing) if existing.is_symlink() => None,
             Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
             Err(_) => None,
         };
@@ -67,6 +77,12 @@ impl PreparedFile {
             prepared.file.set_permissions(permissions).map_err(io)?;
         }
         Ok(prepared)
+    }
+
+    /// Replaces what is at the target, and returns the file, to write more to it.
+    pub(crate) fn commit_open(self) -> Result<File> {
+        let file = self.file.try_clone().map_err(|source| writing(&self.target, source))?;
+        self.commit().map(|()| file)
     }
 
     /// Replaces what is at the target.

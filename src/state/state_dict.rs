@@ -13,7 +13,7 @@ pub(crate) type Dict = HashMap<String, Tensor>;
 /// several in a list of `&dyn StateDict`, and gives them to a [`Checkpointer`](crate::checkpoint::Checkpointer).
 ///
 /// PyTorch's `Stateful`. A program's own states need two methods; where serde is at hand,
-/// [`Json`](crate::checkpoint::Json) has them already:
+/// [`Serde`](crate::checkpoint::Serde) has them already:
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -48,8 +48,10 @@ pub trait StateDict {
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 
     /// This rank's part of a state that is spread over the ranks, as that of
-    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer). `None`, the default: all ranks have the same
-    /// state. Whether it is `None` is the same on all ranks, and the call does not communicate.
+    /// [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer), or its own of a state that differs from rank to rank
+    /// ([`PerRank`](crate::checkpoint::PerRank)). `None`, the default: all ranks have the same state, which a
+    /// [`Checkpointer`](crate::checkpoint::Checkpointer) checks. Whether it is `None` is the same on all ranks, and the call
+    /// does not communicate.
     ///
     /// # Errors
     /// As with [`state_dict`](Self::state_dict).
@@ -58,18 +60,31 @@ pub trait StateDict {
     }
 
     /// Takes over what [`sharded_state_dict`](Self::sharded_state_dict) returned on the ranks of a world of any size, in rank
-    /// order. The call does not communicate. An empty part is one that this rank is known not to need.
+    /// order, as rank `rank` of a world of `world_size`. The call does not communicate. An empty part is one that this rank
+    /// is known not to need.
     ///
     /// # Errors
     /// As with [`load_state_dict`](Self::load_state_dict). By default always: a state that is not spread over ranks takes no
     /// parts.
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+    fn load_sharded_state_dict(
+        &mut self,
+        shards: &[HashMap<String, Tensor>],
+        rank: usize,
+        world_size: usize,
+    ) -> Result<()> {
+        let _ = (rank, world_size);
         let reason = format!(
-            "it is in {} parts, as ranks have saved it over which it was spread (ZeroRedundancyOptimizer), and what is to be \
-             loaded is not spread over ranks",
+            "it was saved as {} shards, one from each rank (of a ZeroRedundancyOptimizer, PerRank, or a Generator of for_rank), \
+             and cannot be loaded into a state that is the same on all ranks",
             shards.len()
         );
         Err(Error::invalid("state", reason))
+    }
+
+    /// Whether rank 0's state counts for all ranks, although theirs may differ: [`RankZero`](crate::checkpoint::RankZero).
+    /// Default: false.
+    fn is_rank_zeros(&self) -> bool {
+        false
     }
 
     /// Writes the state to a safetensors file: to a temporary one in the same folder first, which then takes its name,
@@ -123,7 +138,11 @@ impl<'a> Loader<'a> {
                 self.taken.insert(key.to_string());
                 Ok(tensor)
             }
-            None => Err(Error::parameter(key, "it is missing from the state: this is that of another model")),
+            None => Err(Error::parameter(
+                key,
+                "it is missing from the state: this is that of another model, or of one of \
+                                               which fewer parameters were trained",
+            )),
         }
     }
 
@@ -141,7 +160,8 @@ impl<'a> Loader<'a> {
     pub(crate) fn list<T: WithDType>(&mut self, key: &str, count: usize) -> Result<Vec<T>> {
         let values = self.values(key)?;
         if values.len() != count {
-            let reason = format!("there are {} values in the state, and {count} are needed", values.len());
+            let reason =
+                format!("the state has {} values where {count} belong: it is that of something else", values.len());
             return Err(Error::parameter(key, reason));
         }
         Ok(values)
@@ -163,6 +183,21 @@ impl<'a> Loader<'a> {
             return Err(Error::parameter(key, reason));
         }
         Ok(tensor)
+    }
+
+    /// A learning rate for each group of parameters of an optimizer.
+    pub(crate) fn learning_rates(&mut self, key: &str, groups: usize) -> Result<Vec<f64>> {
+        let learning_rates = self.values(key)?;
+        if learning_rates.len() == groups {
+            return Ok(learning_rates);
+        }
+        let reason = format!(
+            "the state is that of an optimizer with {} group(s) of parameters, and this one has {groups}: make it with the \
+             same groups as the one that was saved. To freeze and thaw parameters, keep one optimizer over all of them \
+             (docs/migrating.md, \"Freezing\")",
+            learning_rates.len()
+        );
+        Err(Error::parameter(key, reason))
     }
 
     /// Refuses a state in which something was not asked for.

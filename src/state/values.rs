@@ -1,5 +1,6 @@
 //! States of programs: numbers, what serde can write, and states behind a lock.
 use super::state_dict::{Dict, Loader, StateDict, begin, list};
+use crate::cbor;
 use crate::panic::lock;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -32,15 +33,18 @@ macro_rules! numbers {
 
 numbers!(f64 as f64, f32 as f32, u64 as i64, usize as i64, i64 as i64, u32 as u32, i32 as i32);
 
-/// Makes a [`StateDict`] of anything that serde can write: it is saved as JSON. JSON has no NaN and no infinities, and an
-/// `Option` of one is loaded as `None`; plain numbers, which are states themselves, may be these.
+/// Makes a [`StateDict`] of anything that serde can write: options, lists, maps, structs. Numbers are saved as they are, NaN and
+/// infinities as well.
+///
+/// It is saved as CBOR (RFC 8949), whose maps are sorted by their keys: the same `HashMap` has the same state on all ranks.
+/// A `HashSet` has no such order; save a `BTreeSet` instead.
 ///
 /// ```
-/// use candle_ddp::checkpoint::{Json, StateDict};
+/// use candle_ddp::checkpoint::{Serde, StateDict};
 /// use std::collections::BTreeMap;
 ///
 /// # fn main() -> candle_ddp::Result<()> {
-/// let mut accuracies = Json(BTreeMap::from([(100, 0.5)]));
+/// let mut accuracies = Serde(BTreeMap::from([(100, 0.5)]));
 /// let state = accuracies.state_dict()?;
 /// accuracies.0.insert(200, 0.75);
 /// accuracies.load_state_dict(&state)?;
@@ -49,30 +53,28 @@ numbers!(f64 as f64, f32 as f32, u64 as i64, usize as i64, i64 as i64, u32 as u3
 /// # }
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Json<T>(pub T);
+pub struct Serde<T>(pub T);
 
-const JSON: &str = "JSON";
+const SERDE: &str = "CBOR";
 
-impl<T: Serialize + DeserializeOwned> StateDict for Json<T> {
+impl<T: Serialize + DeserializeOwned> StateDict for Serde<T> {
     /// # Errors
     /// [`Error::InvalidArgument`] for what could not be read again.
     fn state_dict(&self) -> Result<Dict> {
-        let invalid = |error: serde_json::Error| {
-            Error::invalid("value", format!("it cannot be saved as JSON, which has no NaN and no infinities: {error}"))
-        };
-        let text = serde_json::to_vec(&self.0).map_err(invalid)?;
-        serde_json::from_slice::<T>(&text).map_err(invalid)?;
-        let mut dict = begin(JSON)?;
-        dict.insert(VALUE.to_string(), list(&text)?);
+        let invalid = |reason: String| Error::invalid("value", format!("it cannot be saved: {reason}"));
+        let bytes = cbor::encode(&self.0).map_err(invalid)?;
+        cbor::decode::<T>(&bytes).map_err(invalid)?;
+        let mut dict = begin(SERDE)?;
+        dict.insert(VALUE.to_string(), list(&bytes)?);
         Ok(dict)
     }
 
     fn load_state_dict(&mut self, state: &Dict) -> Result<()> {
-        let mut loader = Loader::new(state, JSON)?;
-        let text = loader.values::<u8>(VALUE)?;
+        let mut loader = Loader::new(state, SERDE)?;
+        let bytes = loader.values::<u8>(VALUE)?;
         loader.finish()?;
-        self.0 = serde_json::from_slice(&text)
-            .map_err(|error| Error::parameter(VALUE, format!("it is JSON of another type: {error}")))?;
+        self.0 = cbor::decode(&bytes)
+            .map_err(|reason| Error::parameter(VALUE, format!("it is a value of another type: {reason}")))?;
         Ok(())
     }
 }
@@ -92,8 +94,12 @@ macro_rules! forward {
             $shared.sharded_state_dict()
         }
 
-        fn load_sharded_state_dict(&mut $self, shards: &[Dict]) -> Result<()> {
-            $exclusive.load_sharded_state_dict(shards)
+        fn load_sharded_state_dict(&mut $self, shards: &[Dict], rank: usize, world_size: usize) -> Result<()> {
+            $exclusive.load_sharded_state_dict(shards, rank, world_size)
+        }
+
+        fn is_rank_zeros(&$self) -> bool {
+            $shared.is_rank_zeros()
         }
     };
 }
@@ -114,6 +120,7 @@ impl<S: StateDict + ?Sized> StateDict for Arc<Mutex<S>> {
 mod tests {
     use super::*;
     use crate::seed::Generator;
+    use std::collections::{BTreeMap, HashMap};
     use std::fmt::Debug;
 
     #[track_caller]
@@ -133,7 +140,8 @@ mod tests {
         check(i64::MIN, 1);
         check(u32::MAX, 1);
         check(i32::MIN, 1);
-        check(Json((1.5, "a".to_string(), vec![Some(2u8), None])), Json(Default::default()));
+        check(Serde((1.5, "a".to_string(), vec![Some(2u8), None])), Serde(Default::default()));
+        check(Serde((f64::NAN, Some(f64::NAN), vec![f32::NEG_INFINITY])), Serde(Default::default()));
         let generator = |offset| {
             let mut generator = Generator::new(7);
             generator.set_offset(offset);
@@ -143,16 +151,23 @@ mod tests {
         check(Box::new(generator(3)), Box::new(generator(4)));
     }
 
+    /// Each `HashMap` has an order of its own.
+    #[test]
+    fn equal_maps_have_equal_states() {
+        let map = || Serde((0..100).map(|key| (key.to_string(), f64::from(key))).collect::<HashMap<_, _>>());
+        let bytes = |state: Dict| state[VALUE].to_vec1::<u8>().unwrap();
+        assert_eq!(bytes(map().state_dict().unwrap()), bytes(map().state_dict().unwrap()));
+        check(Serde(BTreeMap::from([((1, 2), "ab".to_string())])), Serde(BTreeMap::new()));
+    }
+
     #[test]
     fn what_is_of_another_kind_is_refused() {
         let state = 1.5f64.state_dict().unwrap();
         assert!(1u64.load_state_dict(&state).unwrap_err().to_string().contains("this is the state of f64"));
-        let text = Json(vec![1.5]).state_dict().unwrap();
-        let error = Json(String::new()).load_state_dict(&text).unwrap_err().to_string();
-        assert!(error.contains("JSON of another type"), "{error}");
-        let error = Json(f64::INFINITY).state_dict().unwrap_err().to_string();
-        assert!(error.contains("no infinities"), "{error}");
-        let error = 1u64.load_sharded_state_dict(&[state.clone(), state]).unwrap_err().to_string();
-        assert!(error.contains("in 2 parts"), "{error}");
+        let text = Serde(vec![1.5]).state_dict().unwrap();
+        let error = Serde(String::new()).load_state_dict(&text).unwrap_err().to_string();
+        assert!(error.contains("a value of another type"), "{error}");
+        let error = 1u64.load_sharded_state_dict(&[state.clone(), state], 0, 2).unwrap_err().to_string();
+        assert!(error.contains("as 2 shards"), "{error}");
     }
 }

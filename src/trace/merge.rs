@@ -1,37 +1,73 @@
 //! Merging the timelines of all ranks.
+use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Merges the files `rank*.trace.json` in `folder` into `folder/trace.json`. Returns its path and the number of ranks
-/// in it. Incomplete files of ranks that were killed are included.
+/// in it. Incomplete files of ranks that were killed are included. A file whose last event was before the first one of
+/// another rank is of an earlier run: it is left out, with a warning.
 ///
 /// # Errors
 /// Returns an error if the folder cannot be read or contains no trace, or if the file cannot be written, in which case
 /// none is left.
 pub fn merge(folder: &Path) -> Result<(PathBuf, usize)> {
+    let (path, ranks, old) = merge_newest(folder)?;
+    old.iter().for_each(|file| log::warn!("{}", left_out(file)));
+    Ok((path, ranks))
+}
+
+/// Says that the file of an earlier run is not in the merged timeline.
+pub(crate) fn left_out(file: &Path) -> String {
+    format!(
+        "{} is left out: it ends before the traces of the other ranks begin, so it is of an earlier run",
+        file.display()
+    )
+}
+
+/// As [`merge`], with the files that were left out.
+pub(crate) fn merge_newest(folder: &Path) -> Result<(PathBuf, usize, Vec<PathBuf>)> {
     let failed = |error| Error::io(format!("reading the traces in {}", folder.display()), error);
-    let mut events = Vec::new();
     let entries = std::fs::read_dir(folder).map_err(failed)?.collect::<std::io::Result<Vec<_>>>().map_err(failed)?;
     let mut files: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).filter(|path| is_trace(path)).collect();
     files.sort();
-    for path in &files {
-        let text = std::fs::read_to_string(path).map_err(failed)?;
-        events.extend(events_of(&text).map(str::to_string));
-    }
     if files.is_empty() {
         let reason =
             format!("{} contains no rank*.trace.json: set CANDLE_DDP_TRACE to this folder and train", folder.display());
         return Err(Error::invalid("folder", reason));
     }
-    // Written completely under another name first, so that a full disk leaves no torn file.
-    let (path, unfinished) = (folder.join("trace.json"), folder.join("trace.json.unfinished"));
-    let written = std::fs::write(&unfinished, format!("[{}]\n", events.join(",\n")))
-        .and_then(|()| std::fs::rename(&unfinished, &path));
-    if let Err(error) = written {
-        let _ = std::fs::remove_file(&unfinished);
-        return Err(Error::io(format!("writing {}", path.display()), error));
+    let texts = files.iter().map(std::fs::read_to_string).collect::<std::io::Result<Vec<_>>>().map_err(failed)?;
+    let times: Vec<Option<(f64, f64)>> = texts.iter().map(|text| span_of(text)).collect();
+    // In microseconds. All ranks of a run begin together; the clocks of hosts may differ a little.
+    const TOLERANCE: f64 = 1e6;
+    let newest = times.iter().flatten().map(|(first, _)| *first).fold(f64::NEG_INFINITY, f64::max);
+    let (mut events, mut ranks, mut old) = (Vec::new(), 0, Vec::new());
+    for ((file, text), time) in files.into_iter().zip(&texts).zip(times) {
+        if time.is_some_and(|(_, last)| last + TOLERANCE < newest) {
+            old.push(file);
+        } else {
+            ranks += 1;
+            events.extend(events_of(text));
+        }
     }
-    Ok((path, files.len()))
+    // Written completely under another name first, so that a full disk leaves no torn file.
+    let path = folder.join("trace.json");
+    let prepared = PreparedFile::create_over_links(&path)?;
+    prepared.fill(&Progress::default(), |file| writeln!(file, "[{}]", events.join(",\n")))?;
+    prepared.commit()?;
+    Ok((path, ranks, old))
+}
+
+/// When the first event began and the last one ended, if there was one.
+fn span_of(text: &str) -> Option<(f64, f64)> {
+    let number = |event: &str, key: &str| {
+        let rest = &event[event.find(key)? + key.len()..];
+        rest[..rest.find([',', '}'])?].parse::<f64>().ok()
+    };
+    let spans = events_of(text).filter_map(|event| {
+        let start = number(event, "\"ts\":")?;
+        Some((start, start + number(event, "\"dur\":").unwrap_or(0.)))
+    });
+    spans.reduce(|(first, last), (start, end)| (first.min(start), last.max(end)))
 }
 
 /// The events of a rank's file: one per line; a killed rank's last line may be torn.
@@ -84,6 +120,38 @@ mod tests {
         assert_eq!(forward.len(), 3);
         assert_eq!(forward[1]["pid"], 1);
         assert_eq!(forward[1]["dur"], 2000.0);
+    }
+
+    /// A run with three ranks, and then one with two.
+    #[test]
+    fn a_trace_of_an_earlier_run_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |rank: usize, seconds: u64| {
+            let trace = Trace::open(folder.path(), rank).unwrap();
+            let start = Instant::now() + Duration::from_secs(seconds);
+            trace.span(Row::Training, "forward", start, start + Duration::from_secs(60));
+        };
+        (0..3).for_each(|rank| write(rank, 0));
+        (0..2).for_each(|rank| write(rank, 1000 + 30 * rank as u64));
+        let (path, ranks, old) = merge_newest(folder.path()).unwrap();
+        assert_eq!((ranks, old), (2, vec![folder.path().join("rank2.trace.json")]));
+        assert!(!std::fs::read_to_string(path).unwrap().contains("rank 2"));
+    }
+
+    /// Who may write to the folder cannot have another file overwritten.
+    #[test]
+    fn a_link_in_the_folder_is_replaced_and_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let victim = folder.path().join("victim");
+        for name in ["rank0.trace.json", "trace.json"] {
+            std::fs::write(&victim, "mine").unwrap();
+            std::os::unix::fs::symlink(&victim, folder.path().join(name)).unwrap();
+        }
+        Trace::open(folder.path(), 0).unwrap().instant(Row::Training, "ready", Instant::now());
+        let (path, ranks) = merge(folder.path()).unwrap();
+        assert_eq!(ranks, 1);
+        assert!(std::fs::read_to_string(&path).unwrap().contains("ready"));
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine");
     }
 
     #[test]

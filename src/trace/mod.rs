@@ -5,6 +5,7 @@
 //! for the GPU, so a step takes longer than without a trace; a bucket is shown as ready when the host has reached that
 //! point. `ddprun --merge-traces FOLDER` merges the files of all ranks.
 //!
+//! A run replaces the files of an earlier one in the same folder, and each generation of an elastic run those of the one before.
 //! The calls of a run that has failed are in the files of the [flight recorder](crate::flight_recorder).
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -13,8 +14,11 @@ mod merge;
 #[cfg(any(test, fuzzing))]
 pub(crate) use merge::fuzz_events;
 pub use merge::merge;
+#[cfg(feature = "launcher")]
+pub(crate) use merge::{left_out, merge_newest};
 
 use crate::backend::Work;
+use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -63,23 +67,25 @@ impl Trace {
     }
 
     fn create(folder: &Path, path: PathBuf, rank: usize) -> Result<Self> {
-        let failed = |error| Error::io(format!("creating the trace {}", path.display()), error);
+        let failed = |error| Error::io(format!("creating the folder of traces {}", folder.display()), error);
         std::fs::create_dir_all(folder).map_err(failed)?;
-        let mut file = BufWriter::new(File::create(&path).map_err(failed)?);
-        // The format allows a list without its end, so the file is valid at any time.
-        write!(
-            file,
-            "[{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}"
-        )
-        .map_err(failed)?;
-        for (row, name) in [(Row::Training, "training"), (Row::Communication, "communication")] {
-            let row = row as u8;
+        // A new file takes the place of an old one, which may be a link, or still be written by a process that is ending.
+        let prepared = PreparedFile::create_over_links(&path)?;
+        prepared.fill(&Progress::default(), |file| {
+            // The format allows a list without its end, so the file is valid at any time.
             write!(
                 file,
-                ",\n{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{rank},\"tid\":{row},\"args\":{{\"name\":\"{name}\"}}}}"
-            )
-            .map_err(failed)?;
-        }
+                "[{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}"
+            )?;
+            [(Row::Training, "training"), (Row::Communication, "communication")].into_iter().try_for_each(|(row, name)| {
+                let row = row as u8;
+                write!(
+                    file,
+                    ",\n{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{rank},\"tid\":{row},\"args\":{{\"name\":\"{name}\"}}}}"
+                )
+            })
+        })?;
+        let file = BufWriter::new(prepared.commit_open()?);
         let origin = Instant::now();
         let origin_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e6;
         Ok(Self { rank, path, origin, origin_us, file: Mutex::new(Some(file)) })

@@ -127,7 +127,7 @@ impl Records {
             let read = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
             if read.is_empty() || read.len() % record != 0 {
                 let reason = format!(
-                    "it has {} bytes, which are no records of {record} bytes: unpack the binary version of the dataset again",
+                    "its size, {} bytes, is not a multiple of the record size, {record}: unpack the binary version of the dataset again",
                     read.len()
                 );
                 return Err(Error::data_file(&path, reason));

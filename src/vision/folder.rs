@@ -5,10 +5,13 @@ use crate::error::Context;
 use crate::panic::lock;
 use crate::seed::Generator;
 use crate::{Error, Result};
-use std::collections::{BTreeSet, HashMap};
+use rustix::io::Errno;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -36,7 +39,8 @@ pub struct ImageFolderOptions {
 /// ```
 ///
 /// A sample is the image and its class, an index into [`classes`](Self::classes). Classes are sorted by name, and the images of
-/// a class by folder and name, byte by byte; links are followed. Files whose names do not end as those of images are left out.
+/// a class by folder and name, byte by byte; links are followed. A folder that links lead to again counts once, with a warning,
+/// where torchvision reads it again. Files whose names do not end as those of images are left out.
 /// Files other than JPEG and PNG that torchvision reads (PPM, BMP, TIFF, WebP) have an index, and cannot be decoded.
 pub struct ImageFolder<T = ()> {
     classes: Vec<String>,
@@ -57,7 +61,7 @@ impl<T: Transform> ImageFolder<T> {
         let root = root.as_ref();
         let mut classes = Vec::new();
         for (name, path) in entries(root)? {
-            if path.is_dir() {
+            if is_folder(&path)? {
                 let reason = "the name of a class is its folder's, and this one is not UTF-8";
                 classes.push(name.into_string().map_err(|_| Error::data_file(&path, reason))?);
             }
@@ -147,9 +151,16 @@ impl<T: Transform> Dataset for ImageFolder<T> {
 fn images(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut folders = vec![folder.to_path_buf()];
     let mut files: Vec<(PathBuf, OsString)> = Vec::new();
+    // By device and inode: with links, one folder may have any number of paths.
+    let mut seen = HashSet::new();
     while let Some(folder) = folders.pop() {
+        let metadata = folder.metadata().with_context(|| format!("reading the folder {}", folder.display()))?;
+        if !seen.insert((metadata.dev(), metadata.ino())) {
+            log::warn!("{}: a link leads to this folder again, and its images count once", folder.display());
+            continue;
+        }
         for (name, path) in entries(&folder)? {
-            if path.is_dir() {
+            if is_folder(&path)? {
                 folders.push(path);
             } else if is_image(name.as_bytes()) {
                 files.push((folder.clone(), name));
@@ -161,6 +172,18 @@ fn images(folder: &Path) -> Result<Vec<PathBuf>> {
         a.cmp(b).then_with(|| a_name.as_bytes().cmp(b_name.as_bytes()))
     });
     Ok(files.into_iter().map(|(folder, name)| folder.join(name)).collect())
+}
+
+/// Whether it is a folder or a link to one. A folder that cannot be looked at is an error: it would be missing on this rank.
+fn is_folder(path: &Path) -> Result<bool> {
+    match path.metadata() {
+        Ok(metadata) => Ok(metadata.is_dir()),
+        // A link to nothing, or to itself.
+        Err(error) if error.kind() == ErrorKind::NotFound || Errno::from_io_error(&error) == Some(Errno::LOOP) => {
+            Ok(false)
+        }
+        Err(error) => Err(error).with_context(|| format!("reading {}", path.display())),
+    }
 }
 
 fn is_image(name: &[u8]) -> bool {

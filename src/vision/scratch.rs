@@ -2,12 +2,14 @@
 //!
 //! Images are large enough for an allocator to return their memory to the system, which then costs page faults with every
 //! image.
-use crate::Result;
 use crate::error::Context;
+use crate::{Error, Result};
 use fast_image_resize::Resizer;
+use rustix::fs::OFlags;
 use std::cell::{Cell, RefCell};
-use std::fs::File;
+use std::fs::{File, FileType};
 use std::io::Read;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 /// Larger buffers are not kept.
@@ -19,16 +21,32 @@ thread_local! {
     static RESIZER: RefCell<Resizer> = RefCell::new(Resizer::new());
 }
 
-/// Reads a file, for `decode`.
+/// Reads a file, for `decode`. It must be a regular file: others may have no end, or keep the reader waiting for one.
 pub(super) fn read<T>(path: &Path, decode: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut bytes = FILE.take();
     bytes.clear();
-    File::open(path)
-        .and_then(|mut file| file.read_to_end(&mut bytes))
-        .with_context(|| format!("reading {}", path.display()))?;
+    let context = || format!("reading {}", path.display());
+    // Without this flag, opening a FIFO waits for somebody who writes to it.
+    let flags = OFlags::NONBLOCK.bits() as i32;
+    let mut file = File::options().read(true).custom_flags(flags).open(path).with_context(context)?;
+    let kind = file.metadata().with_context(context)?.file_type();
+    if !kind.is_file() {
+        return Err(Error::data_file(path, format!("it is {}, and not a regular file", name_of(kind))));
+    }
+    file.read_to_end(&mut bytes).with_context(context)?;
     let decoded = decode(&bytes);
     keep(&FILE, bytes);
     Ok(decoded)
+}
+
+fn name_of(kind: FileType) -> &'static str {
+    if kind.is_dir() {
+        "a folder"
+    } else if kind.is_fifo() {
+        "a FIFO"
+    } else {
+        "a device"
+    }
 }
 
 /// A buffer of this length, with bytes of no meaning.

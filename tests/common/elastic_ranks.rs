@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 pub(crate) const EVENTS: &str = "CANDLE_DDP_TEST_ELASTIC";
 pub(crate) const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
 pub(crate) const MIN: &str = "CANDLE_DDP_TEST_MIN";
+/// How many seconds ranks that agree themselves wait for each other.
+pub(crate) const LAST_CALL: &str = "CANDLE_DDP_TEST_LAST_CALL";
+/// What follows when all ranks were lost: `load` the checkpoint that rank 0 writes after each commit, or `end`.
+pub(crate) const ALL_LOST: &str = "CANDLE_DDP_TEST_ALL_LOST";
 /// The number of GPUs, if ranks train on these.
 pub(crate) const GPUS: &str = "CANDLE_DDP_TEST_GPUS";
 pub(crate) const SAMPLES: usize = 50;
@@ -103,11 +107,13 @@ pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
         match what {
             "kill" => kill_process(getpid(), Signal::KILL).unwrap(),
             "join" => {
-                // Ranks 1 and 2 die together, when both are at this place.
-                let other = if rank == 1 { 2 } else { 1 };
-                let name = format!("{other} join-{place} {commit}-{other}-{commit}");
-                while !folder().join(&name).exists() {
-                    std::thread::sleep(Duration::from_millis(1));
+                // Ranks die together, when all with this event are at this place.
+                for event in events.split(',').filter(|event| event.ends_with(&format!(" join-{place} {commit}"))) {
+                    let other = event.split(' ').next().unwrap();
+                    let name = format!("{event}-{other}-{commit}");
+                    while !folder().join(&name).exists() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
                 }
                 kill_process(getpid(), Signal::KILL).unwrap();
             }
@@ -119,6 +125,10 @@ pub(crate) fn event(place: &str, rank: usize, commit: u64) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn all_lost(what: &str) -> bool {
+    std::env::var(ALL_LOST).is_ok_and(|all_lost| all_lost == what)
 }
 
 fn append(name: &str, line: &str) {
@@ -149,6 +159,9 @@ pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) 
         progress.advance(mine.len() * pg.world_size(), SAMPLES);
         event("step", own, state.commits())?;
         state.commit()?;
+        if pg.rank() == 0 && all_lost("load") {
+            state.save(folder().join("checkpoint"))?;
+        }
         event("commit", own, state.commits())?;
     }
     event("end", own, 0)?;
@@ -179,10 +192,19 @@ pub(crate) fn run_as_rank<S: Parts>(
     event("start", own, 0).unwrap();
     let min_world_size = std::env::var(MIN).ok().map(|min| min.parse().unwrap());
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
-    let (timeout, device) = (Duration::from_secs(60), device());
+    let last_call = std::env::var(LAST_CALL).map_or(10, |seconds| seconds.parse().unwrap());
+    let (timeout, device) = (Duration::from_secs(12 * last_call), device());
     let init = InitOptions { init_method, timeout, device: Some(device.clone()), ..Default::default() };
-    let options = ElasticOptions { init, min_world_size, last_call_timeout: Duration::from_secs(10) };
-    match elastic::run(options, &mut new(own, &device), |pg, state| train(pg, state, own)) {
+    let last_call_timeout = Duration::from_secs(last_call);
+    let options = ElasticOptions { init, min_world_size, last_call_timeout, start_over: !all_lost("end") };
+    let mut state = new(own, &device);
+    if all_lost("load") {
+        state = state.on_total_loss(|state, _| match folder().join("checkpoint") {
+            path if path.exists() => state.load(path).map(|()| true),
+            _ => Ok(false),
+        });
+    }
+    match elastic::run(options, &mut state, |pg, state| train(pg, state, own)) {
         Ok(weights) => {
             let text: Vec<String> = weights.iter().map(f32::to_string).collect();
             std::fs::write(folder().join(format!("result-{own}")), text.join(" ")).unwrap();
@@ -196,8 +218,8 @@ pub(crate) fn run_as_rank<S: Parts>(
 }
 
 /// How the test binary runs nothing but the entry point `test`.
-pub(crate) fn arguments(test: &str) -> [&str; 4] {
-    [test, "--exact", "--nocapture", "--test-threads=1"]
+pub(crate) fn arguments(test: &str) -> [&str; 5] {
+    [test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]
 }
 
 /// The launcher: beside this binary where scripts/gpu_suite.sh has packed both, otherwise where cargo has built it.
@@ -214,11 +236,22 @@ pub(crate) struct Run {
 impl Run {
     /// Under ddprun, with the entry point `test`.
     pub(crate) fn of(test: &str, world_size: usize, options: &[&str], events: &str, min: Option<usize>) -> Self {
+        Self::with(test, world_size, options, events, min.map(|min| (MIN, min.to_string())))
+    }
+
+    /// Under ddprun, with a variable more.
+    pub(crate) fn with(
+        test: &str,
+        world_size: usize,
+        options: &[&str],
+        events: &str,
+        variable: Option<(&str, String)>,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut launcher = Command::new(ddprun());
         launcher.args(["--nproc-per-node", &world_size.to_string()]).args(options);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(test));
-        launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(min.map(|min| (MIN, min.to_string())));
+        launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(variable);
         Self { output: launcher.output().unwrap(), folder }
     }
 

@@ -11,7 +11,7 @@ pub(crate) use port::free_port;
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
-    spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(30) }, work)
+    spawn_with(SpawnOptions { world_size, timeout: Duration::from_secs(300) }, work)
 }
 
 /// Returns reproducible values in -1..1, different for every seed.
@@ -45,8 +45,8 @@ pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns a command that runs the test `name` of the module `module` (`module_path!()`) in a separate process. The test
-/// may be ignored otherwise.
+/// Returns a command that runs the test `name` of the module `module` (`module_path!()`) in a separate process. Such a test
+/// is ignored otherwise.
 pub(crate) fn test_process(module: &str, name: &str) -> std::process::Command {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     command.args(test_arguments(module, name));

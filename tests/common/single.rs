@@ -42,7 +42,7 @@ pub(crate) fn works_on(device: &Device, backend: Backend) {
         init_method: format!("file://{}", folder.path().join("store").display()),
         rank: Some(0),
         world_size: Some(1),
-        timeout: Duration::from_secs(20),
+        timeout: Duration::from_secs(120),
         device: Some(device.clone()),
         ..Default::default()
     };

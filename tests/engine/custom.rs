@@ -204,7 +204,7 @@ impl Communicator for Faulty {
 fn faults_of_an_engine_are_named() {
     let fault = |case| {
         // Its `abort` does not reach the other ranks, so they wait until this time-out.
-        let timeout = Duration::from_secs(1);
+        let timeout = Duration::from_secs(8);
         let options = ConformanceOptions { cases: vec![case], counts: vec![7], timeout, ..options() };
         let make = |store, rank, world_size| -> Result<Box<dyn Communicator>> {
             Ok(Box::new(Faulty(StoreCommunicator::new(store, rank, world_size))))

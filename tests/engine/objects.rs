@@ -2,6 +2,9 @@
 use crate::common::ranks;
 use candle_ddp::{Error, ReduceOp};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 #[test]
 fn a_few_numbers_are_reduced_in_one_call() {
@@ -47,13 +50,13 @@ fn every_rank_gets_the_roots_object() {
     assert_eq!(found.unwrap(), vec![(metrics(3), 1, ()); 3]);
 }
 
-/// JSON objects need strings as keys.
-type Unwritable = BTreeMap<(u32, u32), u32>;
+/// serde refuses a path that is no Unicode.
+type Unwritable = Vec<PathBuf>;
 
 #[test]
 fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_group() {
     let found = ranks(2, |pg| {
-        let bad = Unwritable::from([((1, 2), 3)]);
+        let bad = vec![PathBuf::from(OsStr::from_bytes(&[0xff]))];
         let mine = if pg.rank() == 1 { bad.clone() } else { Unwritable::default() };
         let mut errors = vec![
             pg.all_gather_object(&mine).unwrap_err(),
@@ -69,11 +72,11 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
     });
     let found = found.unwrap();
     let texts = [
-        "key must be a string",
-        "key must be a string",
+        "path contains invalid UTF-8",
+        "path contains invalid UTF-8",
         "rank 1 is the root, and has none",
-        "67108866 bytes",
-        "67108866",
+        "67108869 bytes",
+        "67108869",
     ];
     for (own, (other, text)) in found[1].iter().zip(found[0].iter().zip(texts)) {
         assert!(matches!(own, Error::InvalidArgument { .. }) && own.to_string().contains(text), "{own}");
@@ -84,12 +87,30 @@ fn an_object_that_cannot_be_sent_is_an_error_on_all_ranks_and_does_not_end_the_g
 #[test]
 fn an_object_of_another_type_is_an_error_on_all_ranks() {
     let found = ranks(2, |pg| {
-        let value = if pg.rank() == 0 { f64::NAN } else { 1. };
-        let nan = pg.all_gather_object(&value).unwrap_err();
-        assert_eq!(pg.all_gather_object(&value.is_finite().then_some(value))?, [None, Some(1.)]);
-        Ok(nan.to_string())
+        let error = match pg.rank() {
+            0 => pg.all_gather_object(&"text".to_string()).unwrap_err(),
+            _ => pg.all_gather_object(&1.5).unwrap_err(),
+        };
+        assert_eq!(pg.all_gather_object(&pg.rank())?, [0, 1]);
+        Ok(error.to_string())
     });
-    for error in found.unwrap() {
-        assert!(error.contains("what rank 0 sent") && error.contains("JSON has no NaN"), "{error}");
-    }
+    let found = found.unwrap();
+    assert!(found[0].contains("what rank 1 sent cannot be read as"), "{}", found[0]);
+    assert!(found[1].contains("what rank 0 sent cannot be read as"), "{}", found[1]);
+}
+
+#[test]
+fn numbers_that_are_not_finite_arrive_as_they_are() {
+    type Found = (f64, Option<f64>, Vec<f32>, BTreeMap<u64, f64>);
+    let found = ranks(2, |pg| {
+        let own: Found =
+            (f64::NAN, Some(f64::NAN), vec![f32::INFINITY, f32::NAN, -0.0], [(3, f64::NEG_INFINITY)].into());
+        let all = pg.all_gather_object(&own)?;
+        assert_eq!(format!("{all:?}"), format!("{:?}", [&own, &own]));
+        let loss = pg.broadcast_object((pg.rank() == 1).then_some(&f64::NAN), 1)?;
+        // An option that is none is none.
+        assert_eq!(pg.all_gather_object(&None::<f64>)?, [None, None]);
+        Ok(loss.is_nan())
+    });
+    assert_eq!(found.unwrap(), [true; 2]);
 }

@@ -70,12 +70,11 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Returns `None` in the test's own process.
-    pub(crate) fn of_this_process() -> Option<Self> {
+    pub(crate) fn of_this_process() -> Self {
         let number = |name| std::env::var(name).unwrap().parse().unwrap();
-        let job = std::env::var(JOB).ok()?;
+        let job = std::env::var(JOB).unwrap();
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
-        Some(Self { job, folder, rank: number("RANK"), world_size: number("WORLD_SIZE") })
+        Self { job, folder, rank: number("RANK"), world_size: number("WORLD_SIZE") }
     }
 
     pub(crate) fn store(&self) -> PathBuf {

@@ -3,7 +3,7 @@ use super::common::{assert_close, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, MixedPrecision, ProcessGroup, Result, Unused, spawn};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
 
@@ -154,7 +154,8 @@ pub(crate) fn unused(pg: &ProcessGroup) -> Result<()> {
         Ok(Branches([linear(4, 4, vb.pp("0"))?, linear(4, 4, vb.pp("1"))?, linear(4, 4, vb.pp("2"))?]))
     };
     let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, DdpOptions::default())?;
+    let options = DdpOptions { unused: Unused::Allow, ..Default::default() };
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
     let x = Tensor::ones((2, 4), DType::F32, pg.device())?;
     for _ in 0..3 {
         let loss = ddp.call(|Branches(layers)| layers[pg.rank() % 2].forward(&x)?.sum_all())?;

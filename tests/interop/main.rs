@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod checkpoint;
 mod checkpointer;
+#[path = "../common/mod.rs"]
+mod common;
 mod launch;
 #[path = "../common/pytorch.rs"]
 mod pytorch;

@@ -14,18 +14,22 @@ struct Nodes {
     sandbox: Sandbox,
     port: u16,
     nnodes: &'static str,
+    /// How many seconds a round waits for more nodes, once the smallest number is there.
+    last_call: &'static str,
 }
 
 impl Nodes {
+    /// The first round waits long enough for a second node, however busy the machine is.
     fn new(nnodes: &'static str) -> Self {
-        Self { sandbox: Sandbox::new(), port: free_port(), nnodes }
+        Self { sandbox: Sandbox::new(), port: free_port(), nnodes, last_call: "8" }
     }
 
     fn start(&self, args: &[&str], script: &str) -> Running {
         let options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=a", "--nnodes", self.nnodes];
-        let conf = "--rdzv-conf=keep_alive_interval=0.1,keep_alive_max_attempt=40,last_call_timeout=0.5";
+        let pace = "keep_alive_interval=0.1,keep_alive_max_attempt=40";
+        let conf = format!("--rdzv-conf={pace},last_call_timeout={}", self.last_call);
         let endpoint = format!("localhost:{}", self.port);
-        let node = self.sandbox.start(&[&options[..], &["--rdzv-endpoint", &endpoint, conf], args].concat(), script);
+        let node = self.sandbox.start(&[&options[..], &["--rdzv-endpoint", &endpoint, &conf], args].concat(), script);
         // The first one hosts the store.
         TcpStore::connect("localhost", self.port, crate::PATIENCE).unwrap();
         node
@@ -63,9 +67,9 @@ fn nodes_get_their_ranks_when_they_meet() {
 
 #[test]
 fn the_others_go_on_without_a_dead_node_and_admit_one_that_comes() {
-    let nodes = Nodes::new("1:2");
+    let nodes = Nodes { last_call: "0.1", ..Nodes::new("1:2") };
     let first = nodes.start(&[], SCRIPT);
-    nodes.wait_for_round(0, 1); // there is nobody else within last_call_timeout
+    nodes.wait_for_round(0, 1);
     let mut second = nodes.start(&[], SCRIPT);
     assert_eq!(nodes.wait_for_round(1, 2), ["0-of-4-0", "1-of-4-0", "2-of-4-1", "3-of-4-1"]);
     let status = |attempt| {
@@ -125,7 +129,7 @@ fn a_failure_of_a_worker_counts_where_all_nodes_live() {
 
 #[test]
 fn too_few_nodes_end_the_run() {
-    let nodes = Nodes::new("2:3");
+    let nodes = Nodes { last_call: "0.1", ..Nodes::new("2:3") };
     let first = nodes.start(&[], SCRIPT);
     let mut second = nodes.start(&[], SCRIPT);
     nodes.wait_for_round(0, 2);

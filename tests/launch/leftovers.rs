@@ -80,7 +80,9 @@ fn processes_left_after_a_success_are_named_and_ended() {
 #[test]
 fn processes_that_exit_soon_after_a_success_are_not_signalled() {
     let sandbox = Sandbox::new();
-    let script = "setsid sh -c 'trap \"echo >told\" TERM; echo >armed; sleep 0.3; echo >cleaned' & \
+    // It starts no process once the worker is gone, so that it exits soon on a busy machine too.
+    let script = "export worker=$$; setsid sh -c 'trap \"echo >told\" TERM; echo >armed; \
+                  while kill -0 $worker 2>/dev/null; do :; done; echo >cleaned' & \
                   while [ ! -s armed ]; do sleep 0.01; done";
     let ran = sandbox.run(&[], script);
     assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));

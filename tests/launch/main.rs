@@ -28,6 +28,15 @@ use tempfile::TempDir;
 /// Long enough for a loaded machine: no test takes this long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Shell functions. `here` says that a rank is there, and its process. `after RANK` returns once ddprun has seen the end of that
+/// rank. It starts no process, so that what follows comes long before ddprun asks the others to exit.
+const AFTER: &str = r#"
+    here() { echo $$ >pid$RANK; }
+    after() {
+        { until read -r pid <pid$1; do :; done; while kill -0 $pid; do :; done; } 2>/dev/null
+    }
+"#;
+
 /// A separate folder for each test: the workers' current folder, and the parent of ddprun's temporary folders.
 struct Sandbox {
     folder: TempDir,
@@ -81,6 +90,16 @@ impl Sandbox {
         Pid::from_raw(self.wait_for(name).parse().unwrap()).unwrap()
     }
 }
+
+/// A shell function `fails MESSAGE [CULPRIT]`: writes what a rank of candle-ddp tells its launcher when it fails.
+const FAILS: &str = r#"
+fails() {
+    told="{\"rank\":$RANK,\"culprit\":${2:-null},\"variant\":\"${3:-PeerFailed}\",\"message\":\"$1\"}"
+    extra="{\"py_callstack\":\"$1\",\"timestamp\":\"1\",\"candle_ddp\":$told}"
+    printf '%s' "{\"message\":{\"message\":\"$1\",\"extraInfo\":$extra}}" >$TORCHELASTIC_ERROR_FILE
+    echo "Error: $1" >&2
+}
+"#;
 
 /// A running ddprun; if its test fails, it is killed together with its workers.
 struct Running(Option<Child>);

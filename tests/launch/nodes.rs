@@ -1,8 +1,7 @@
 //! Several ddpruns on this machine, each of which is a node.
-use crate::{Ran, Running, Sandbox, free_port, is_alive, wait_until};
+use crate::{AFTER, FAILS, PATIENCE, Ran, Running, Sandbox, free_port, is_alive, wait_until};
 use candle_ddp::rendezvous::{Store, TcpStore};
 use rustix::process::Signal;
-use std::time::{Duration, Instant};
 
 /// The nodes of a run, with a fixed number of them and, unless the arguments say otherwise, two workers each.
 pub(crate) struct Nodes {
@@ -39,6 +38,18 @@ impl Nodes {
         finish(self.start_all(args, script))
     }
 
+    /// Runs a script whose workers wait for the file `go`. The ddprun of node 1 learns of what follows only after the end of
+    /// `last`, one of its ranks: that its workers are asked to exit never comes before that, however busy the machine is.
+    fn run_with_a_late_node(&self, script: &str, last: usize) -> Vec<Ran> {
+        let mut running = self.start_all(&["--rdzv-conf", "keep_alive_max_attempt=1000"], script);
+        let pids: Vec<_> = (0..2 * self.count).map(|rank| self.sandbox.pid(&format!("pid{rank}"))).collect();
+        running[1].send(Signal::STOP);
+        std::fs::write(self.sandbox.path("go"), "").unwrap();
+        wait_until("the last rank to end", || !is_alive(pids[last]));
+        running[1].send(Signal::CONT);
+        finish(running)
+    }
+
     /// Waits for all workers of [`UP`].
     fn wait_until_up(&self) {
         let workers = 2 * self.count;
@@ -55,6 +66,9 @@ pub(crate) fn finish(nodes: Vec<Running>) -> Vec<Ran> {
 /// The script's workers wait for this file, so that all of them are there when something happens.
 const ALL_STARTED: &str = ": >started$RANK; while [ $(ls started* | wc -l) -lt $WORLD_SIZE ]; do sleep 0.01; done;";
 
+/// The script's workers wait for this file.
+const GO: &str = "until [ -e go ]; do sleep 0.01; done";
+
 /// Workers that say that they are there, and do not end by themselves.
 const UP: &str = ": >up$RANK; exec sleep 1000";
 
@@ -62,9 +76,9 @@ const UP: &str = ": >up$RANK; exec sleep 1000";
 fn a_failure_on_one_node_ends_all_and_each_names_it() {
     let nodes = Nodes::new(3);
     let script = format!(
-        r#"trap 'date +%s.%N >ended$RANK.new; mv ended$RANK.new ended$RANK; exit 1' TERM
+        r#"trap 'exit 1' TERM
         {ALL_STARTED}
-        if [ $RANK = 4 ]; then date +%s.%N >failed; echo "Error: no data" >&2; exit 42; fi
+        if [ $RANK = 4 ]; then echo "Error: no data" >&2; exit 42; fi
         while true; do sleep 0.01; done"#
     );
     let all = nodes.run(&[], &script);
@@ -75,28 +89,22 @@ fn a_failure_on_one_node_ends_all_and_each_names_it() {
         ran.says("its last lines:\n    Error: no data");
     }
     all[0].says("on this node on host");
-    all[0].says("rank 0 exited with code 1 after ddprun asked it to exit");
+    all[0].says("ranks [0, 1]: each exited with code 1 after ddprun asked it to exit");
     assert!(all[2].stderr.contains("rank 5 exited with code 1 after ddprun"), "{:?}", all[2]);
-    let time = |name: &str| -> f64 { nodes.sandbox.wait_for(name).parse().unwrap() };
-    let failed = time("failed");
-    // The workers of the other nodes are ended within a second.
-    let longest = (0..4).map(|rank| time(&format!("ended{rank}")) - failed).fold(0., f64::max);
-    assert!(longest < 3.0, "the last worker was ended after {longest} s, of which half a second is meant");
 }
 
 /// Rank 0 is the first to end, but only because rank 3 was killed.
 #[test]
 fn the_rank_that_was_killed_on_another_node_is_the_root() {
     let script = format!(
-        r#"{ALL_STARTED}
+        r#"{FAILS} {AFTER} here; {GO}
         case $RANK in
-        0) while [ ! -e killed ]; do sleep 0.01; done
-           echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1;;
-        3) : >killed; while [ -e started0 ] && [ ! -e gone ]; do sleep 0.2; : >gone; done; kill -9 $$;;
+        0) fails 'rank 3 is gone' 3; exit 1;;
+        3) after 0; kill -9 $$;;
         esac
         exec sleep 1000"#
     );
-    for ran in Nodes::new(2).run(&[], &script) {
+    for ran in Nodes::new(2).run_with_a_late_node(&script, 3) {
         assert_eq!(ran.code, Some(128 + 9), "{ran:?}");
         ran.says("rank 3 on host ");
         ran.says("(node 1) failed first: it was killed by SIGKILL");
@@ -108,8 +116,8 @@ fn the_rank_that_was_killed_on_another_node_is_the_root() {
 #[test]
 fn a_rank_that_only_others_blame_is_named_with_its_node() {
     let script = format!(
-        "{ALL_STARTED} [ $RANK = 0 ] || exec sleep 1000
-        echo 'Error: rank 3 is gone: its connection to rank 0 closed during barrier()' >&2; exit 1"
+        "{FAILS} {ALL_STARTED} [ $RANK = 0 ] || exec sleep 1000
+        fails 'its connection closed' 3; exit 1"
     );
     for ran in Nodes::new(2).run(&[], &script) {
         assert_eq!(ran.code, Some(1), "{ran:?}");
@@ -124,14 +132,14 @@ fn a_rank_that_only_others_blame_is_named_with_its_node() {
 #[test]
 fn errors_that_name_ranks_of_other_nodes_are_followed() {
     let script = format!(
-        r#"{ALL_STARTED}
+        r#"{FAILS} {AFTER} here; {GO}
         case $RANK in
-        1) echo 'Error: rank 2 ended the group: no disk' >&2; exit 1;;
-        2) while [ ! -e go ]; do sleep 0.01; : >go; done; sleep 0.1; echo 'Error: no disk' >&2; exit 7;;
+        1) fails 'it has no disk' 2; exit 1;;
+        2) after 1; fails 'no disk'; exit 7;;
         esac
         exec sleep 1000"#
     );
-    for ran in Nodes::new(2).run(&[], &script) {
+    for ran in Nodes::new(2).run_with_a_late_node(&script, 2) {
         assert_eq!(ran.code, Some(7), "{ran:?}");
         ran.says("(node 1) failed first: it exited with code 7");
     }
@@ -144,9 +152,25 @@ fn a_signal_to_one_node_ends_all() {
     nodes.wait_until_up();
     running[1].send(Signal::TERM);
     let all = finish(running);
-    assert_eq!([all[0].code, all[1].code], [Some(1), Some(128 + 15)]);
+    assert_eq!([all[0].code, all[1].code], [Some(128 + 15); 2]);
     all[0].says("node 1 (host ");
     all[0].says("leaves: ddprun received SIGTERM");
+    all[0].says("SIGTERM forwarded to the workers");
+}
+
+/// Each node says what its workers say.
+#[test]
+fn a_signal_that_all_workers_survive_well_is_no_failure_on_any_node() {
+    for signalled in 0..2 {
+        let nodes = Nodes::new(2);
+        let script = "trap 'echo saved; exit 0' TERM; : >up$RANK; while :; do sleep 0.01; done";
+        let mut running = nodes.start_all(&[], script);
+        nodes.wait_until_up();
+        running[signalled].send(Signal::TERM);
+        for ran in finish(running) {
+            assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), "saved\nsaved\n"), "{ran:?}");
+        }
+    }
 }
 
 /// The agents of other nodes see that the connection is closed, and their workers end as well.
@@ -155,13 +179,29 @@ fn the_death_of_the_node_that_hosts_the_store_ends_all() {
     let nodes = Nodes::new(2);
     let mut running = nodes.start_all(&[], &format!("{ALL_STARTED} echo $$ >pid$RANK; exec sleep 1000"));
     let workers: Vec<_> = (0..4).map(|rank| nodes.sandbox.pid(&format!("pid{rank}"))).collect();
-    let start = Instant::now();
     running[0].send(Signal::KILL);
     let all = finish(running);
-    assert!(start.elapsed() < Duration::from_secs(20));
     assert_eq!([all[0].code, all[1].code], [None, Some(1)]);
     all[1].says("the store of the run is gone");
     assert!(workers.iter().all(|worker| !is_alive(*worker)));
+}
+
+/// Workers that fail because of it, and say so, are not what has failed first.
+#[test]
+fn the_death_of_the_node_that_hosts_the_store_is_the_cause() {
+    let nodes = Nodes::new(2);
+    let script = format!(
+        "{FAILS} echo $PPID >parent$RANK; {ALL_STARTED} echo $$ >pid$RANK; [ $RANK -lt 2 ] && exec sleep 1000
+        while kill -0 $(cat parent0); do sleep 0.01; done; fails 'rank 0 is gone' 0; exit 1"
+    );
+    let mut running = nodes.start_all(&[], &script);
+    (0..4).for_each(|rank| drop(nodes.sandbox.wait_for(&format!("pid{rank}"))));
+    running[0].send(Signal::KILL);
+    // A zombie can still be sent a signal.
+    running[0].child().wait().unwrap();
+    let last = finish(vec![running.remove(1)]).remove(0);
+    assert_eq!(last.code, Some(1));
+    last.says("ddprun: the store of the run is gone");
 }
 
 /// The system closes the connections of a ddprun that is killed, and nobody waits for its signs of life: here, ten minutes
@@ -182,7 +222,7 @@ fn the_death_of_another_nodes_ddprun_is_noticed_at_once() {
 #[test]
 fn the_death_of_another_node_is_noticed_by_its_silence() {
     let nodes = Nodes::new(2);
-    let args = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=20"];
+    let args = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=40"];
     let mut running = nodes.start_all(&args, UP);
     nodes.wait_until_up();
     running[1].send(Signal::STOP);
@@ -191,17 +231,17 @@ fn the_death_of_another_node_is_noticed_by_its_silence() {
     drop(stopped);
     assert_eq!(first.code, Some(1));
     first.says("node 1 (host ");
-    first.says("has given no sign of life for 2 s: its machine, its network or its ddprun is gone");
+    first.says("has given no sign of life for 4 s: its machine, its network or its ddprun is gone");
 }
 
 #[test]
 fn a_node_that_never_comes_is_named() {
     let nodes = Nodes::new(3);
-    let args = ["--rdzv-conf", "join_timeout=1.5"];
+    let args = ["--rdzv-conf", "join_timeout=6"];
     let running = [0, 2].map(|node_rank| nodes.start(node_rank, &args, "echo started"));
     for ran in finish(running.into()) {
         assert_eq!(ran.code, Some(1), "{ran:?}");
-        ran.says("2 of 3 nodes have come within 1.5 s: look at the output of ddprun with --node-rank 1");
+        ran.says("2 of 3 nodes have come within 6 s: look at the output of ddprun with --node-rank 1");
         assert_eq!(ran.stdout, "");
     }
 }
@@ -267,7 +307,7 @@ fn the_store_is_empty_after_a_restart() {
         while [ ! -e go$TORCHELASTIC_RESTART_COUNT ]; do sleep 0.02; done
         exit $((1 - $TORCHELASTIC_RESTART_COUNT))"#;
     let running = nodes.start_all(&["--max-restarts", "1", "--nproc-per-node", "1"], script);
-    let store = || TcpStore::connect("127.0.0.1", nodes.port, Duration::from_secs(30)).unwrap();
+    let store = || TcpStore::connect("127.0.0.1", nodes.port, PATIENCE).unwrap();
     nodes.sandbox.wait_for("attempt1");
     store().set("left behind", b"1").unwrap();
     std::fs::write(nodes.sandbox.path("go0"), "").unwrap();
@@ -293,7 +333,7 @@ fn nodes_that_have_finished_wait_for_the_others() {
         let children = format!("/proc/{}/task/{0}/children", running[0].child().id());
         std::fs::read_to_string(children).unwrap().trim().is_empty()
     });
-    let store = TcpStore::connect("127.0.0.1", nodes.port, Duration::from_secs(30)).unwrap();
+    let store = TcpStore::connect("127.0.0.1", nodes.port, PATIENCE).unwrap();
     store.set("last", b"checkpoint").unwrap();
     assert!(running[0].child().try_wait().unwrap().is_none());
     std::fs::write(nodes.sandbox.path("go"), "").unwrap();

@@ -52,7 +52,8 @@ fn nothing_of_the_failed_attempt_survives_and_a_signal_ends_the_restart() {
     let orphan = sandbox.pid("orphan");
     crate::wait_until("the restart to begin", || {
         let children = format!("/proc/{}/task/{0}/children", running.child().id());
-        std::fs::read_to_string(children).unwrap().split_whitespace().count() == 1
+        // Of the failed attempt, only the grandchild is left.
+        std::fs::read_to_string(children).unwrap().split_whitespace().eq([orphan.as_raw_nonzero().to_string()])
     });
     crate::wait_until("the second signal to count as a separate one", || {
         running.send(Signal::TERM);

@@ -181,3 +181,33 @@ fn without_a_secret_the_store_is_as_torchruns() {
     std::fs::write(place.path("go"), "").unwrap();
     assert_eq!(Ran::of(running).code, Some(0));
 }
+
+/// Whoever starts it.
+#[test]
+fn a_file_that_others_can_read_is_reported() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Sandbox::new();
+    let file = place.path("secret");
+    std::fs::write(&file, GIVEN).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let port = free_port();
+    let status = format!("--status=127.0.0.1:{port}");
+    for args in [&["true"][..], &[&status]] {
+        let ran = Ran::new(ddprun(&place, args).env("CANDLE_DDP_SECRET_FILE", &file));
+        assert_eq!(ran.stderr.matches("chmod 600").count(), 1, "{args:?}: {ran:?}");
+    }
+}
+
+/// The node with the store says why the other one does not come.
+#[test]
+fn a_node_with_another_secret_is_reported_on_both() {
+    for given in
+        [[Some(GIVEN), Some("another secret that the user has given")], [Some(GIVEN), None], [None, Some(GIVEN)]]
+    {
+        let (all, _) = on_two_nodes(&["--rdzv-conf", "join_timeout=3"], given);
+        for ran in &all {
+            assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{given:?}: {ran:?}");
+        }
+        all[0].says("the store's server closes the connection of 127.0.0.1:");
+    }
+}

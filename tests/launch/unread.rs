@@ -49,11 +49,36 @@ fn a_success_ends_a_run_with_unread_output() {
     ran.says("last\n");
 }
 
+/// What is lost is said, even if stderr is only read later.
+#[test]
+fn the_loss_is_reported_to_a_slow_reader() {
+    use std::io::{Read, Write};
+    let sandbox = Sandbox::new();
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    // The pipe is full before ddprun starts, and has no room until the test reads it.
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while (&writer).write(&[b'x'; 4096]).is_ok() {}
+    while (&writer).write(b"x").is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    let script = "head -c 300000 /dev/zero; echo >ended";
+    let mut command = sandbox.ddprun(&["--shutdown-timeout=0.1", "sh", "-c", script]);
+    let mut child = Running::new(command.stdout(Stdio::piped()).stderr(writer));
+    drop(command);
+    let _unread = child.child().stdout.take();
+    sandbox.wait_for("ended");
+    // Long enough for a ddprun that does not wait.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    let mut text = String::new();
+    reader.read_to_string(&mut text).unwrap();
+    assert_eq!(child.child().wait().unwrap().code(), Some(0));
+    assert!(text.contains("the output is not being read: "), "{}", text.trim_start_matches('x'));
+}
+
 /// A slow reader gets everything.
 #[test]
 fn a_slow_reader_is_waited_for() {
     let sandbox = Sandbox::new();
-    let mut child = sandbox.start(&["--shutdown-timeout=1"], "head -c 300000 /dev/zero | tr '\\0' x");
+    let mut child = sandbox.start(&["--shutdown-timeout=20"], "head -c 300000 /dev/zero | tr '\\0' x");
     let mut stdout = child.child().stdout.take().unwrap();
     let reader = std::thread::spawn(move || {
         let (mut text, mut piece) = (Vec::new(), [0; 40_000]);

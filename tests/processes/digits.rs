@@ -112,4 +112,8 @@ fn a_resumed_run_ends_as_it_would_have_ended() {
     let resumed = metrics(2, &["--epochs", "2", "--zero", "--checkpoints", checkpoints, "--resume"]);
     assert_eq!(resumed[0]["epoch"], 2);
     assert_eq!(hash(&resumed), hash(&uninterrupted));
+    // A run that has ended has nothing to continue, and does not pretend to have trained.
+    let output = digits(2, &["--epochs", "2", "--zero", "--checkpoints", checkpoints, "--resume"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("--epochs: nothing is left to train"), "{stderr}");
 }

@@ -50,10 +50,10 @@ struct Plan {
 }
 
 impl Plan {
-    fn of_environment() -> Option<Self> {
-        let plan = std::env::var(PLAN).ok()?;
+    fn of_environment() -> Self {
+        let plan = std::env::var(PLAN).unwrap();
         let [fault, moment, victim] = plan.split(' ').collect::<Vec<_>>()[..] else { panic!("{PLAN}={plan}") };
-        Some(Self {
+        Self {
             fault: fault.to_string(),
             moment: moment.to_string(),
             victim: victim.parse().unwrap(),
@@ -62,7 +62,7 @@ impl Plan {
             step: AtomicU64::new(0),
             descriptors: Mutex::default(),
             limits: Mutex::default(),
-        })
+        }
     }
 
     fn tell(&self, name: &str, text: &str) {
@@ -115,7 +115,8 @@ impl Plan {
         self.reach();
         match self.fault.as_str() {
             "descriptors" => {
-                self.set_limit(Resource::Nofile, 256);
+                // The hard limit too, to which ranks raise the soft one. It stays, as only root could lift it again.
+                setrlimit(Resource::Nofile, Rlimit { current: Some(256), maximum: Some(256) }).unwrap();
                 let mut taken = self.descriptors.lock().unwrap();
                 taken.extend(std::iter::from_fn(|| File::open("/dev/null").ok()));
                 if moment == "rendezvous" {
@@ -144,15 +145,13 @@ impl Plan {
 
 fn plan() -> &'static Plan {
     static GIVEN: OnceLock<Plan> = OnceLock::new();
-    GIVEN.get_or_init(|| Plan::of_environment().unwrap())
+    GIVEN.get_or_init(Plan::of_environment)
 }
 
-/// The `main` of ranks: libtest runs it in every process, and it does nothing in a test's own.
+/// The `main` of ranks.
 #[test]
+#[ignore = "started by scripts/fault_matrix.py and by other tests"]
 fn rank_of_the_fault_matrix() -> Result<()> {
-    if std::env::var_os(PLAN).is_none() {
-        return Ok(());
-    }
     let ended = run(plan());
     plan().lift_limits();
     if let Err(error) = &ended {
@@ -192,7 +191,7 @@ impl StateDict for Own {
         self.state_dict().map(Some)
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
         self.0 = shards[plan().rank]["own"].clone();
         Ok(())
     }
@@ -236,7 +235,8 @@ fn train(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
     fill(&varmap, 3);
     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
     // It makes a group of its own.
-    let mut checkpointer = Checkpointer::new(pg, plan.folder.join("run"), CheckpointerOptions::default())?;
+    let mut checkpointer =
+        Checkpointer::new(pg, plan.folder.join("run"), CheckpointerOptions { resume: true, ..Default::default() })?;
     plan.lift_limits();
     let mut mine = own(plan, 0);
     let loaded =

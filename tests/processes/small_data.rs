@@ -1,7 +1,8 @@
 //! The examples' cache of small data sets: runs that make one at the same time, another version of it, and a failure.
 //!
-//! The processes are this test binary itself; an environment variable makes it a rank.
+//! The processes are this test binary itself.
 #![cfg(feature = "launcher")]
+use crate::common::test_arguments;
 use candle_ddp::{InitOptions, Result, init_process_group};
 use std::fs;
 use std::path::Path;
@@ -11,17 +12,17 @@ use std::time::{Duration, Instant};
 #[path = "../../examples/common/cache.rs"]
 mod cache;
 
-/// The variables that say in which version the data set is made, and by how many runs at once; unset in the test's own
-/// process.
+/// The variables that say in which version the data set is made, and by how many runs at once.
 const VERSION: &str = "CANDLE_DDP_TEST_CACHE_VERSION";
 const RUNS: &str = "CANDLE_DDP_TEST_CACHE_RUNS";
 /// The version whose writing fails.
 const BROKEN: &str = "9";
 
-/// The entry point of ranks: libtest runs it in every process, and it does nothing in the test's own.
+/// The entry point of ranks.
 #[test]
+#[ignore = "started by other tests"]
 fn rank_of_another_test() {
-    let (Ok(version), Ok(runs)) = (std::env::var(VERSION), std::env::var(RUNS)) else { return };
+    let [version, runs] = [VERSION, RUNS].map(|variable| std::env::var(variable).unwrap());
     rank(&version, runs.parse().unwrap()).unwrap();
 }
 
@@ -30,7 +31,7 @@ fn rank(version: &str, runs: usize) -> Result<()> {
     let write = |folder: &Path| {
         fs::write(folder.join("first"), version)?;
         // All runs have begun, though some may be done.
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(180);
         while count(folder.parent().unwrap(), "made") < runs {
             assert!(Instant::now() < deadline, "the other run does not write");
             std::thread::sleep(Duration::from_millis(5));
@@ -58,7 +59,7 @@ fn start(home: &Path, version: &str, runs: usize) -> Child {
     Command::new(env!("CARGO_BIN_EXE_ddprun"))
         .args(["--standalone", "--nproc-per-node", "2"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "small_data::rank_of_another_test", "--nocapture"])
+        .args(test_arguments(module_path!(), "rank_of_another_test"))
         .envs([(VERSION, version), (RUNS, &runs.to_string())])
         .env("XDG_CACHE_HOME", home)
         .stdout(Stdio::piped())

@@ -6,4 +6,5 @@ mod file_store;
 mod meeting;
 mod secret;
 mod server;
+mod starting;
 mod store;

@@ -9,7 +9,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const VALIDATE: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
 /// PING with the nonce that asks for the server's proof, and with a usual one.
 const OFFER: [u8; 5] = [0x0d, 0x01, 0x00, 0xd9, 0xcd];
@@ -106,7 +106,7 @@ fn the_refusal_reaches_rendezvous() {
     let init_method = format!("tcp://127.0.0.1:{}", server.port());
     let options = |secret| {
         let (rank, world_size, init_method) = (Some(1), Some(2), init_method.clone());
-        RendezvousOptions { init_method, rank, world_size, timeout: TIMEOUT, secret }
+        RendezvousOptions { init_method, rank, world_size, timeout: TIMEOUT, secret, ..Default::default() }
     };
     let started = Instant::now();
     refused(rendezvous(&options(None)), started);
@@ -123,6 +123,7 @@ fn ranks_with_the_same_secret_meet() {
             world_size: Some(2),
             timeout: TIMEOUT,
             secret,
+            ..Default::default()
         };
         rendezvous(&options)
     };

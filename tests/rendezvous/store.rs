@@ -4,7 +4,7 @@ use candle_ddp::{Error, Result};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(50);
 
 /// Stores that share their keys, and whatever keeps them alive.

@@ -3,7 +3,7 @@
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 
 /// Two layers; the second may be left out.
@@ -20,7 +20,7 @@ fn forward(net: &Net, x: &Tensor) -> candle_core::Result<Tensor> {
 
 fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -> DdpOptions {
     let mixed = MixedPrecision { param_dtype: param, reduce_dtype: reduce, buffer_dtype: buffer };
-    DdpOptions { mixed_precision: Some(mixed), ..Default::default() }
+    DdpOptions { mixed_precision: Some(mixed), unused: Unused::Allow, ..Default::default() }
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
@@ -135,6 +135,12 @@ fn accumulation_and_unused_parameters_work_in_every_reduce_dtype() {
 #[test]
 fn forward_converts_floating_point_inputs() {
     ranks(1, |pg| {
+        // Other calls convert their inputs themselves, and an error says how.
+        let (ddp, _) = wrap(&pg, options(Some(DType::BF16), None, None))?;
+        let error = ddp.call(|net| net.0.forward(&batch(0))).unwrap_err().to_string();
+        assert!(error.contains("the model computes in bf16") && error.contains("cast_forward_inputs"), "{error}");
+        let x = ddp.cast_forward_inputs(&batch(0))?;
+        assert_eq!(ddp.call(|net| net.0.forward(&x))?.dtype(), DType::BF16);
         let varmap = VarMap::new();
         let build = |vb: VarBuilder<'static>| linear(4, 2, vb);
         let mixed = options(Some(DType::BF16), None, None);

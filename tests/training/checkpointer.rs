@@ -1,7 +1,7 @@
 //! Checkpoints of whole runs: resumed in any world, damaged, removed, and what fails.
 use crate::common::{assert_close, fill, floats, ranks, tensor, test_arguments, var};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Json, SaveHandle, StateDict};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, SaveHandle, Serde, StateDict};
 use candle_ddp::nn::Dropout;
 use candle_ddp::optim::{
     AdamW, CosineAnnealingLr, Optimizer, ParamsAdamW, ParamsCosineAnnealingLr, ZeroRedundancyOptimizer,
@@ -41,7 +41,7 @@ struct Run {
     scaler: GradScaler,
     generator: Arc<Mutex<Generator>>,
     best: f64,
-    losses: Json<Vec<f32>>,
+    losses: Serde<Vec<f32>>,
 }
 
 impl Run {
@@ -62,7 +62,7 @@ impl Run {
         let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
         let options = GradScalerOptions { growth_interval: 2, ..Default::default() };
         let scaler = GradScaler::new(pg, ddp.named_parameters(), options)?;
-        let (best, losses) = (f64::INFINITY, Json(Vec::new()));
+        let (best, losses) = (f64::INFINITY, Serde(Vec::new()));
         Ok(Self { varmap, ddp, optimizer, schedule, scaler, generator, best, losses })
     }
 
@@ -128,7 +128,7 @@ impl Run {
 }
 
 fn checkpointer(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
-    Checkpointer::new(pg, folder, CheckpointerOptions::default())
+    Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })
 }
 
 fn names(folder: &Path) -> BTreeSet<String> {
@@ -163,20 +163,20 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
         .unwrap();
         let resumed = ranks(world_size, |pg| {
             let mut run = Run::new(&pg, zero, 0.3, 8)?;
-            // It says which sequence of the seed it draws from, which is the rank's own and not in the checkpoint.
+            // The seed comes from the checkpoint.
             *run.generator.lock().unwrap() = Generator::for_rank(0, pg.rank());
             assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())?, Some(3));
             run.train(3..6)?;
             run.state()
         });
         assert_eq!(resumed.unwrap(), straight.unwrap(), "{world_size} ranks, zero: {zero}");
-        let optimizer = (0..world_size).map(|rank| match zero {
-            true => format!("optimizer-{rank:05}-of-{world_size:05}.safetensors"),
-            false => "optimizer.safetensors".to_string(),
+        let of_rank = |name: &str, rank: usize| format!("{name}-{rank:05}-of-{world_size:05}.safetensors");
+        let of_ranks = (0..world_size).flat_map(|rank| {
+            let optimizer = if zero { of_rank("optimizer", rank) } else { "optimizer.safetensors".to_string() };
+            [optimizer, of_rank("dropout", rank)]
         });
-        let parts =
-            ["model", "schedule", "scaler", "dropout", "best", "losses"].map(|name| format!("{name}.safetensors"));
-        let expected = optimizer.chain(parts).chain(["checkpoint.json".to_string()]).collect::<BTreeSet<_>>();
+        let parts = ["model", "schedule", "scaler", "best", "losses"].map(|name| format!("{name}.safetensors"));
+        let expected = of_ranks.chain(parts).chain(["checkpoint.json".to_string()]).collect::<BTreeSet<_>>();
         assert_eq!(names(&folder.path().join("step-00000003")), expected);
     }
 }
@@ -209,7 +209,7 @@ fn a_run_goes_on_in_a_world_of_another_size() {
         checkpointer(&pg, folder.path())?.load_latest(&mut run.parts_mut())
     });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("in 1 parts") && error.contains("ZeroRedundancyOptimizer"), "{error}");
+    assert!(error.contains("as 1 shards") && error.contains("ZeroRedundancyOptimizer"), "{error}");
 }
 
 /// The value that all of its parts have, which is changed in place as optimizers do.
@@ -272,7 +272,7 @@ fn the_newest_and_the_best_are_kept() {
     let root = folder.path();
     ranks(2, |pg| {
         let mut state = Filled::new(0., 3);
-        let options = CheckpointerOptions { keep: 2, every: 2 };
+        let options = CheckpointerOptions { keep: 2, every: 2, resume: true };
         let mut saver = Checkpointer::new(&pg, root, options.clone())?;
         assert_eq!(saver.load_latest(&mut [("state", &mut state)])?, None);
         assert_eq!(saver.load_best(&mut [("state", &mut state)])?, None);
@@ -304,9 +304,10 @@ fn the_newest_and_the_best_are_kept() {
         assert_eq!(state.values(), [4.0; 3]);
         // Ranks that do not do the same.
         let every = 1 + pg.rank() as u64;
-        let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 2, every }).unwrap_err().to_string();
+        let error =
+            Checkpointer::new(&pg, root, CheckpointerOptions { every, ..options.clone() }).unwrap_err().to_string();
         assert!(error.contains("ranks gave different ones") && error.contains("every: 2"), "{error}");
-        let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 0, every: 1 }).unwrap_err().to_string();
+        let error = Checkpointer::new(&pg, root, CheckpointerOptions { keep: 0, ..options }).unwrap_err().to_string();
         assert!(error.contains("keep: it must be at least 1"), "{error}");
         let name = if pg.rank() == 0 { "state" } else { "other" };
         let error = other.save(9, &[(name, &state)]).unwrap_err().to_string();
@@ -322,7 +323,7 @@ fn the_newest_and_the_best_are_kept() {
 fn what_is_damaged_is_passed_over() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let options = CheckpointerOptions { keep: 4, ..Default::default() };
+    let options = CheckpointerOptions { keep: 4, resume: true, ..Default::default() };
     ranks(2, |pg| {
         let mut checkpointer = Checkpointer::new(&pg, root, options.clone())?;
         let state = Filled::new(0., 3);
@@ -394,7 +395,9 @@ fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
                 checkpointer.load_latest(&mut parts)
             };
             match (pg.rank(), load(&mut run, &mut choosy)) {
-                (1, Err(Error::Io { error, .. })) => assert!(error.to_string().contains("it is refused")),
+                (1, Err(Error::CheckpointPart { part, error, .. })) => {
+                    assert!(part == "choosy" && error.to_string().contains("it is refused"), "{error}");
+                }
                 (0 | 2, Err(Error::RankFailed { rank: 1, reason })) => assert!(reason.contains("it is refused")),
                 (rank, other) => panic!("rank {rank}: {other:?}"),
             }
@@ -460,7 +463,7 @@ impl StateDict for Own {
         Ok(Some(HashMap::from([("own".to_string(), Tensor::zeros(self.elements, DType::F32, &Device::Cpu)?)])))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
         self.elements = shards.iter().map(|shard| shard["own"].elem_count()).sum();
         Ok(())
     }
@@ -487,12 +490,11 @@ fn a_rank_without_a_state_is_an_error_on_all() {
     expect(folder.path(), &["step-00000001"]);
 }
 
-/// A link to nowhere has the name of the folder, so that the folder cannot be made.
+/// A link to nowhere takes the folder's place while the run goes on.
 #[test]
-fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
+fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("taken");
-    std::os::unix::fs::symlink(folder.path().join("deep/missing"), &root).unwrap();
     ranks(2, |pg| {
         let check = |error: Error| {
             let text = error.to_string();
@@ -502,6 +504,11 @@ fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
             assert!(if pg.rank() == 0 { is_own } else { is_others }, "{error:?}");
         };
         let mut checkpointer = checkpointer(&pg, &root)?;
+        if pg.rank() == 0 {
+            std::fs::remove_dir(&root).unwrap();
+            std::os::unix::fs::symlink(folder.path().join("deep/missing"), &root).unwrap();
+        }
+        pg.barrier()?;
         let save = |checkpointer: &mut Checkpointer| checkpointer.save(1, &[("value", &1.5)]);
         // Nobody asks the first handle: the next call tells.
         save(&mut checkpointer)?;

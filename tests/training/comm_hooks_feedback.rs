@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Shape, T
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions, TopK, TopKOptions};
 use candle_ddp::optim::StateDict;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<
 /// Buckets of 500 bytes; rebuilding them moves parameters between buckets.
 fn small_buckets() -> DdpOptions {
     let mib = 500.0 / f64::from(1 << 20);
-    DdpOptions { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() }
+    DdpOptions { bucket_cap_mb: mib, first_bucket_mb: mib, unused: Unused::Allow, ..Default::default() }
 }
 
 /// Gradients whose matrices have rank 1.
@@ -520,7 +520,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
             let error = ranks(1, |pg| {
                 let ddp = model(&pg, hook(), DdpOptions::default())?;
                 let mut state = ddp.comm_hook_state().expect("a hook");
-                Checkpointer::new(&pg, folder.path(), CheckpointerOptions::default())?
+                Checkpointer::new(&pg, folder.path(), CheckpointerOptions { resume: true, ..Default::default() })?
                     .load_latest(&mut [("hook", &mut state)])
             });
             let error = error.unwrap_err().to_string();

@@ -3,7 +3,8 @@ use crate::common::{assert_close, fill, floats, ranks, tensor, values, var};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::error::Failure;
-use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result};
+use candle_ddp::optim::{Optimizer as _, ParamsSgd, ZeroRedundancyOptimizer};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
@@ -306,6 +307,7 @@ fn ranks_may_use_different_parameters() {
 #[test]
 fn a_parameter_that_no_rank_used_has_no_gradient() {
     for options in [DdpOptions::default(), tiny()] {
+        let options = DdpOptions { unused: Unused::Allow, ..options };
         ranks(2, |pg| {
             let (ddp, varmap) = wrap(&pg, options.clone())?;
             for _ in 0..3 {
@@ -326,6 +328,32 @@ fn a_parameter_that_no_rank_used_has_no_gradient() {
         })
         .unwrap();
     }
+}
+
+#[test]
+fn accumulated_gradients_can_be_given_up() {
+    ranks(2, |pg| {
+        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
+        let gradients = || -> Result<_> {
+            let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+            Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
+        };
+        let expected = gradients()?;
+        {
+            let _guard = ddp.no_sync();
+            ddp.backward(&loss(&ddp.forward(&batch(10 + pg.rank()))?)?)?;
+        }
+        ddp.zero_grad();
+        assert_eq!(gradients()?, expected);
+
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
+        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
+        ddp.zero_grad();
+        let error = optimizer.step(&grads).unwrap_err().to_string();
+        assert!(error.contains("there are no new gradients"), "{error}");
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

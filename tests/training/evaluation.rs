@@ -8,7 +8,7 @@ const PATIENCE: usize = 3;
 type Outcome = (Vec<(f64, f64)>, Vec<f32>);
 
 fn run(world_size: usize, zero: bool, folder: &Path) -> Vec<Outcome> {
-    let trained = ranks(world_size, |pg| train(&pg, folder, 500, PATIENCE, zero));
+    let trained = ranks(world_size, |pg| train(&pg, folder, (500, PATIENCE, zero), validate));
     let values = |trained: Trained| (trained.history, floats(&var(&trained.varmap, "fc.weight")));
     trained.unwrap().into_iter().map(values).collect()
 }
@@ -36,6 +36,29 @@ fn the_recipe_stops_early_with_the_best_model_on_all_ranks() {
         assert_close(&flat(history), &flat(&one.0), 1e-4, "history");
         assert_close(weights, &one.1, 1e-4, "weights");
     }
+}
+
+/// A loss that is no number is never the best one, but for the first epoch's.
+#[test]
+fn the_recipe_goes_on_after_a_loss_that_is_not_a_number() {
+    let best_of = |losses: &'static [f64]| {
+        let folder = tempfile::tempdir().unwrap();
+        let trained = ranks(2, |pg| {
+            let epoch = std::cell::Cell::new(0);
+            let scripted = |_: &_| {
+                epoch.set(epoch.get() + 1);
+                Ok(losses.get(epoch.get() - 1).copied().unwrap_or(f64::NAN))
+            };
+            let trained = train(&pg, folder.path(), (10, PATIENCE, false), scripted)?;
+            let found: Vec<f64> = trained.history.iter().map(|(_, validation)| *validation).collect();
+            Ok((found, floats(&var(&trained.varmap, "fc.weight"))))
+        });
+        let trained = trained.unwrap();
+        assert_eq!(format!("{:?}", trained[0]), format!("{:?}", trained[1]));
+        trained.into_iter().next().unwrap().0
+    };
+    assert_eq!(best_of(&[f64::NAN, 2., f64::NAN, 1.]).len(), 4 + PATIENCE);
+    assert_eq!(best_of(&[]).len(), 1 + PATIENCE);
 }
 
 #[test]

@@ -11,9 +11,14 @@ struct Trained {
     history: Vec<(f64, f64)>,
 }
 
-/// Trains until the validation loss has not become better for `patience` epochs, and returns the best model. Every rank
-/// calls it; all have the same numbers and decide alike.
-fn train(pg: &ProcessGroup, folder: &Path, epochs: usize, patience: usize, zero: bool) -> Result<Trained> {
+/// Trains until the loss that `validate` returns has not become better for `patience` epochs, and returns the best model. Every
+/// rank calls it; all have the same numbers and decide alike.
+fn train(
+    pg: &ProcessGroup,
+    folder: &Path,
+    (epochs, patience, zero): (usize, usize, bool),
+    validate: impl Fn(&DistributedDataParallel<Linear>) -> Result<f64>,
+) -> Result<Trained> {
     let varmap = VarMap::new();
     let options = DdpOptions { init_seed: Some(42), ..Default::default() };
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| linear(6, 1, vb.pp("fc")), options)?;
@@ -24,7 +29,7 @@ fn train(pg: &ProcessGroup, folder: &Path, epochs: usize, patience: usize, zero:
     };
     let (best_file, last_file) = (folder.join("best.safetensors"), folder.join("last.safetensors"));
     let mut history = Vec::new();
-    let (mut best, mut best_epoch) = (f64::INFINITY, 0);
+    let (mut best, mut best_epoch) = (f64::NAN, 0);
     for epoch in 0..epochs {
         let (mut sum, mut samples) = (0.0, 0.0);
         for (x, y) in training_batches(pg)? {
@@ -39,7 +44,8 @@ fn train(pg: &ProcessGroup, folder: &Path, epochs: usize, patience: usize, zero:
         let found = if pg.rank() == 0 { Some(validate(&ddp)?) } else { None };
         let validation = pg.broadcast_object(found.as_ref(), 0)?;
         history.push((sum / samples, validation));
-        if validation < best {
+        // The first epoch's model is the best so far, even if its loss is NaN; any number is better than that.
+        if epoch == 0 || validation < best || (best.is_nan() && !validation.is_nan()) {
             (best, best_epoch) = (validation, epoch);
             checkpoint::save_distributed(pg, &varmap, &best_file)?;
         }

@@ -1,6 +1,7 @@
 //! Frozen parameters and buffers.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, ModuleT, Tensor, Var};
+use candle_ddp::optim::{self, AdamW, ParameterGroup, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result};
 use candle_nn::{BatchNorm, BatchNormConfig, Linear, Module, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::sync::Arc;
@@ -99,6 +100,7 @@ fn frozen_parameters_stay_until_they_are_thawed() {
         let ddp = wrap(&pg, &varmap, frozen())?;
         assert_eq!(all(&varmap), all(&filled()), "frozen variables must have rank 0's values too");
         assert_eq!(names(ddp.named_parameters()), HEAD);
+        assert_eq!(names(ddp.named_frozen()), FROZEN);
         assert_eq!(names(ddp.named_buffers()), STATISTICS, "buffers stay buffers");
         assert_eq!(ddp.buckets().concat(), ["head.bias", "head.weight"], "nothing else is sent");
         train(&pg, &ddp, 3)?;
@@ -111,6 +113,82 @@ fn frozen_parameters_stay_until_they_are_thawed() {
         Ok(())
     })
     .unwrap();
+}
+
+const PARAMS: ParamsAdamW = ParamsAdamW { lr: 0.05, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+
+/// As PyTorch does it: one optimizer over all parameters, of which the frozen ones have no gradient at first.
+fn train_plain_with_moments() -> Vec<f32> {
+    let varmap = filled();
+    let named = [&FROZEN[..], &HEAD].concat().into_iter().map(|name| (name.to_string(), var(&varmap, name))).collect();
+    let mut optimizer = AdamW::from_named(named, PARAMS).unwrap();
+    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
+    for step in 0..8 {
+        let loss = net.forward_t(&tensor(X.0, X.1), false).unwrap().sqr().unwrap().mean_all().unwrap();
+        let mut grads = loss.backward().unwrap();
+        if step < 4 {
+            FROZEN.iter().for_each(|name| drop(grads.remove(&var(&varmap, name))));
+        }
+        optim::Optimizer::step(&mut optimizer, &grads).unwrap();
+    }
+    all(&varmap)
+}
+
+#[test]
+fn moments_stay_when_parameters_are_thawed() {
+    let expected = train_plain_with_moments();
+    let steps = |pg: &ProcessGroup, ddp: &Ddp, optimizer: &mut dyn optim::Optimizer| -> Result<()> {
+        let x = tensor(X.0, X.1).i(pg.rank() * 5..(pg.rank() + 1) * 5)?;
+        (0..4).try_for_each(|_| optimizer.step(&ddp.backward(&ddp.forward_t(&x, false)?.sqr()?.mean_all()?)?))
+    };
+    ranks(2, |pg| {
+        // One optimizer over all variables, also the statistics.
+        let varmap = filled();
+        let ddp = wrap(&pg, &varmap, frozen())?;
+        let mut named: Vec<_> = varmap.data().lock().unwrap().iter().map(|(n, v)| (n.clone(), v.clone())).collect();
+        named.sort_by(|(name, _), (other, _)| name.cmp(other));
+        let mut optimizer = AdamW::from_named(named, PARAMS)?;
+        steps(&pg, &ddp, &mut optimizer)?;
+        steps(&pg, &wrap(&pg, &varmap, DdpOptions::default())?, &mut optimizer)?;
+        assert_close(&all(&varmap), &expected, 1e-5, "one optimizer");
+
+        // One that belongs to DDP takes over what the one before remembers.
+        for takes_over in [true, false] {
+            let varmap = filled();
+            let ddp = wrap(&pg, &varmap, frozen())?;
+            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, PARAMS)?;
+            steps(&pg, &ddp, &mut optimizer)?;
+            let remembered = optimizer.state_dict()?;
+            drop(optimizer);
+            let ddp = wrap(&pg, &varmap, DdpOptions::default())?;
+            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, PARAMS)?;
+            if takes_over {
+                let mut state = optimizer.state_dict()?;
+                state.extend(remembered.into_iter().filter(|(key, _)| key.starts_with("state.")));
+                optimizer.load_state_dict(&state)?;
+            }
+            steps(&pg, &ddp, &mut optimizer)?;
+            let error = all(&varmap).iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
+            assert_eq!(error < 1e-4, takes_over, "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_state_of_fewer_parameters_is_refused_with_what_to_do() {
+    let varmap = filled();
+    let of = |names: &[&str]| names.iter().map(|name| (name.to_string(), var(&varmap, name))).collect::<Vec<_>>();
+    let groups = |groups: &[&[&str]]| {
+        let groups = groups.iter().map(|names| ParameterGroup { parameters: of(names), options: PARAMS }).collect();
+        AdamW::from_groups(groups).unwrap()
+    };
+    let head = groups(&[&HEAD]).state_dict().unwrap();
+    let error = groups(&[&FROZEN, &HEAD]).load_state_dict(&head).unwrap_err().to_string();
+    assert!(error.contains("1 group(s) of parameters, and this one has 2") && error.contains("thaw"), "{error}");
+    let error = groups(&[&[&FROZEN[..], &HEAD].concat()]).load_state_dict(&head).unwrap_err().to_string();
+    assert!(error.contains("features.") && error.contains("fewer parameters were trained"), "{error}");
 }
 
 #[test]

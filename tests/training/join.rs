@@ -350,7 +350,7 @@ fn what_was_accumulated_when_the_inputs_ended_counts() {
                 _ => {
                     accumulate(&pg, &ddp)?;
                     // Without the join, rank 0 adds nothing in the synchronised pass.
-                    let scale = if pg.rank() == 0 { 0. } else { 1. };
+                    let scale = Tensor::new(if pg.rank() == 0 { 0f64 } else { 1. }, pg.device())?;
                     let grads = ddp.backward(&(loss(&ddp, pg.rank(), 6)? * scale)?)?;
                     Ok(Some(
                         ddp.parameters().iter().flat_map(|var| floats(grads.get(var).unwrap())).collect::<Vec<_>>(),

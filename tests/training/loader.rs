@@ -21,13 +21,29 @@ fn the_last_batch_is_smaller_or_left_out() {
     assert_eq!(batches(0..5, 2, true), [vec![0, 1], vec![2, 3]]);
     assert_eq!(batches(0..4, 2, false), batches(0..4, 2, true));
     assert_eq!(batches(0..3, 100, false), [vec![0, 1, 2]]);
-    assert!(batches(0..3, 100, true).is_empty());
     assert!(batches(0..0, 1, false).is_empty());
+}
+
+/// Training on nothing would end well.
+#[test]
+fn samples_that_make_no_batch_are_an_error() {
+    let loader = DataLoader::new(options(100, true), |indices| Ok(indices.to_vec())).unwrap();
+    let mut batches = loader.iter(0..3);
+    assert_eq!(batches.len(), 1);
+    match batches.next() {
+        Some(Err(Error::InvalidArgument { argument: "batch_size", reason })) => {
+            assert!(reason.contains("3 samples") && reason.contains("drop_last"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(batches.next().is_none());
+    assert_eq!(loader.iter(0..0).count(), 0);
+    assert_eq!(loader.iter(0..105).map(Result::unwrap).count(), 1);
 }
 
 #[test]
 fn ranks_get_the_same_number_of_batches() {
-    for len in 0..40 {
+    for len in 1..40 {
         let counts: Vec<usize> = (0..3)
             .map(|rank| {
                 let sampler = DistributedSampler::new(len, 3, rank, SamplerOptions::default()).unwrap();

@@ -104,6 +104,7 @@ proptest! {
         len in 1_usize..80, ranks in (1_usize..6, 1_usize..6), batch_sizes in (1_usize..9, 1_usize..9), steps in 0_usize..12,
         (shuffle, drop_last, padding) in any::<(bool, bool, bool)>(), seed: u64,
     ) {
+        prop_assume!(!drop_last || len >= ranks.0.max(ranks.1));
         let sampler = SamplerOptions { shuffle, seed, drop_last, padding: padding || drop_last };
         let (first, second) = (run(len, ranks.0, batch_sizes.0, sampler), run(len, ranks.1, batch_sizes.1, sampler));
         // Without padding, ranks may end at different times: stop before.
@@ -131,6 +132,7 @@ proptest! {
     fn the_same_run_goes_on_with_the_same_batches(
         len in 1_usize..80, world_size in 1_usize..6, batch_size in 1_usize..9, steps in 0_usize..12, drop_last: bool, seed: u64,
     ) {
+        prop_assume!(!drop_last || len.div_ceil(world_size) >= batch_size);
         let mut run = run(len, world_size, batch_size, SamplerOptions { seed, ..Default::default() });
         run.loader.drop_last = drop_last;
         for rank in 0..world_size {
@@ -217,7 +219,7 @@ fn what_was_read_ahead_is_not_consumed() {
     let sampler = DistributedSampler::new(40, 2, 0, SamplerOptions::default()).unwrap();
     let options = LoaderOptions { batch_size: 3, num_workers: 2, prefetch_factor: 4, ..Default::default() };
     let loader = StatefulDataLoader::new(Augmented, sampler, options, default_collate).unwrap();
-    let at = |epoch, consumed| LoaderState { seed: 0, epoch, consumed };
+    let at = |epoch, consumed| LoaderState { seed: 0, epoch, consumed, dataset_len: 40 };
     let mut batches = loader.iter();
     assert_eq!(loader.state(), at(0, 0));
     for consumed in [6, 12, 18, 24, 30, 36, 40] {
@@ -245,7 +247,7 @@ fn a_resumed_run_has_the_seed_of_the_run_before() {
 #[test]
 fn a_run_that_was_stopped_after_the_last_batch_ends_its_epoch() {
     let mut loader = run(12, 2, 3, SamplerOptions::default()).loader(0);
-    loader.resume(LoaderState { seed: 0, epoch: 5, consumed: 12 }).unwrap();
+    loader.resume(LoaderState { epoch: 5, consumed: 12, ..loader.state() }).unwrap();
     assert_eq!((loader.epoch(), loader.iter().len()), (5, 0));
     assert!(loader.iter().next().is_none());
     assert_eq!((loader.epoch(), loader.iter().len()), (6, 2));
@@ -292,15 +294,69 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(loader.state(), before);
     let mut copy = LoaderState::default();
     copy.load_state_dict(&before.state_dict().unwrap()).unwrap();
-    assert_eq!(copy, LoaderState { seed: u64::MAX, epoch: 0, consumed: 6 });
+    assert_eq!(copy, LoaderState { seed: u64::MAX, epoch: 0, consumed: 6, dataset_len: 12 });
 }
 
 #[test]
-fn an_empty_dataset_has_empty_epochs() {
-    for num_workers in [0, 2] {
-        let mut empty = run(0, 2, 3, SamplerOptions::default());
-        empty.loader.num_workers = num_workers;
-        let loader = empty.loader(1);
-        assert_eq!((loader.num_batches(), loader.iter().count(), loader.epoch()), (0, 0, 1));
+fn a_loader_without_a_batch_is_refused() {
+    let new = |len, world_size, rank, sampler, loader| {
+        let sampler = DistributedSampler::new(len, world_size, rank, sampler)?;
+        StatefulDataLoader::new(0..len, sampler, loader, Ok as Collate)
+    };
+    let reason = |result: Result<Indices>| match result {
+        Err(Error::InvalidArgument { argument, reason }) => format!("{argument}: {reason}"),
+        Err(other) => panic!("{other:?}"),
+        Ok(loader) => panic!("{} batches", loader.num_batches()),
+    };
+    let sampler = SamplerOptions::default();
+    let loader = LoaderOptions { batch_size: 8, drop_last: true, ..Default::default() };
+    // Each of the two ranks has seven samples.
+    for rank in 0..2 {
+        let found = reason(new(13, 2, rank, sampler, loader));
+        assert!(
+            found.starts_with("batch_size: ") && found.contains("7 samples") && found.contains("drop_last"),
+            "{found}"
+        );
+        new(15, 2, rank, sampler, loader).unwrap();
     }
+    new(13, 2, 0, sampler, LoaderOptions { drop_last: false, ..loader }).unwrap();
+    // Nothing at all, and fewer samples than ranks.
+    let found = reason(new(0, 2, 0, sampler, LoaderOptions::default()));
+    assert!(found.starts_with("len: ") && found.contains("empty"), "{found}");
+    let found = reason(new(1, 2, 0, SamplerOptions { drop_last: true, ..sampler }, LoaderOptions::default()));
+    assert!(found.starts_with("drop_last: ") && found.contains("1 sample"), "{found}");
+    // An evaluation may leave ranks without samples, and those with fewer than others without a batch.
+    let evaluation = SamplerOptions { shuffle: false, padding: false, ..sampler };
+    let counts = |len, loader| (0..3).map(move |rank| new(len, 3, rank, evaluation, loader).unwrap().iter().count());
+    assert_eq!(counts(2, LoaderOptions::default()).collect::<Vec<_>>(), [1, 1, 0]);
+    assert_eq!(counts(23, loader).collect::<Vec<_>>(), [1, 1, 0]);
+}
+
+#[test]
+fn the_state_of_a_run_with_another_dataset_is_refused() {
+    let loader = |len| run(len, 2, 2, SamplerOptions::default()).loader(0);
+    let first = loader(12);
+    first.iter().take(2).for_each(drop);
+    let error = loader(20).load_state_dict(&first.state_dict().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("12 samples") && error.contains("20"), "{error}");
+    // Between two epochs, a dataset may grow.
+    first.iter().for_each(drop);
+    let mut grown = loader(20);
+    grown.load_state_dict(&first.state_dict().unwrap()).unwrap();
+    assert_eq!((grown.epoch(), grown.iter().len()), (1, 5));
+}
+
+/// With one sample more on the first ranks, the last batches differ in length.
+#[test]
+fn all_ranks_have_the_same_state_without_padding_too() {
+    let evaluation = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
+    let uneven = run(10, 4, 3, evaluation);
+    let states: Vec<_> = (0..4)
+        .map(|rank| {
+            let loader = uneven.loader(rank);
+            loader.iter().take(1).for_each(drop);
+            loader.state()
+        })
+        .collect();
+    assert!(states.iter().all(|state| *state == states[0] && state.consumed == 10), "{states:?}");
 }

@@ -63,11 +63,13 @@ fn invalid_options_are_refused_at_construction() {
         let text = conv2d(6, 4, 3, config, vb()).unwrap_err().to_string();
         assert!(text.contains(part), "{text}");
     };
-    refused(Conv2dConfig { stride: 0, ..config }, "a stride of 0");
-    refused(Conv2dConfig { dilation: 0, ..config }, "a dilation of 0");
+    refused(Conv2dConfig { stride: 0, ..config }, "stride must be at least 1");
+    refused(Conv2dConfig { dilation: 0, ..config }, "dilation must be at least 1");
     refused(Conv2dConfig { groups: 0, ..config }, "0 groups do not divide 6 input channels and 4 output channels");
     refused(Conv2dConfig { groups: 3, ..config }, "3 groups do not divide");
-    assert!(conv2d_no_bias(6, 4, 0, config, vb()).unwrap_err().to_string().contains("a kernel of size 0"));
+    assert!(
+        conv2d_no_bias(6, 4, 0, config, vb()).unwrap_err().to_string().contains("the kernel's size must be at least 1")
+    );
     let transposed = ConvTranspose2dConfig { output_padding: 2, stride: 2, ..Default::default() };
     let text = conv_transpose2d(6, 4, 3, transposed, vb()).unwrap_err().to_string();
     assert!(text.contains("output_padding 2 must be less than stride 2 or dilation 1"), "{text}");
@@ -85,7 +87,7 @@ fn inputs_that_do_not_fit_are_refused() {
     assert!(text(&[2, 5, 8, 8], DType::F32).contains("(N, 3, H, W)"));
     assert!(text(&[3, 8, 8], DType::F32).contains("(N, 3, H, W)"));
     assert!(text(&[2, 3, 8, 8], DType::F64).contains("f64[2, 3, 8, 8]"));
-    assert!(text(&[2, 3, 2, 8], DType::F32).contains("the kernel does not fit in once"));
+    assert!(text(&[2, 3, 2, 8], DType::F32).contains("the kernel is larger than the padded input"));
     let empty = layer.forward(&Tensor::zeros((0, 3, 8, 8), DType::F32, &Device::Cpu).unwrap()).unwrap();
     assert_eq!(empty.dims(), [0, 4, 6, 6]);
     let linear = Linear::new(Tensor::zeros((4, 3), DType::F32, &Device::Cpu).unwrap(), None);

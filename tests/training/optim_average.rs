@@ -20,6 +20,10 @@ fn averages_are_applied_and_restored() {
         let averaged = vec![4. * 0.75 * 0.75 + 8. * 0.25 * 0.75 + 16. * 0.25; 3];
         assert_eq!(floats(&watched), averaged, "tensors returned earlier follow the updates");
         ema.apply().unwrap();
+        assert!(
+            ema.state_dict().unwrap_err().to_string().contains("call restore first"),
+            "a checkpoint of the averages"
+        );
         assert_eq!(floats(&var), averaged, "{dtype:?}");
         assert!(matches!(ema.apply(), Err(Error::InvalidArgument { .. })), "the weights would be lost");
         assert!(matches!(ema.update(), Err(Error::InvalidArgument { .. })), "it would average averages");

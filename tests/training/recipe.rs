@@ -54,7 +54,7 @@ impl Training {
 
 fn train(pg: &ProcessGroup, folder: &Path, epochs: u64) -> Result<Training> {
     let mut training = Training::new(pg)?;
-    let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions::default())?;
+    let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;
     let done = checkpointer.load_latest(&mut training.parts_mut())?.unwrap_or(0);
     for epoch in done..epochs {
         // Your batches go here, after `sampler.set_epoch(epoch as usize)`. This example has one.

@@ -37,8 +37,13 @@ fn indices_are_pytorchs() {
             drop_last: row["drop_last"].as_bool().unwrap(),
             padding: true,
         };
-        let mut sampler =
-            DistributedSampler::new(number(row, "n"), number(row, "world_size"), number(row, "rank"), options).unwrap();
+        let sampler =
+            DistributedSampler::new(number(row, "n"), number(row, "world_size"), number(row, "rank"), options);
+        // Where PyTorch gives every rank nothing without a word.
+        let Ok(mut sampler) = sampler else {
+            assert_eq!(number(row, "num_samples"), 0, "{row}");
+            continue;
+        };
         sampler.set_epoch(number(row, "epoch"));
         assert_eq!(sampler.len(), number(row, "num_samples"), "{row}");
         assert_eq!(sampler.total_size(), number(row, "total_size"), "{row}");
@@ -105,8 +110,9 @@ fn rank_indices(len: usize, world_size: usize, options: SamplerOptions, epoch: u
 proptest! {
     #[test]
     fn ranks_share_the_dataset_fairly(
-        len in 0_usize..200, world_size in 1_usize..12, shuffle: bool, drop_last: bool, seed: u64, epoch in 0_usize..9,
+        len in 1_usize..200, world_size in 1_usize..12, shuffle: bool, drop_last: bool, seed: u64, epoch in 0_usize..9,
     ) {
+        prop_assume!(!drop_last || len >= world_size);
         let options = SamplerOptions { shuffle, seed, drop_last, padding: true };
         let ranks = rank_indices(len, world_size, options, epoch);
         let samples = if drop_last { len / world_size } else { len.div_ceil(world_size) };
@@ -126,7 +132,7 @@ proptest! {
 
     #[test]
     fn without_its_padding_every_sample_is_seen_once(
-        len in 0_usize..200, world_size in 1_usize..12, shuffle: bool, seed: u64,
+        len in 1_usize..200, world_size in 1_usize..12, shuffle: bool, seed: u64,
     ) {
         let options = SamplerOptions { shuffle, seed, drop_last: false, padding: false };
         let mut seen = Vec::new();

@@ -125,6 +125,45 @@ fn folders_that_are_something_else() {
     }
 }
 
+/// Links that lead to a folder of the class again give it any number of paths.
+#[test]
+fn a_folder_with_links_to_itself_is_read_once() {
+    let root = small_folder();
+    for (link, target) in
+        [("a/x", "."), ("a/y", "."), ("b/a", "../a"), ("b/up", ".."), ("b/none.jpg", "missing"), ("c", "a")]
+    {
+        std::os::unix::fs::symlink(target, root.path().join(link)).unwrap();
+    }
+    let folder = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    let samples: Vec<(&str, u32)> = folder
+        .samples()
+        .iter()
+        .map(|(path, label)| (path.strip_prefix(root.path()).unwrap().to_str().unwrap(), *label))
+        .collect();
+    // b/a is another class's folder, and b/up/b is b itself.
+    let of_a = [("a/0.jpg", 0), ("a/1.jpg", 0)];
+    assert_eq!(samples[..2], of_a);
+    assert_eq!(samples[samples.len() - 2..], [("c/0.jpg", 2), ("c/1.jpg", 2)]);
+    let of_b: Vec<_> = samples.iter().filter(|(_, label)| *label == 1).collect();
+    assert_eq!(of_b.len(), 5, "{of_b:?}");
+    assert!(of_b.contains(&&("b/2.jpg", 1)) && of_b.contains(&&("b/none.jpg", 1)), "{of_b:?}");
+}
+
+/// A FIFO has no end until somebody has written to it, and some devices have none at all.
+#[test]
+fn only_regular_files_are_read() {
+    let root = small_folder();
+    let fifo = root.path().join("a/x.png");
+    assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    std::os::unix::fs::symlink("/dev/zero", root.path().join("a/y.png")).unwrap();
+    let strict = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    assert!(error(get(&strict, 2)).ends_with("a/x.png: it is a FIFO, and not a regular file"));
+    assert!(error(get(&strict, 3)).ends_with("a/y.png: it is a device, and not a regular file"));
+    let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
+    assert_eq!(get(&patient, 2).unwrap().1, 1);
+    assert_eq!(patient.skipped(), [fifo, root.path().join("a/y.png")]);
+}
+
 /// Each label stands for one colour of the palette, which the golden data has checked.
 #[test]
 fn palettes_of_any_depth_are_masks() {
@@ -191,10 +230,13 @@ fn cifar_is_read_from_its_binary_files() {
     assert!(text.ends_with("test_batch.bin: record 5 has the label 10, and there are only 10 classes"), "{text}");
     fs::write(root.path().join("test_batch.bin"), &damaged[1..]).unwrap();
     let text = error(Cifar10::new(root.path(), Split::Eval, ()));
-    assert!(text.contains("test_batch.bin: it has 30729999 bytes, which are no records of 3073 bytes"), "{text}");
+    assert!(
+        text.contains("test_batch.bin: its size, 30729999 bytes, is not a multiple of the record size, 3073"),
+        "{text}"
+    );
     fs::write(root.path().join("test_batch.bin"), []).unwrap();
     let text = error(Cifar10::new(root.path(), Split::Eval, ()));
-    assert!(text.contains("test_batch.bin: it has 0 bytes"), "{text}");
+    assert!(text.contains("test_batch.bin: its size, 0 bytes"), "{text}");
     fs::write(root.path().join("test_batch.bin"), records(3, &[10])).unwrap();
     assert_eq!(Cifar10::new(root.path(), Split::Eval, ()).unwrap().len(), 3);
 }

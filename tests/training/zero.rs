@@ -10,6 +10,7 @@ use candle_ddp::optim::{
 };
 use candle_ddp::{
     DdpOptions, DistributedDataParallel, Error, GradScaler, GradScalerOptions, MixedPrecision, ProcessGroup, Result,
+    Unused,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -40,7 +41,7 @@ type Ddp = DistributedDataParallel<Net>;
 
 /// Buckets of a few parameters each.
 fn small() -> DdpOptions {
-    DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, ..Default::default() }
+    DdpOptions { bucket_cap_mb: 1e-4, first_bucket_mb: 5e-5, unused: Unused::Allow, ..Default::default() }
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {

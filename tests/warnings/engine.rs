@@ -17,7 +17,7 @@ fn warnings(body: impl FnOnce()) -> Vec<String> {
 
 /// Three ranks create a group, make one call each, rank 0 first, and then leave. Returns which calls succeeded.
 fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
-    const TIMEOUT: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(120);
     let store: Arc<dyn Store> = Arc::new(HashStore::new(TIMEOUT));
     let (first, all) = (Barrier::new(3), Barrier::new(3));
     std::thread::scope(|scope| {

@@ -3,9 +3,10 @@
 mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
+mod diverged;
 mod engine;
 #[path = "../common/logger.rs"]
 mod logger;
 mod lost_gradients;
+mod secrets;
 mod shm_fallback;
-mod unused;

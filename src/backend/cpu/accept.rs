@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 /// How long a caller has to send its greeting, and to prove that it has the secret where others wait to do so. A peer
 /// proves it at once, except while it waits for other ranks.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
-/// How many callers may be silent at a time. Others wait in the system's queue until one of these has sent its
-/// greeting or timed out.
+/// How many callers may be silent at a time. The oldest of them gives way to another one.
 const SILENT: usize = 512;
+/// How many connections are accepted before the others get their turn.
+const ACCEPTED: usize = 1024;
 /// The pause after the system ran out of resources for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -38,32 +39,45 @@ impl<'a> Acceptor<'a> {
     /// Closes connections that have been silent for too long. Returns the listener unless accepting is paused.
     pub(super) fn prepare(&mut self, conversations: &mut Vec<Conversation>) -> Option<&'a TcpListener> {
         let (now, rank, warnings) = (Instant::now(), self.rank, &mut self.warnings);
-        conversations.retain(|Conversation { address, stage, since, .. }| {
-            let keep = !matches!(stage, Stage::Greeting) || now.duration_since(*since) < HANDSHAKE_TIME;
+        conversations.retain(|conversation| {
+            let keep = !conversation.is_silent() || now.duration_since(conversation.since) < HANDSHAKE_TIME;
             if !keep {
+                let address = conversation.address;
                 warnings
                     .warn(format_args!("rank {rank} closed the connection of {address}, which did not say who it is"));
             }
             keep
         });
         self.paused_until = self.paused_until.filter(|until| now < *until);
-        (self.paused_until.is_none() && silent(conversations) < SILENT).then_some(self.listener)
+        self.paused_until.is_none().then_some(self.listener)
     }
 
     /// How long to wait for the existing connections before the listener is checked again.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn patience(&self, conversations: &[Conversation]) -> Duration {
+        // No more bytes come from one whose greeting was read while others were accepted.
+        if conversations.iter().any(|other| other.read == other.awaited()) {
+            return Duration::ZERO;
+        }
         if self.paused_until.is_some() { PAUSE } else { Duration::MAX }
     }
 
-    /// Accepts all waiting connections.
+    /// Accepts the waiting connections, up to [`ACCEPTED`]. However many strangers call, a peer's call is among the next
+    /// ones: those that have been silent the longest give way.
     pub(super) fn accept(&mut self, conversations: &mut Vec<Conversation>) -> Result<()> {
-        while silent(conversations) < SILENT {
+        let mut silent = silent(conversations);
+        for _ in 0..ACCEPTED {
             match self.listener.accept() {
                 Ok((socket, address)) => {
                     if socket.set_nonblocking(true).is_ok() {
                         conversations.push(Conversation::new(socket, address, Stage::Greeting));
+                        silent += 1;
+                    }
+                    while silent > SILENT && self.close_oldest(conversations) {
+                        silent -= 1;
                     }
                 }
+                // One connection fewer, and there may be room for the next.
+                Err(error) if is_shortage(&error) && silent > 0 && self.close_oldest(conversations) => silent -= 1,
                 Err(error) if is_shortage(&error) => {
                     let rank = self.rank;
                     self.warnings.warn(format_args!(
@@ -77,6 +91,18 @@ impl<'a> Acceptor<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Closes the connection that has been silent the longest, of those that really are: a greeting that has arrived is read
+    /// first. Returns whether one caller fewer is silent.
+    fn close_oldest(&mut self, conversations: &mut Vec<Conversation>) -> bool {
+        let Some(oldest) = conversations.iter_mut().position(|other| other.is_silent()) else { return false };
+        if let Heard::All = conversations[oldest].read() {
+            return true;
+        }
+        let Conversation { address, .. } = conversations.remove(oldest);
+        self.refuse(address, "it has not said who it is, and others want to connect");
+        true
     }
 
     /// Whether one more caller may prove that it has the secret, of at most `limit` at a time. One that has had its time for
@@ -118,7 +144,7 @@ impl<'a> Acceptor<'a> {
 }
 
 fn silent(conversations: &[Conversation]) -> usize {
-    conversations.iter().filter(|conversation| matches!(conversation.stage, Stage::Greeting)).count()
+    conversations.iter().filter(|conversation| conversation.is_silent()).count()
 }
 
 /// Whether an error concerns only the connection that was about to be accepted, and not the next one (accept(2)).
@@ -148,6 +174,8 @@ pub(super) struct Conversation {
     pub(super) socket: TcpStream,
     pub(super) address: SocketAddr,
     pub(super) stage: Stage,
+    /// How often the peer was called before, for this connection.
+    pub(super) attempts: u32,
     since: Instant,
     buffer: [u8; REPLY],
     read: usize,
@@ -172,7 +200,12 @@ pub(super) enum Heard {
 
 impl Conversation {
     pub(super) fn new(socket: TcpStream, address: SocketAddr, stage: Stage) -> Self {
-        Self { socket, address, stage, since: Instant::now(), buffer: [0; REPLY], read: 0 }
+        Self { socket, address, stage, attempts: 0, since: Instant::now(), buffer: [0; REPLY], read: 0 }
+    }
+
+    /// Whether the caller has not sent its whole greeting, as far as this end has read.
+    fn is_silent(&self) -> bool {
+        matches!(self.stage, Stage::Greeting) && self.read < GREETING
     }
 
     /// Whether the caller is still to prove that it knows the secret.
@@ -216,7 +249,7 @@ impl Conversation {
     /// Reads no byte beyond those that are awaited: the group's own may follow.
     pub(super) fn read(&mut self) -> Heard {
         let awaited = self.awaited();
-        loop {
+        while self.read < awaited {
             match self.socket.read(&mut self.buffer[self.read..awaited]) {
                 Ok(0) => return Heard::Closed,
                 Ok(count) => self.read += count,
@@ -224,17 +257,56 @@ impl Conversation {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
                 Err(_) => return Heard::Closed,
             }
-            if self.read == awaited {
-                return Heard::All;
-            }
         }
+        Heard::All
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Error as IoError;
+    use std::io::{Error as IoError, Write};
+
+    /// Strangers that are not accepted yet: fewer than the shortest queue of a system holds.
+    const QUEUED: usize = 50;
+
+    fn accept(acceptor: &mut Acceptor, conversations: &mut Vec<Conversation>) {
+        acceptor.accept(conversations).unwrap();
+        assert!(silent(conversations) <= SILENT);
+    }
+
+    #[test]
+    fn silent_strangers_do_not_keep_a_peer_waiting() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let (mut acceptor, mut conversations) = (Acceptor::new(&listener, 0), Vec::new());
+        // A peer that was accepted in time, and whose greeting has not been read yet, keeps its place.
+        let mut early = TcpStream::connect(address).unwrap();
+        accept(&mut acceptor, &mut conversations);
+        early.write_all(&[1; GREETING]).unwrap();
+        let mut strangers = Vec::new();
+        while strangers.len() < SILENT + 2 * QUEUED {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            // Half of them send a byte.
+            stranger.write_all(&[7; 1][..strangers.len() % 2]).unwrap();
+            strangers.push(stranger);
+            if strangers.len().is_multiple_of(QUEUED) {
+                accept(&mut acceptor, &mut conversations);
+            }
+        }
+        let mut late = TcpStream::connect(address).unwrap();
+        late.write_all(&[2; GREETING]).unwrap();
+        accept(&mut acceptor, &mut conversations);
+        let mut heard = Vec::new();
+        for conversation in &mut conversations {
+            if let Heard::All = conversation.read() {
+                heard.push(conversation.heard()[0]);
+            }
+        }
+        assert_eq!(heard, [1, 2]);
+        assert_eq!(silent(&conversations), SILENT - 1);
+    }
 
     #[test]
     fn no_passing_error_ends_a_rank() {

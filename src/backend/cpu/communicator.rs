@@ -4,7 +4,7 @@ use super::connect::{Connections, Connector};
 use super::control::Control;
 use super::data_path::DataPath;
 use super::group::Group;
-use super::handshake::HandshakeConfig;
+use super::handshake::{HandshakeConfig, Kind};
 use super::monitor;
 use super::options::{CpuOptions, or_environment};
 use super::transport::Transport;
@@ -12,10 +12,10 @@ use super::work_queue::WorkQueue;
 use crate::backend::call::{Call, Channel, Operation};
 use crate::backend::{Collective, Communicator, Construction, Work};
 use crate::deadline::deadline_after;
+use crate::descriptors::{self, check_limit};
 use crate::error::Failure;
-use crate::rendezvous::{Secret, Store};
+use crate::rendezvous::{Secret, Store, loopback};
 use crate::{Error, Result};
-use std::net::{IpAddr, Ipv4Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -74,13 +74,14 @@ impl CpuCommunicator {
         if u32::try_from(world_size).is_err() {
             return Err(Error::invalid("world_size", format!("{world_size} ranks cannot be numbered")));
         }
-        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, host } = options;
+        let CpuOptions { timeout, lost_after, address, transport, segment_bytes, small_bytes, secret, .. } = options;
+        let construction_timeout = options.construction_timeout.unwrap_or(timeout);
         let transport = transport.resolve()?;
         let secret = match secret {
             Some(secret) => Some(secret),
             None => Secret::from_env()?,
         };
-        let host = host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
+        let host = options.host.or_else(|| std::env::var("CANDLE_DDP_CPU_HOST").ok());
         let segment_bytes = or_environment(segment_bytes, "CANDLE_DDP_CPU_SEGMENT_BYTES")?;
         let small_bytes = or_environment(small_bytes, "CANDLE_DDP_CPU_SMALL_BYTES")?;
         let tune = |by_default: Tuning| Tuning {
@@ -88,7 +89,7 @@ impl CpuCommunicator {
             small: small_bytes.unwrap_or(by_default.small),
         };
         let term = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
-        let latest = deadline_after(timeout);
+        let latest = deadline_after(construction_timeout);
         let deadline = construction.deadline.map_or(latest, |deadline| deadline.min(latest));
         let connector = Connector {
             store: &*store,
@@ -100,8 +101,8 @@ impl CpuCommunicator {
                 small: term(small_bytes),
             },
             secret,
-            address: address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
-            timeout,
+            address: address.unwrap_or_else(loopback),
+            timeout: construction_timeout,
             deadline,
             lost_after,
             construction,
@@ -109,6 +110,9 @@ impl CpuCommunicator {
         let DataPath { connections, hosts, shm, layout } = match world_size {
             1 => DataPath::none(),
             _ => {
+                let (more, peers) = (Kind::ALL.len() * (world_size - 1), world_size - 1);
+                check_limit(descriptors::open(), more, &format!("connections to {peers} other rank(s)"))
+                    .map_err(|reason| Error::invalid("ulimit -n", format!("rank {rank}: {reason}")))?;
                 let connections = connector.connect()?;
                 connector.share(connections, transport, tune(Tuning::SHARED).segment, host.as_deref())?
             }
@@ -205,6 +209,10 @@ impl Communicator for CpuCommunicator {
 
     fn failure(&self) -> Option<Error> {
         self.group.failure().map(Error::from)
+    }
+
+    fn gone(&self) -> Vec<usize> {
+        self.group.gone()
     }
 
     fn abort(&self, reason: &str) {

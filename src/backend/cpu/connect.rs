@@ -57,6 +57,8 @@ impl Connector<'_> {
         let context = || format!("rank {}: listening on {}", self.rank, self.address);
         let listener = TcpListener::bind((self.address, 0)).map_err(|error| Error::io(context(), error))?;
         listener.set_nonblocking(true).map_err(|error| Error::io(context(), error))?;
+        // All ranks of a large job call at the same moment; the standard library's queue holds 128.
+        rustix::net::listen(&listener, 4096).map_err(|error| Error::io(context(), error))?;
         let own = listener.local_addr().map_err(|error| Error::io(context(), error))?;
         let drawn = u64::from_le_bytes(random_bytes()?);
         self.store.set(&key(self.rank), &publish(own, &self.handshake(drawn, Kind::Control)))?;
@@ -156,15 +158,18 @@ impl Connector<'_> {
         Ok(Conversation::new(socket, address, stage))
     }
 
-    /// Greets again a peer that has closed the connection. With a secret it may have had no room for one more caller;
-    /// otherwise it is gone.
-    fn greet_again(&self, peer: &Handshake, address: SocketAddr, nonce: u64) -> Result<Conversation> {
+    /// Greets again a peer that has closed the connection before it replied: it may have had no room for one more caller.
+    /// Otherwise it is gone. Without a secret it has room for every greeting that comes at once, and few attempts will do.
+    fn greet_again(&self, before: &Conversation, peer: &Handshake, nonce: u64) -> Result<Conversation> {
         const PAUSE: Duration = Duration::from_millis(20);
-        if self.secret.is_none() {
+        const ATTEMPTS: u32 = 5;
+        if self.secret.is_none() && before.attempts >= ATTEMPTS {
             return Err(self.gone(peer.rank));
         }
         std::thread::sleep(PAUSE);
-        self.greet(peer.rank, address, nonce, peer.kind).map_err(|_| self.gone(peer.rank))
+        let mut again = self.greet(peer.rank, before.address, nonce, peer.kind).map_err(|_| self.gone(peer.rank))?;
+        again.attempts = before.attempts + 1;
+        Ok(again)
     }
 
     /// Connects to `peer` and sends the greeting.
@@ -227,7 +232,7 @@ impl Connector<'_> {
             let listening = acceptor.prepare(&mut conversations);
             let mut fds: Vec<_> = listening.iter().map(|listener| PollFd::new(*listener, PollFlags::IN)).collect();
             fds.extend(conversations.iter().map(|conversation| PollFd::new(&conversation.socket, PollFlags::IN)));
-            let patience = self.slice().min(acceptor.patience());
+            let patience = self.slice().min(acceptor.patience(&conversations));
             match poll(&mut fds, Timespec::try_from(patience).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Error::io("waiting for connections", error)),
@@ -254,7 +259,7 @@ impl Connector<'_> {
                         if self.check_reply(&conversation, expected, sent)? {
                             slots[expected.rank][expected.kind as usize] = Some(conversation.socket);
                         } else {
-                            waiting.push(self.greet_again(expected, conversation.address, nonce)?);
+                            waiting.push(self.greet_again(&conversation, expected, nonce)?);
                         }
                     }
                     (Heard::Closed, Stage::Greeting) => {}
@@ -262,7 +267,7 @@ impl Connector<'_> {
                         acceptor.refuse_unproved(conversation.address, caller.rank);
                     }
                     (Heard::Closed, Stage::Reply { expected, .. }) => {
-                        waiting.push(self.greet_again(expected, conversation.address, nonce)?);
+                        waiting.push(self.greet_again(&conversation, expected, nonce)?);
                     }
                 }
             }

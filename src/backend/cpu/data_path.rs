@@ -6,6 +6,7 @@ use super::shm::{Discovered, Discovery, Layout, ShmGroup};
 use super::transport::Transport;
 use super::transport_error::TransportError;
 use crate::Result;
+use crate::error::ranks;
 
 /// How a rank's data travels.
 pub(super) struct DataPath {
@@ -63,8 +64,9 @@ impl Connector<'_> {
         }
         if shares && !apart.is_empty() {
             log::warn!(
-                "rank {rank}: no memory is shared with rank(s) {apart:?} on this host: {reason}. Data travels over TCP, \
-                 which is slower"
+                "rank {rank}: no memory is shared with rank(s) {} on this host: {reason}. Data travels over TCP, \
+                 which is slower",
+                ranks(&apart)
             );
         }
         log::debug!("rank {rank}: the ranks that share memory are {:?}", hosts.all());

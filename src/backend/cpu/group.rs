@@ -123,12 +123,14 @@ impl Group {
     /// Ends the group with `failure`, unless it already has one; returns the first one.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         let mut state = lock(&self.state);
-        if let Some(first) = &state.failure {
-            return first.clone();
+        let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
+        if let Some(first) = state.failure.clone() {
+            // A rank that fails as well needs no warning that the group had failed.
+            state.untold &= !is_own;
+            return first;
         }
         log::debug!("rank {}: the group failed: {failure:?}", self.rank);
         // A running call returns the failure, and this rank knows its own actions.
-        let is_own = matches!(failure, Failure::PeerFailed { peer, .. } if peer == self.rank);
         state.untold = !is_own && state.running().is_none();
         state.failure = Some(failure.clone());
         drop(state);
@@ -184,6 +186,12 @@ impl Group {
         state.failure.clone().or_else(|| state.peers.iter().enumerate().find_map(gone))
     }
 
+    /// The peers whose control connections closed without a goodbye.
+    pub(super) fn gone(&self) -> Vec<usize> {
+        let state = lock(&self.state);
+        self.peers().filter(|peer| state.peers[*peer].gone.is_some()).collect()
+    }
+
     /// Waits until `found` returns something, at most until `deadline`.
     fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = lock(&self.state);
@@ -201,8 +209,8 @@ impl Group {
 
     /// Asks all peers for their progress. Returns the states by rank, including this one.
     pub(super) fn query(&self) -> Vec<RankState> {
-        /// Monitors answer at once: a process that does not is stopped or unreachable.
-        const PATIENCE: Duration = Duration::from_secs(1);
+        /// Monitors answer at once, even on a busy machine: a process that does not is stopped or unreachable.
+        const PATIENCE: Duration = Duration::from_secs(3);
         let mut state = lock(&self.state);
         let id = state.next_query;
         state.next_query += 1;
@@ -243,7 +251,7 @@ impl Group {
         match &state.failure {
             // Programs end in many ways after their last call.
             None | Some(Failure::PeerGone { .. }) => {}
-            Some(failure) if state.untold => {
+            Some(failure) if state.untold && !std::thread::panicking() => {
                 let (rank, error) = (self.rank, Error::from(failure.clone()));
                 log::warn!("rank {rank}: the group had failed when it left, and no call has said so: {error}");
             }

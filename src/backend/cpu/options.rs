@@ -34,6 +34,9 @@ pub struct CpuOptions {
     /// value of the environment variable `CANDLE_DDP_CPU_HOST`.
     #[doc(hidden)]
     pub host: Option<String>,
+    /// How long the construction may take if that is not `timeout`: tests of calls that time out shorten these alone.
+    #[doc(hidden)]
+    pub construction_timeout: Option<Duration>,
 }
 
 impl Default for CpuOptions {
@@ -47,6 +50,7 @@ impl Default for CpuOptions {
             small_bytes: None,
             secret: None,
             host: None,
+            construction_timeout: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Finds the cause of a failed collective from what all ranks reported.
 use super::{CallCounts, Failure, ProgressReport};
 use crate::backend::call::{Call, Channel};
+use crate::error;
 use std::time::Duration;
 
 /// A call that was not complete at its deadline.
@@ -44,22 +45,31 @@ pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
         return left_since(*peer, expired.rank, expired.sequence, expired.call);
     }
     let peers = ranks.iter().enumerate().filter(|(peer, _)| *peer != expired.rank);
-    let mut reasons: Vec<String> = peers.filter_map(|(peer, state)| reason(expired, peer, state)).collect();
+    let (mut waiting_for, mut reasons): (Vec<usize>, Vec<String>) =
+        peers.filter_map(|(peer, state)| Some((peer, reason(expired, peer, state)?))).unzip();
     if reasons.is_empty() {
         reasons.push(match (expired.channel, expired.awaited) {
             (Channel::SendTo(peer) | Channel::RecvFrom(peer), _) => {
+                waiting_for.push(peer);
                 format!("rank {peer} did not make the matching call")
             }
             (Channel::Collectives, _) if ranks.is_empty() => "the other ranks cannot be asked why".to_string(),
             (Channel::Collectives, Some(peers)) => {
-                format!("all ranks have started it, but ranks {peers:?} are too slow, or the network is")
+                format!("all ranks have started it, but ranks {} are too slow, or the network is", error::ranks(peers))
             }
             (Channel::Collectives, None) => {
                 "all ranks have started it: a GPU or the network between them is too slow, or is stuck".to_string()
             }
         });
     }
-    expired.timed_out(reasons.join("; "))
+    expired.timed_out(waiting_for, some_reasons(&reasons))
+}
+
+/// The reasons of ranks, or those of the first of very many.
+fn some_reasons(reasons: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let text = reasons[..reasons.len().min(SHOWN)].join("; ");
+    if reasons.len() > SHOWN { format!("{text}; and {} more", reasons.len() - SHOWN) } else { text }
 }
 
 /// The earliest collective at which a rank is known to have made a different call than this rank.
@@ -121,14 +131,14 @@ fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<Strin
 
 impl ExpiredCall<'_> {
     /// The failure of this call, with a reason.
-    pub(crate) fn timed_out(&self, reason: String) -> Failure {
+    pub(crate) fn timed_out(&self, waiting_for: Vec<usize>, reason: String) -> Failure {
         let Self { rank, timeout, sequence, call, .. } = *self;
-        Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, reason }
+        Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, waiting_for, reason }
     }
 
     /// The failure of this call if its own program keeps its tensor locked.
     pub(crate) fn locked(&self) -> Failure {
-        self.timed_out(locked("this rank"))
+        self.timed_out(Vec::new(), locked("this rank"))
     }
 }
 

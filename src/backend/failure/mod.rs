@@ -30,9 +30,10 @@ impl Failure {
             Self::Desync { sequence, rank_a, call_a, rank_b, call_b } => {
                 writer.u8(3).u64(*sequence).u32(*rank_a as u32).text(call_a).u32(*rank_b as u32).text(call_b);
             }
-            Self::TimedOut { rank, call, sequence, timeout, reason } => {
+            Self::TimedOut { rank, call, sequence, timeout, waiting_for, reason } => {
                 let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
                 writer.u8(4).u32(*rank as u32).text(call).u64(*sequence).u64(milliseconds).text(reason);
+                writer.ranks(waiting_for);
             }
         }
     }
@@ -60,6 +61,7 @@ impl Failure {
                 sequence: reader.u64()?,
                 timeout: Duration::from_millis(reader.u64()?),
                 reason: reader.text()?,
+                waiting_for: reader.ranks()?,
             },
             _ => return None,
         })
@@ -83,6 +85,7 @@ mod tests {
                 call: call(),
                 sequence: 2,
                 timeout: Duration::from_millis(1500),
+                waiting_for: vec![3, 1],
                 reason: call(),
             },
         ] {

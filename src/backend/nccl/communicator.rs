@@ -267,7 +267,8 @@ fn cancellation_check(
         }
         let Group { rank, timeout, .. } = *group;
         let reason = format!("{reason}: look for the first error in the output of the others");
-        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, reason })
+        let waiting_for = Vec::new();
+        Err(Failure::TimedOut { rank, call: what.clone(), sequence: 0, timeout, waiting_for, reason })
     }
 }
 

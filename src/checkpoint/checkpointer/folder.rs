@@ -88,7 +88,7 @@ pub(super) struct Started {
 }
 
 impl Started {
-    /// Makes a new folder in `root`, which is made as well where it is missing.
+    /// Makes a new folder in `root`, which is made as well where it has been removed.
     pub(super) fn new(root: &Path, step: u64) -> Result<Self> {
         make(root)?;
         let mut name = Name { step, attempt: 1 };
@@ -157,7 +157,7 @@ pub(super) fn clean(root: &Path) {
     }
 }
 
-/// Removes a whole checkpoint; from the first step on it is none any more.
+/// Removes a complete checkpoint. Its index goes first, so that half of one never counts.
 pub(super) fn remove(checkpoint: &Checkpoint) -> Result<()> {
     let path = &checkpoint.path;
     let unpublish = || {
@@ -203,8 +203,19 @@ fn remove_folder(folder: &Path) -> bool {
     removed.is_ok()
 }
 
+/// Whether this rank can make files in `root`; nothing stays.
+pub(super) fn probe(root: &Path) -> Result<()> {
+    let here = root.metadata().with_context(|| {
+        format!("looking for the folder {}, which rank 0 has (all ranks need the same file system)", root.display())
+    })?;
+    if !here.is_dir() {
+        return Err(Error::io(format!("using {}", root.display()), io::Error::from(io::ErrorKind::NotADirectory)));
+    }
+    PreparedFile::create(&root.join("probe")).map(drop)
+}
+
 /// Makes a folder and those above it that are missing, all of which are then on the disk.
-fn make(folder: &Path) -> Result<()> {
+pub(super) fn make(folder: &Path) -> Result<()> {
     let missing: Vec<_> =
         folder.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
     fs::create_dir_all(folder).with_context(|| format!("making the folder {}", folder.display()))?;

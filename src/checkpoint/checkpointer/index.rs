@@ -58,12 +58,7 @@ impl Index {
             Ok(Written { name, bytes: file.len() })
         };
         let parts = parts.iter().map(|(name, sharded)| {
-            let files = match sharded {
-                false => vec![written(whole_file(name))?],
-                true => {
-                    (0..world_size).map(|rank| written(shard_file(name, rank, world_size))).collect::<Result<_>>()?
-                }
-            };
+            let files = files(name, *sharded, world_size).map(written).collect::<Result<_>>()?;
             Ok(Part { name: name.clone(), sharded: *sharded, files })
         });
         Ok(Self { format: FORMAT, step, best, world_size, parts: parts.collect::<Result<_>>()? })
@@ -109,6 +104,14 @@ impl Index {
         if index.format != FORMAT {
             return Err(format!("its format is {}, and this version knows {FORMAT}", index.format));
         }
+        check_names(index.parts.iter().map(|part| part.name.as_str()))
+            .map_err(|error| format!("its {INDEX} is damaged: {error}"))?;
+        // They could be those of others.
+        for Part { name, sharded, files: listed } in &index.parts {
+            if !files(name, *sharded, index.world_size).eq(listed.iter().map(|file| file.name.clone())) {
+                return Err(format!("its {INDEX} is damaged: the files of the part {name:?} are not those of a save"));
+            }
+        }
         Ok(index)
     }
 
@@ -119,6 +122,12 @@ impl Index {
             Error::invalid("parts", format!("the checkpoint of step {step} has no part {name:?}, but {names}"))
         })
     }
+}
+
+/// The files of a part, in the order of ranks.
+fn files(part: &str, sharded: bool, world_size: usize) -> impl Iterator<Item = String> {
+    let ranks = if sharded { world_size } else { 1 };
+    (0..ranks).map(move |rank| if sharded { shard_file(part, rank, world_size) } else { whole_file(part) })
 }
 
 pub(super) fn whole_file(part: &str) -> String {

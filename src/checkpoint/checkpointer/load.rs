@@ -2,7 +2,7 @@
 use super::Checkpointer;
 use super::folder::{self, Checkpoint};
 use super::index::{Index, Part};
-use super::snapshot::{Buffers, PartSnapshot};
+use super::snapshot::Buffers;
 use crate::backend::Label;
 use crate::state::file::read_safetensors;
 use crate::state::{Dict, StateDict};
@@ -15,6 +15,23 @@ use std::path::Path;
 struct Found {
     folder: String,
     index: Index,
+}
+
+#[derive(Clone, Copy)]
+enum Wanted {
+    Latest,
+    Best,
+    Step(u64),
+}
+
+impl Wanted {
+    fn matches(self, index: &Index) -> bool {
+        match self {
+            Self::Latest => true,
+            Self::Best => index.best,
+            Self::Step(step) => index.step == step,
+        }
+    }
 }
 
 /// A part that was read.
@@ -33,10 +50,12 @@ impl Checkpointer {
     /// with a warning in the log.
     ///
     /// # Errors
-    /// On every rank, and then all parts are as before: that of the first part that does not fit or that the checkpoint does
-    /// not have; [`Error::Io`] for a file that cannot be read; those of the group.
+    /// On every rank, and then all parts are as before: [`Error::CheckpointPart`] for the first part that does not fit or that
+    /// the checkpoint does not have; [`Error::Io`] for a file that cannot be read; [`Error::InvalidArgument`] without
+    /// [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before this run has saved anything; those of the
+    /// group.
     pub fn load_latest(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, false))
+        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Latest))
     }
 
     /// [`load_latest`](Self::load_latest) for the newest checkpoint that [`save_best`](Self::save_best) has saved.
@@ -44,17 +63,34 @@ impl Checkpointer {
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
     pub fn load_best(&mut self, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<Option<u64>> {
-        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, true))
+        Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Best))
     }
 
-    fn load(&mut self, parts: &mut [(&str, &mut dyn StateDict)], best: bool) -> Result<Option<u64>> {
+    /// [`load_latest`](Self::load_latest) for the checkpoint of step `step`. Returns false if there is none. To save an earlier
+    /// step than those in the folder afterwards, move the later ones away first.
+    ///
+    /// # Errors
+    /// As with [`load_latest`](Self::load_latest).
+    pub fn load_step(&mut self, step: u64, parts: &mut [(&str, &mut dyn StateDict)]) -> Result<bool> {
+        let found = Label::CHECKPOINTER_LOAD.during(|| self.load(parts, Wanted::Step(step)))?;
+        Ok(found.is_some())
+    }
+
+    fn load(&mut self, parts: &mut [(&str, &mut dyn StateDict)], wanted: Wanted) -> Result<Option<u64>> {
+        if !self.options.resume && self.newest.is_none() {
+            let reason = "the Checkpointer was made for a run from scratch: set CheckpointerOptions::resume to load what \
+                          earlier runs have saved";
+            return Err(Error::invalid("resume", reason));
+        }
         // What is being saved may be the newest one.
         let ended = self.end_previous();
         self.group.agree(ended)?;
         loop {
-            let Some(Found { folder, index }) = self.find(best)? else { return Ok(None) };
+            let Some(Found { folder, index }) = self.find(wanted)? else { return Ok(None) };
             let folder = self.root.join(folder);
-            let read = parts.iter().map(|(name, _)| read_part(&folder, index.part(name)?)).collect::<Result<Vec<_>>>();
+            let read =
+                |name: &str| read_part(&folder, index.part(name).map_err(|error| of_part(&folder, name, error))?);
+            let read = parts.iter().map(|(name, _)| read(name)).collect::<Result<Vec<_>>>();
             let (damage, saved) = match read {
                 Ok(saved) => (Ok(String::new()), Some(saved)),
                 Err(error) if is_damage(&error) => (Ok(error.to_string()), None),
@@ -62,10 +98,10 @@ impl Checkpointer {
             };
             let reports = self.group.gather_reports(damage.as_deref());
             damage?;
-            let reports = reports?.map_err(|(rank, reason)| Error::RankFailed { rank, reason })?;
+            let reports = reports?.map_err(|(rank, reason)| self.group.rank_failed(rank, reason))?;
             match (reports.iter().enumerate().find(|(_, damage)| !damage.is_empty()), saved) {
                 (None, Some(saved)) => {
-                    self.apply(parts, saved)?;
+                    self.apply(&folder, parts, saved)?;
                     return Ok(Some(index.step));
                 }
                 (damage, _) => {
@@ -77,12 +113,12 @@ impl Checkpointer {
         }
     }
 
-    /// The newest checkpoint that rank 0 finds.
-    fn find(&self, best: bool) -> Result<Option<Found>> {
+    /// The newest such checkpoint that rank 0 finds.
+    fn find(&self, wanted: Wanted) -> Result<Option<Found>> {
         let warn = |path: &Path, reason| log::warn!("the checkpoint {} is passed over: {reason}", path.display());
         let search = || {
             let whole = folder::whole(&self.root, warn)?;
-            let is_wanted = |found: &Checkpoint| (found.index.best || !best) && !self.damaged.contains(&found.path);
+            let is_wanted = |found: &Checkpoint| wanted.matches(&found.index) && !self.damaged.contains(&found.path);
             Ok(whole.into_iter().rfind(is_wanted).and_then(|Checkpoint { path, index, .. }| {
                 let folder = path.file_name()?.to_str()?.to_string();
                 Some(Found { folder, index })
@@ -93,20 +129,21 @@ impl Checkpointer {
         self.group.broadcast_object(found.as_ref(), 0)
     }
 
-    /// Has all parts take over what was saved of them, or none.
-    fn apply(&self, parts: &mut [(&str, &mut dyn StateDict)], saved: Vec<Saved>) -> Result<()> {
+    /// Has all parts take over what was saved of them in `folder`, or none.
+    fn apply(&self, folder: &Path, parts: &mut [(&str, &mut dyn StateDict)], saved: Vec<Saved>) -> Result<()> {
         let shared: Vec<(&str, &dyn StateDict)> = parts.iter().map(|(name, part)| (*name, &**part)).collect();
-        let before = Buffers::default().snapshot(&shared, true);
+        let before = Buffers::default().backup(&shared);
         drop(shared);
         let before = self.group.agree(before)?;
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let mut loaded = 0;
         let result = parts.iter_mut().zip(saved).try_for_each(|((name, part), saved)| {
             loaded += 1;
             let result = match saved {
                 Saved::Whole(state) => part.load_state_dict(&state),
-                Saved::Shards(shards) => part.load_sharded_state_dict(&shards),
+                Saved::Shards(shards) => part.load_sharded_state_dict(&shards, rank, world_size),
             };
-            result.inspect_err(|error| log::debug!("the part {name} was not loaded: {error}"))
+            result.map_err(|error| of_part(folder, name, error))
         });
         let agreed = self.group.agree(result);
         if agreed.is_err() {
@@ -119,15 +156,20 @@ impl Checkpointer {
         agreed
     }
 
-    fn restore(&self, part: &mut dyn StateDict, before: PartSnapshot) -> Result<()> {
-        let state = before.tensors.unwrap_or_default();
-        if !before.sharded {
-            return part.load_state_dict(&state);
+    fn restore(&self, part: &mut dyn StateDict, before: Dict) -> Result<()> {
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+        if part.sharded_state_dict()?.is_none() {
+            return part.load_state_dict(&before);
         }
-        let mut shards = vec![Dict::new(); self.group.world_size()];
-        shards[self.group.rank()] = state;
-        part.load_sharded_state_dict(&shards)
+        let mut shards = vec![Dict::new(); world_size];
+        shards[rank] = before;
+        part.load_sharded_state_dict(&shards, rank, world_size)
     }
+}
+
+/// An error of a part says which part of which checkpoint it is.
+fn of_part(folder: &Path, name: &str, error: Error) -> Error {
+    Error::CheckpointPart { folder: folder.to_path_buf(), part: name.to_string(), error: Box::new(error) }
 }
 
 fn read_part(folder: &Path, part: &Part) -> Result<Saved> {

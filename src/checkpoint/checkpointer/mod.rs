@@ -28,11 +28,15 @@ pub struct CheckpointerOptions {
     pub keep: usize,
     /// [`Checkpointer::save_if_due`] saves at the multiples of this number; at least 1. Default: 1, every time.
     pub every: u64,
+    /// Whether the run goes on from what earlier runs have saved in the folder, with
+    /// [`load_latest`](Checkpointer::load_latest) or [`load_best`](Checkpointer::load_best). Otherwise it begins from scratch,
+    /// and [`Checkpointer::new`] refuses a folder that holds checkpoints. Default: false.
+    pub resume: bool,
 }
 
 impl Default for CheckpointerOptions {
     fn default() -> Self {
-        Self { keep: 2, every: 1 }
+        Self { keep: 2, every: 1, resume: false }
     }
 }
 
@@ -53,7 +57,7 @@ impl Default for CheckpointerOptions {
 ///     let mut optimizer = AdamW::from_named(ddp.named_parameters(), ParamsAdamW::default())?;
 ///     let mut best_loss = f64::INFINITY;
 ///
-///     let options = CheckpointerOptions { every: 2, ..Default::default() };
+///     let options = CheckpointerOptions { every: 2, resume: true, ..Default::default() };
 ///     let mut checkpointer = Checkpointer::new(&pg, &folder, options)?;
 ///     let first = checkpointer
 ///         .load_latest(&mut [("model", &mut varmap), ("optimizer", &mut optimizer), ("best_loss", &mut best_loss)])?
@@ -74,10 +78,12 @@ impl Default for CheckpointerOptions {
 ///
 /// # What is saved
 /// Each part is a [`StateDict`](super::StateDict): the `VarMap` of the model, optimizers, schedules, the scaler, a loader's state, generators,
-/// plain numbers, [`Json`](super::Json) of anything else, and states of the program's own. Rank 0 writes
+/// plain numbers, [`Serde`](super::Serde) of anything else, and states of the program's own. Rank 0 writes
 /// `step-00001000/NAME.safetensors` for each; of a part that is spread over the ranks
 /// ([`sharded_state_dict`](super::StateDict::sharded_state_dict): [`ZeroRedundancyOptimizer`](crate::optim::ZeroRedundancyOptimizer)),
-/// every rank writes its own shard. Ranks on several machines need a file system that they share.
+/// every rank writes its own shard. The others are compared: what differs from rank to rank, such as a loss that a rank has
+/// computed for itself, is an error, unless it is saved as [`PerRank`](super::PerRank) or [`RankZero`](super::RankZero). Ranks on
+/// several machines need a file system that they share.
 ///
 /// `checkpoint.json`, which is written last, makes a checkpoint whole: it lists the parts and their files. A folder without
 /// it is one that is being written, or was.
@@ -106,11 +112,13 @@ pub struct Checkpointer {
 }
 
 impl Checkpointer {
-    /// Checkpoints in `folder`, which is made by the first save if it is missing. What killed saves have left there is
-    /// removed. All ranks of `group` call this.
+    /// Checkpoints in `folder`, which is made if it is missing. What killed saves have left there is removed. All ranks of
+    /// `group` call this.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for options that are 0, or differ from rank to rank; those of the group.
+    /// On every rank: [`Error::Io`] if `folder` is not a folder in which each rank can make files; [`Error::InvalidArgument`] if
+    /// it holds checkpoints and [`resume`](CheckpointerOptions::resume) is not set, and for options that are 0 or differ from
+    /// rank to rank; those of the group.
     pub fn new(group: &ProcessGroup, folder: impl AsRef<Path>, options: CheckpointerOptions) -> Result<Self> {
         let root = folder.as_ref().to_path_buf();
         let checked = options.check().map(|()| format!("{options:?}"));
@@ -120,10 +128,8 @@ impl Checkpointer {
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid("options", format!("ranks gave different ones: {difference}")));
         }
+        Label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
         let background = group.background_group()?;
-        if group.rank() == 0 {
-            folder::clean(&root);
-        }
         Ok(Self {
             group: group.clone(),
             background,
@@ -154,6 +160,29 @@ impl Checkpointer {
         }
         save.unreported().map_or(Ok(()), Err)
     }
+}
+
+/// Makes sure that all ranks can use the folder, before any work is done that could not be saved.
+fn open(group: &ProcessGroup, root: &Path, resume: bool) -> Result<()> {
+    let is_first = group.rank() == 0;
+    let prepare = || {
+        folder::make(root)?;
+        folder::clean(root);
+        let newest = folder::whole(root, |_, _| {})?.pop();
+        match newest.filter(|_| !resume) {
+            None => Ok(()),
+            Some(newest) => {
+                let reason = format!(
+                    "it holds the checkpoint {}: to go on from there, set CheckpointerOptions::resume and call load_latest; to \
+                     begin from scratch, use another folder or move the checkpoints away",
+                    newest.path.display()
+                );
+                Err(Error::invalid("folder", reason))
+            }
+        }
+    };
+    group.agree(if is_first { prepare() } else { Ok(()) })?;
+    group.agree(folder::probe(root))
 }
 
 impl CheckpointerOptions {

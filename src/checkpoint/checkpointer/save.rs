@@ -3,7 +3,7 @@ use super::Checkpointer;
 use super::folder::{self, Checkpoint, Started};
 use super::handle::{Save, SaveHandle};
 use super::index::{self, Index};
-use super::snapshot::PartSnapshot;
+use super::snapshot::{Kind, PartSnapshot};
 use crate::backend::Label;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
@@ -24,9 +24,9 @@ impl Checkpointer {
     ///
     /// # Errors
     /// On every rank, and then nothing is saved. That of the save before, if it has failed and its handle was not asked:
-    /// ask it on every rank to go on without that checkpoint. Parts that differ from rank to rank, or have impossible names;
-    /// a checkpoint of a later step in the folder, which the run has not loaded ([`Error::InvalidArgument`]). The failure of
-    /// the group.
+    /// ask it on every rank to go on without that checkpoint. [`Error::PartDiffers`] for a part that is not the same on all
+    /// ranks. [`Error::InvalidArgument`] for lists of parts that differ or have impossible names, and for a checkpoint of a
+    /// later step in the folder, which the run has not loaded. The failure of the group.
     pub fn save(&mut self, step: u64, parts: &[(&str, &dyn StateDict)]) -> Result<SaveHandle> {
         self.start(step, parts, false)
     }
@@ -58,6 +58,9 @@ impl Checkpointer {
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid("parts", format!("ranks save different ones: {difference}")));
         }
+        let states = snapshot.iter().filter(|part| part.kind == Kind::Same);
+        let states = states.map(|part| (part.name.as_str(), &part.fingerprint)).collect::<Vec<_>>();
+        Label::CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
         self.newest = Some(step);
         let job = Job {
             group: self.background.clone(),
@@ -114,11 +117,13 @@ impl Checkpointer {
 /// On what ranks have to agree.
 fn describe(step: u64, best: bool, parts: &[PartSnapshot]) -> String {
     let mut text = format!("step {step}\n{}", if best { "save_best" } else { "save" });
-    for PartSnapshot { name, sharded, .. } in parts {
-        text.push_str(&format!(
-            "\npart {name}, {}",
-            if *sharded { "spread over the ranks" } else { "the same on all ranks" }
-        ));
+    for PartSnapshot { name, kind, .. } in parts {
+        let kind = match kind {
+            Kind::Same => "the same on all ranks",
+            Kind::RankZero => "rank 0's for all ranks",
+            Kind::PerRank => "one for each rank",
+        };
+        text.push_str(&format!("\npart {name}, {kind}"));
     }
     text
 }
@@ -162,7 +167,7 @@ impl Job {
         }
         let folder = written?;
         let (step, best, world_size) = (self.step, self.best, self.group.world_size());
-        let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.sharded)).collect();
+        let parts: Vec<_> = self.parts.iter().map(|part| (part.name.clone(), part.kind == Kind::PerRank)).collect();
         self.group.agree_on_long_work(move |progress| {
             let Some(started) = started else { return Ok(()) };
             let index = Index::new(&started.path, step, best, world_size, &parts)?;
@@ -177,9 +182,9 @@ impl Job {
         let name = started.and_then(|started| started.path.file_name()).map(|name| name.to_string_lossy().into_owned());
         let folder = self.root.join(self.group.broadcast_object(name.as_ref(), 0)?);
         let jobs = self.parts.iter().filter_map(|part| {
-            let file = match part.sharded {
-                true => index::shard_file(&part.name, rank, world_size),
-                false => index::whole_file(&part.name),
+            let file = match part.kind {
+                Kind::PerRank => index::shard_file(&part.name, rank, world_size),
+                Kind::Same | Kind::RankZero => index::whole_file(&part.name),
             };
             Some(WriteJob::new(&folder.join(file), part.tensors.as_ref()?))
         });

@@ -1,56 +1,98 @@
 //! Copies in host memory of what is to be saved.
 use crate::Result;
-use crate::state::{Dict, StateDict};
+use crate::state::{Dict, StateDict, fingerprint};
 use crate::tensor::copy;
 use candle_core::{Device, Tensor};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Host memory that is used again by the next snapshot: new memory costs more than copying into it.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(HashMap<String, Dict>);
 
+/// How the states of the ranks are related.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The same on all ranks; rank 0 writes it.
+    Same,
+    /// Rank 0's is good for all.
+    RankZero,
+    /// Each rank writes its own.
+    PerRank,
+}
+
 /// What this rank saves of a part.
 #[derive(Debug)]
 pub(super) struct PartSnapshot {
     pub(super) name: String,
-    pub(super) sharded: bool,
+    pub(super) kind: Kind,
     /// `None` if another rank writes the part.
     pub(super) tensors: Option<Dict>,
+    /// The hashes of the tensors of a part that has to be the same on all ranks.
+    pub(super) fingerprint: BTreeMap<String, u64>,
 }
 
 impl Buffers {
     /// Copies what this rank saves of `parts`: its own shards, and, if `has_whole`, the states that are the same on all
-    /// ranks. When it returns, later changes of the states do not change the copies.
+    /// ranks, of which all ranks take the hashes. When it returns, later changes of the states do not change the copies.
     pub(super) fn snapshot(&mut self, parts: &[(&str, &dyn StateDict)], has_whole: bool) -> Result<Vec<PartSnapshot>> {
         let mut devices = Vec::new();
         let parts = parts.iter().map(|(name, state)| {
             let shard = state.sharded_state_dict()?;
-            let sharded = shard.is_some();
-            let tensors = match shard {
-                None if has_whole => Some(state.state_dict()?),
-                shard => shard,
+            let kind = match &shard {
+                Some(_) => Kind::PerRank,
+                None if state.is_rank_zeros() => Kind::RankZero,
+                None => Kind::Same,
             };
-            let tensors = tensors.map(|tensors| self.copy(name, tensors, &mut devices)).transpose()?;
-            Ok(PartSnapshot { name: name.to_string(), sharded, tensors })
+            let own = match (shard, kind) {
+                (None, Kind::RankZero) if !has_whole => None,
+                (None, _) => Some(state.state_dict()?),
+                (shard, _) => shard,
+            };
+            let tensors = match &own {
+                Some(own) if has_whole || kind == Kind::PerRank => Some(self.copy(name, own, &mut devices)?),
+                _ => None,
+            };
+            Ok((PartSnapshot { name: name.to_string(), kind, tensors, fingerprint: BTreeMap::new() }, own))
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         for device in devices {
             device.synchronize()?;
         }
-        Ok(parts)
+        // Of the copies where there are some: they are in host memory already.
+        let hashed = parts.into_iter().map(|(mut part, own)| {
+            if part.kind == Kind::Same
+                && let Some(dict) = part.tensors.as_ref().or(own.as_ref())
+            {
+                part.fingerprint = fingerprint(dict)?;
+            }
+            Ok(part)
+        });
+        hashed.collect()
     }
 
-    fn copy(&mut self, part: &str, tensors: Dict, devices: &mut Vec<Device>) -> Result<Dict> {
+    /// [`snapshot`](Self::snapshot) of what this rank has, to go back to it: nothing is compared.
+    pub(super) fn backup(&mut self, parts: &[(&str, &dyn StateDict)]) -> Result<Vec<Dict>> {
+        let mut devices = Vec::new();
+        let copies = parts.iter().map(|(name, state)| {
+            let own = state.sharded_state_dict()?.map_or_else(|| state.state_dict(), Ok)?;
+            self.copy(name, &own, &mut devices)
+        });
+        let copies = copies.collect::<Result<Vec<_>>>()?;
+        devices.iter().try_for_each(Device::synchronize)?;
+        Ok(copies)
+    }
+
+    fn copy(&mut self, part: &str, tensors: &Dict, devices: &mut Vec<Device>) -> Result<Dict> {
         let mut buffers = self.0.remove(part).unwrap_or_default();
         let mut copies = Dict::with_capacity(tensors.len());
         for (name, tensor) in tensors {
             let copied = if tensor.device().is_cpu() {
                 let fits = |buffer: &Tensor| buffer.shape() == tensor.shape() && buffer.dtype() == tensor.dtype();
-                let buffer = match buffers.remove(&name).filter(fits) {
+                let buffer = match buffers.remove(name).filter(fits) {
                     Some(buffer) => buffer,
                     None => Tensor::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu)?,
                 };
-                copy::copy(&buffer, &tensor)?;
+                copy::copy(&buffer, tensor)?;
                 buffer
             } else {
                 if !devices.iter().any(|device| device.same_device(tensor.device())) {
@@ -58,7 +100,7 @@ impl Buffers {
                 }
                 tensor.to_device(&Device::Cpu)?
             };
-            copies.insert(name, copied);
+            copies.insert(name.clone(), copied);
         }
         self.0.insert(part.to_string(), copies.clone());
         Ok(copies)
@@ -83,7 +125,7 @@ mod tests {
         let mut buffers = Buffers::default();
         let mut take = || {
             let [part] = &mut *buffers.snapshot(&[("model", &varmap)], true).unwrap() else { panic!("one part") };
-            assert!(!part.sharded);
+            assert_eq!(part.kind, Kind::Same);
             part.tensors.take().unwrap()
         };
         let first = take();
@@ -96,7 +138,9 @@ mod tests {
         assert_eq!(values(&second), [[2.0; 3]; 2]);
         // The first one is over by then.
         assert_eq!(values(&first), [[2.0; 3]; 2]);
-        let error = buffers.snapshot(&[("model", &varmap)], false).unwrap().remove(0);
-        assert!(error.tensors.is_none(), "another rank writes it");
+        let [own, others] =
+            [true, false].map(|first| buffers.snapshot(&[("model", &varmap)], first).unwrap().remove(0));
+        assert!(others.tensors.is_none(), "another rank writes it");
+        assert_eq!((others.fingerprint.len(), &others.fingerprint), (3, &own.fingerprint));
     }
 }

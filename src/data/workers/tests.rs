@@ -201,9 +201,8 @@ fn batches_are_made_by_workers_and_wait_for_delivery() {
     let mut workers = super::Workers::start(recipe, order.iter(), options).unwrap();
     for expected in [vec![0, 1, 2, 3], vec![4, 5]] {
         wait_for("a batch", || workers.is_ready());
-        let (samples, batch) = workers.next().unwrap();
-        let (batch, thread) = batch.unwrap();
-        assert_eq!((samples, &batch), (expected.len(), &expected));
+        let (batch, thread) = workers.next().unwrap().unwrap();
+        assert_eq!(batch, expected);
         assert_ne!(thread, std::thread::current().id());
     }
     assert!(!workers.is_ready() && workers.next().is_none());

@@ -215,13 +215,14 @@ impl Reducer {
         Ok(())
     }
 
-    /// Ends a failed backward pass and discards what was collected.
-    pub(crate) fn cancel(&self) {
+    /// Discards all gradients: of a backward pass that has failed, and those that no step has used.
+    pub(crate) fn discard(&self) {
         let mut state = self.lock();
         state.phase = Phase::Outside;
         *self.successor() = None;
         state.accumulated.fill(false);
         state.buckets.iter_mut().for_each(Bucket::reset);
+        state.reduction.discard();
         if let Rebuild::Recorded(_) = state.rebuild {
             state.rebuild = Rebuild::Recording;
         }
@@ -264,8 +265,8 @@ impl Reducer {
             // Only a rank that did not contribute must read the flags.
             *used = *used || state.anybody_used(index)?;
         }
-        if !std::mem::replace(&mut state.trained, true) && self.groups.main().rank() == 0 {
-            state.warn_of_unused(&used);
+        if !state.trained {
+            state.used.clone_from(&used);
         }
         if let Reduction::Shard(reduction) = &mut state.reduction {
             reduction.set_pending(used);
@@ -273,6 +274,17 @@ impl Reducer {
         }
         let present = |(gradient, used)| if used { gradient } else { Gradient::Absent };
         Ok(state.gradients()?.into_iter().zip(used).map(present).collect())
+    }
+
+    /// Call after a synchronised backward pass: in the first one, a parameter that no rank used is an error on all ranks,
+    /// unless the options allow it.
+    pub(crate) fn check_used(&self) -> Result<()> {
+        let mut state = self.lock();
+        if !state.trained {
+            state.check_used()?;
+            state.trained = true;
+        }
+        Ok(())
     }
 
     /// Completes the next bucket, for which some gradients are missing, and sends it.

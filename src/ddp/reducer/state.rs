@@ -1,7 +1,6 @@
 //! The state of a reducer: its buckets, and the progress of the backward pass.
 use crate::ddp::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::reduction::Reduction;
-use crate::ddp::usage;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -17,7 +16,7 @@ pub(super) struct State {
     pub(super) phase: Phase,
     /// Whether a backward pass has begun.
     pub(super) begun: bool,
-    /// Whether the first synchronised backward pass is complete.
+    /// Whether the first synchronised backward pass is complete, and used what it should.
     pub(super) trained: bool,
     /// How buckets are reduced.
     pub(super) reduction: Reduction,
@@ -27,7 +26,8 @@ pub(super) struct State {
     pub(super) is_open: bool,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     pub(super) accumulated: Vec<bool>,
-    /// Which parameters this rank used; known once candle's backward pass is over.
+    /// Which parameters this rank used, known once candle's backward pass is over; after the first synchronised one, which
+    /// parameters any rank used.
     pub(super) used: Vec<bool>,
     pub(super) rebuild: Rebuild,
     /// The number by which sums of gradients are divided in this backward pass.
@@ -112,14 +112,16 @@ impl State {
         Err(Error::parameter(&self.parameters[parameter].name, reason))
     }
 
-    /// Warns once about parameters that no rank used, which is rarely intended.
-    pub(super) fn warn_of_unused(&self, used: &[bool]) {
+    /// Returns an error if no rank used a parameter that the options want to be used.
+    pub(super) fn check_used(&self) -> Result<()> {
         if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
-            return; // Ranks do not know what the others used.
+            return Ok(()); // Ranks do not know what the others used.
         }
-        let names = self.parameters.iter().map(|parameter| parameter.name.as_str());
-        if let Some(warning) = usage::unused(names, used) {
-            log::warn!("{warning}");
+        let unused = self.parameters.iter().zip(&self.used).filter(|(own, used)| !**used && !own.may_be_unused);
+        let unused: Vec<String> = unused.map(|(parameter, _)| parameter.name.clone()).collect();
+        match unused.is_empty() {
+            true => Ok(()),
+            false => Err(Error::UnusedParameters { rank: None, unused, total: self.parameters.len() }),
         }
     }
 

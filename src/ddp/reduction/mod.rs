@@ -55,6 +55,15 @@ impl Reduction {
         }
     }
 
+    /// Discards gradients in flight, and those that no step has used.
+    pub(super) fn discard(&mut self) {
+        match self {
+            Self::AllReduce => {}
+            Self::Hook(hook) => hook.begin(),
+            Self::Shard(shard) => shard.discard(),
+        }
+    }
+
     /// Sends the full bucket `number`. `used` says which members this rank used, if it missed any.
     pub(super) fn launch(
         &mut self,

@@ -133,6 +133,11 @@ impl ShardReduction {
         Ok(())
     }
 
+    pub(crate) fn discard(&mut self) {
+        self.in_flight.clear();
+        (self.pending, self.earlier) = (None, None);
+    }
+
     pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
         // Receive early, so that little memory is in use at a time.
         while self.in_flight.front().is_some_and(|(.., work)| work.is_completed()) {

@@ -51,7 +51,7 @@ impl StateDict for Slice {
         Ok(Some(HashMap::from([(format!("{}", self.start()), values)])))
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>]) -> Result<()> {
+    fn load_sharded_state_dict(&mut self, shards: &[HashMap<String, Tensor>], _: usize, _: usize) -> Result<()> {
         let mut whole = [f32::NAN; ELEMENTS];
         for (start, values) in shards.iter().flatten() {
             let start: usize = start.parse().unwrap();
@@ -76,7 +76,7 @@ fn generation(
         let mut own = states[pg.rank()].lock().unwrap();
         let is_new = own.is_none();
         let state = own.get_or_insert_with(|| state(pg.rank() as f32));
-        let result = synchronise(state, &pg, is_new).and_then(|()| body(&pg, state));
+        let result = synchronise(state, &pg, super::entrance(is_new)).and_then(|()| body(&pg, state));
         state.shards.unlink();
         Ok(result.err().map(|error| error.to_string()))
     });

@@ -55,7 +55,7 @@ fn explained(ranks: &[Option<Vec<CallRecord>>]) -> String {
 
 fn record_of(rank: usize, world_size: usize, groups: Vec<GroupRecord>) -> RankRecord {
     let (host, reason) = ("h".to_string(), "a failure".to_string());
-    RankRecord { version: 1, rank, world_size, host, pid: 1, reason, written_ns: 0, groups }
+    RankRecord { version: 1, rank, world_size, host, pid: 1, reason, written_ns: 0, started_ns: 0, groups }
 }
 
 /// The name of the case, the calls of each rank that left a file, and the explanation of them.
@@ -182,4 +182,18 @@ fn every_group_is_looked_at() {
                     another folder\n\
                     the error was: late";
     assert_eq!(explain(&records), expected);
+}
+
+/// Rank 2 was killed before it could write, and the folder has its file of yesterday.
+#[test]
+fn a_file_of_an_earlier_run_is_left_out() {
+    let record = |rank: usize, at: u64, calls: Vec<CallRecord>| {
+        let group = GroupRecord { name: "world".to_string(), ranks: vec![0, 1, 2], failure: None, calls };
+        RankRecord { started_ns: at, written_ns: at + 5, ..record_of(rank, 3, vec![group]) }
+    };
+    let now = || then(barriers(1), waiting(call(2, "barrier", 0)));
+    let text = explain(&[record(0, 100, now()), record(1, 102, now()), record(2, 50, barriers(9))]);
+    assert!(text.contains("there is no file of rank 2: its process was killed"), "{text}");
+    assert!(text.contains("the file of rank 2 was left out: it is older than the groups of the other ranks"), "{text}");
+    assert!(text.contains("call 2 of group world, barrier(), which did not complete on ranks 0 and 1"), "{text}");
 }

@@ -5,7 +5,7 @@ use super::terms::{Pace, Terms};
 use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, welcome_key};
 use crate::launch::error::{Error, Result};
 use crate::launch::status::{RUN_STATUS, RunStatus};
-use crate::rendezvous::{PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
+use crate::rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -130,7 +130,7 @@ impl Desk {
                     };
                     self.keys.set(&welcome_key(slot), &encode(&welcome))?;
                 }
-                Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS])?,
+                Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS, BEGUN])?,
                 Action::Root(report) => self.keys.set(ROOT, &encode(&report))?,
             }
         }

@@ -30,8 +30,7 @@ impl Run {
                 self.restarts_left -= 1;
                 self.restart_count += 1;
                 let nth = max_restarts - self.restarts_left;
-                let reason =
-                    format!("{what}: it is started again, and the others go on (restart {nth} of {max_restarts})");
+                let reason = format!("{what}: a new process takes its place (restart {nth} of {max_restarts})");
                 Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
             }
             Aftermath::GoOnWithout { left } => {

@@ -175,14 +175,13 @@ fn listen(keys: &PrefixStore, from: u64, root: &Sender<Option<Report>>, tell: &i
     for number in from.. {
         let key = entry_key(number);
         let entry: Entry = decode(&key, &read(&key)?)?;
-        let (is_failure, is_last) =
-            (matches!(entry, Entry::Failed { .. }), matches!(entry, Entry::Done | Entry::Unattended { .. }));
+        let (is_failure, is_last) = (matches!(entry, Entry::Failed { signal: None, .. }), entry.is_last());
         tell(News::Entry(entry));
         if is_failure {
             // Nobody listens if the agent has ended without it.
             let _ = root.send(decode(ROOT, &read(ROOT)?)?);
         }
-        if is_failure || is_last {
+        if is_last {
             break;
         }
     }

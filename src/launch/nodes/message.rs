@@ -27,8 +27,8 @@ pub(in crate::launch) enum Message {
     Finished,
     /// None of its workers is left; it waits for the next round.
     Ended,
-    /// It does not wait any longer for the others, or was told to end, for this reason.
-    Leave { reason: String },
+    /// It does not wait any longer for the others, or was told to end, perhaps by a signal.
+    Leave { reason: String, signal: Option<i32> },
     /// What was the first failure among its workers, after all of them have ended; `None` if only others have failed.
     Report(Option<Report>),
     /// It needs the store no more.
@@ -78,10 +78,17 @@ pub(in crate::launch) enum Entry {
     Admit(Admission),
     /// All have finished.
     Done,
-    /// The run has failed.
-    Failed { reason: String, code: u8 },
+    /// The run has failed, or a signal to one of the nodes has ended it.
+    Failed { reason: String, code: u8, signal: Option<i32> },
     /// The node that hosts the store leaves; the others go on by themselves.
     Unattended { reason: String },
+}
+
+impl Entry {
+    /// Whether no more entries follow.
+    pub(super) fn is_last(&self) -> bool {
+        matches!(self, Self::Done | Self::Failed { .. } | Self::Unattended { .. })
+    }
 }
 
 /// The nodes that run workers at the same time: torchelastic's rendezvous round.

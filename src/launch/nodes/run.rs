@@ -1,8 +1,10 @@
 //! What becomes of a run on several nodes: a state machine. What is special about elastic runs is in `elastic`.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
 use super::terms::{Pace, Terms};
+use crate::error::some;
 use crate::launch::members::Members;
 use crate::launch::status::LastFailure;
+use crate::launch::worker::Exit;
 use crate::rendezvous::Store;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -138,7 +140,7 @@ impl Run {
             Message::Exited(exited) => self.on_exited(slot, exited),
             Message::Finished => self.on_finished(slot),
             Message::Ended => self.on_ended(slot),
-            Message::Leave { reason } => self.on_leave(slot, &reason),
+            Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),
             Message::Report(report) => self.on_report(slot, report),
             Message::Bye => {
                 self.nodes.remove(&slot);
@@ -252,7 +254,7 @@ impl Run {
     }
 
     /// A node leaves by itself.
-    fn on_leave(&mut self, slot: Slot, reason: &str) {
+    fn on_leave(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
         let reason = format!("{} leaves: {reason}", self.name(slot));
         let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
         let has_finished = matches!(&self.state, State::Running { finished, .. } if finished.contains(&slot));
@@ -267,13 +269,13 @@ impl Run {
             }
             State::Meeting { .. } if self.is_static => {
                 self.nodes.remove(&slot);
-                self.fail(reason, 1, None);
+                self.end(reason, signal);
             }
             State::Running { .. } | State::Stopping { .. } | State::Meeting { .. } if hosts => {
                 self.nodes.remove(&slot);
-                self.fail(format!("{reason}. It hosts the store"), 1, None);
+                self.end(format!("{reason}. It hosts the store"), signal);
             }
-            _ => self.lose(slot, reason),
+            _ => self.lose(slot, reason, signal),
         }
     }
 
@@ -293,7 +295,7 @@ impl Run {
             "{} has given no sign of life for {seconds} s: its machine, its network or its ddprun is gone",
             self.name(slot)
         );
-        self.lose(slot, reason);
+        self.lose(slot, reason, None);
     }
 
     /// The connection of a node has closed, although it has not left. If its ddprun lives, it has lost the store by that, and
@@ -303,40 +305,37 @@ impl Run {
             "{} is gone: its ddprun has ended without a word, or its connection to the store was cut",
             self.name(slot)
         );
-        self.lose(slot, reason);
+        self.lose(slot, reason, None);
     }
 
-    /// Goes on without a node, or ends the run.
-    fn lose(&mut self, slot: Slot, reason: String) {
+    /// Goes on without a node, or ends the run. `signal` is what the node was told to end by, if it was.
+    fn lose(&mut self, slot: Slot, reason: String, signal: Option<i32>) {
         self.nodes.remove(&slot);
         let is_running = matches!(&self.state, State::Running { members, .. } if members.contains(&slot));
         if is_running {
             self.note_failure(&reason);
         }
         if is_running && !self.go_on_without(slot, &reason) {
-            self.replace_lost(reason);
+            self.replace_lost(reason, signal);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
-            self.fail(reason, 1, None);
+            self.end(reason, signal);
         }
         self.forget(slot);
     }
 
-    fn replace_lost(&mut self, reason: String) {
+    fn replace_lost(&mut self, reason: String, signal: Option<i32>) {
         let left = self.nodes.len().min(self.terms.max_nodes);
         let least = self.terms.min_nodes;
         if self.is_static {
-            self.fail(reason, 1, None);
+            self.end(reason, signal);
         } else if left >= least {
             self.restart(format!("{reason}. All workers are started again, on {left} node(s)"));
         } else if self.restarts_left > 0 {
             self.restarts_left -= 1;
             self.restart(format!("{reason}. All workers are started again once {least} node(s) are there"));
         } else {
-            self.fail(
-                format!("{reason}. The {left} node(s) that are left are fewer than --nnodes wants ({least})"),
-                1,
-                None,
-            );
+            let few = format!("The {left} node(s) that are left are fewer than --nnodes wants ({least})");
+            self.end(format!("{reason}. {few}"), signal);
         }
     }
 
@@ -403,9 +402,9 @@ impl Run {
             return String::new();
         }
         let is_there = |rank: usize| self.nodes.values().any(|node| node.node_rank == Some(rank));
-        let absent: Vec<String> =
-            (0..self.terms.max_nodes).filter(|rank| !is_there(*rank)).map(|rank| rank.to_string()).collect();
-        format!(": look at the output of ddprun with --node-rank {}", absent.join(", "))
+        let absent = (0..self.terms.max_nodes).filter(|rank| !is_there(*rank));
+        let absent: Vec<String> = absent.map(|rank| rank.to_string()).collect();
+        format!(": look at the output of ddprun with --node-rank {}", some(&absent))
     }
 
     fn start(&mut self) {
@@ -434,8 +433,17 @@ impl Run {
 
     /// Ends the run. `first` is the node on which a worker has failed.
     pub(super) fn fail(&mut self, reason: String, code: u8, first: Option<Slot>) {
+        self.end_with(reason, code, first, None);
+    }
+
+    /// Ends the run because of a node, which may have received `signal`.
+    fn end(&mut self, reason: String, signal: Option<i32>) {
+        self.end_with(reason, signal.map_or(1, |signal| Exit::Signal(signal).code()), None, signal);
+    }
+
+    fn end_with(&mut self, reason: String, code: u8, first: Option<Slot>, signal: Option<i32>) {
         self.note_failure(&reason);
-        self.actions.push(Action::Write(Entry::Failed { reason, code }));
+        self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.state = State::Ending { reports: Some(Reports { awaited, first, got: Vec::new(), deadline: None }) };
         self.publish(Instant::now());

@@ -74,7 +74,7 @@ impl Fixture {
     #[track_caller]
     fn failure(&mut self) -> (String, u8) {
         match self.entries().as_slice() {
-            [Entry::Failed { reason, code }] => (reason.clone(), *code),
+            [Entry::Failed { reason, code, .. }] => (reason.clone(), *code),
             other => panic!("{other:?} instead of a failure"),
         }
     }
@@ -135,7 +135,7 @@ fn a_last_will_is_as_good_as_silence() {
 #[test]
 fn a_last_will_after_a_goodbye_means_nothing() {
     let mut fixture = Fixture::of_two(1, 0, false);
-    fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into() });
+    fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
     let reason = fixture.restart_reason();
     assert!(reason.starts_with("node 1 (host host1) leaves: ddprun received SIGTERM"), "{reason}");
     fixture.tell(1, Message::Bye);
@@ -145,13 +145,30 @@ fn a_last_will_after_a_goodbye_means_nothing() {
     // A node that has finished waits for the others, but not for ever.
     let mut fixture = Fixture::of_two(2, 0, true);
     fixture.tell(1, Message::Finished);
-    for message in [Message::Leave { reason: "it has waited long enough".into() }, Message::Bye, Message::Gone] {
+    for message in
+        [Message::Leave { reason: "it has waited long enough".into(), signal: None }, Message::Bye, Message::Gone]
+    {
         fixture.tell(1, message);
         assert_eq!(fixture.actions(), []);
     }
     fixture.tell(0, Message::Finished);
     assert_eq!(fixture.entries(), [Entry::Done]);
     assert!(!fixture.run.is_over(), "the other one still needs the store");
+}
+
+/// All nodes then end in the same way.
+#[test]
+fn a_signal_to_a_node_that_the_run_needs_ends_it_everywhere() {
+    for (is_static, slot) in [(true, 1), (true, 0), (false, 1), (false, 0)] {
+        let mut fixture = Fixture::of_two(2, 0, is_static);
+        fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        let entries = fixture.entries();
+        let [Entry::Failed { reason, code: 143, signal: Some(15) }] = entries.as_slice() else { panic!("{entries:?}") };
+        assert!(
+            reason.starts_with(&format!("node {slot} (host host{slot}) leaves: ddprun received SIGTERM")),
+            "{reason}"
+        );
+    }
 }
 
 #[test]

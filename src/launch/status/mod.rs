@@ -7,6 +7,7 @@ mod table;
 pub(super) use document::{LastFailure, NodeStatus, Phase, RUN_STATUS, RunStatus};
 
 use super::error::{Error, Result};
+use super::tail::plain;
 use crate::rendezvous::{InitMethod, Location, Secret, TcpStore, TcpStoreOptions};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -20,7 +21,8 @@ pub(super) fn of_run(address: &str, no_secret: bool) -> Result<String> {
     let secret = if no_secret { None } else { Secret::from_env()? };
     let store = Arc::new(TcpStore::connect_with(&host, port, TcpStoreOptions { timeout: TIMEOUT, secret })?);
     let name = store.name();
-    Ok(table::text(&snapshot::read(store, name)?, SystemTime::now()))
+    // Whoever can write to the store can put control characters there.
+    Ok(plain(&table::text(&snapshot::read(store, name)?, SystemTime::now())))
 }
 
 fn parse(address: &str) -> Result<(String, u16)> {

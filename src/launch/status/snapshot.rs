@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn the_ranks_are_those_of_the_newest_generation() {
-        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(5)));
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
         let snapshot = || read(Arc::clone(&store), "a:1".to_string());
         let error = snapshot().err().unwrap().to_string();
         assert!(error.contains("a:1") && error.contains("CANDLE_DDP_SECRET"), "{error}");

@@ -21,7 +21,8 @@ impl Supervisor {
                 Ok(true) => {
                     if !self.restart(agent) {
                         self.fail_elsewhere();
-                        agent.tell(Message::Leave { reason: "its workers cannot be started".to_string() });
+                        agent
+                            .tell(Message::Leave { reason: "its workers cannot be started".to_string(), signal: None });
                     }
                 }
                 Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
@@ -68,7 +69,10 @@ impl Supervisor {
             News::Entry(Entry::Done) => {
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
             }
-            News::Entry(Entry::Failed { reason, code }) => {
+            News::Entry(Entry::Failed { reason, signal: Some(signal), .. }) => {
+                self.signalled_elsewhere(signal, &reason)
+            }
+            News::Entry(Entry::Failed { reason, code, signal: None }) => {
                 agent.set_failure(reason, code);
                 self.fail_elsewhere();
             }
@@ -106,9 +110,20 @@ impl Supervisor {
     fn check_started(&mut self, started: crate::launch::error::Result<()>, agent: &mut Agent) {
         if let Err(error) = started {
             let reason = format!("its workers cannot be started: {error}");
-            agent.tell(Message::Leave { reason: reason.clone() });
+            agent.tell(Message::Leave { reason: reason.clone(), signal: None });
             agent.set_failure(reason, 1);
             self.fail_elsewhere();
+        }
+    }
+
+    /// Ends the workers as if this node had received the signal that ended the run.
+    fn signalled_elsewhere(&mut self, signal: i32, reason: &str) {
+        message(reason);
+        (self.outcome, self.is_decided, self.restarting) = (Outcome::Signalled(signal), true, false);
+        match self.phase {
+            Phase::Waiting(_) => self.phase = Phase::Settling(Instant::now()),
+            Phase::Running | Phase::Settling(_) => self.forward_end(signal),
+            Phase::Ending(_) | Phase::Killed(_) => {}
         }
     }
 

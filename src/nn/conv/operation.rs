@@ -25,9 +25,9 @@ impl Settings {
     /// Whether a layer for `inputs` and `outputs` channels can have these settings.
     pub(super) fn check(&self, name: &str, inputs: usize, outputs: usize, kernel: usize) -> crate::Result<()> {
         let reason = match self {
-            Self { stride: 0, .. } => "a stride of 0 never gets on".to_string(),
-            Self { dilation: 0, .. } => "a dilation of 0 puts the whole kernel at one place: 1 is none".to_string(),
-            _ if kernel == 0 => "a kernel of size 0 sees nothing".to_string(),
+            Self { stride: 0, .. } => "stride must be at least 1".to_string(),
+            Self { dilation: 0, .. } => "dilation must be at least 1 (1: no dilation)".to_string(),
+            _ if kernel == 0 => "the kernel's size must be at least 1".to_string(),
             Self { groups, .. }
                 if *groups == 0 || !inputs.is_multiple_of(*groups) || !outputs.is_multiple_of(*groups) =>
             {
@@ -119,7 +119,7 @@ fn geometry(
         return Err(refuse(
             "input",
             x,
-            format!("the kernel does not fit in once (padding {padding}, dilation {dilation})"),
+            format!("the kernel is larger than the padded input (padding {padding}, dilation {dilation})"),
         ));
     };
     // A line is an image that is one pixel high; neither stride nor padding nor dilation acts on its height.

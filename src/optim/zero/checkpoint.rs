@@ -69,7 +69,7 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
 
     fn prepare_whole(&self, dict: &Dict) -> Result<Prepared> {
         let mut loader = Loader::new(dict, R::NAME)?;
-        let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
+        let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
         let mut steps = HashMap::new();
         let mut whole = HashMap::new();
         for (index, options) in self.grouped() {
@@ -170,12 +170,19 @@ impl<R: UpdateRule> ZeroRedundancyOptimizer<R> {
         let mut first = None;
         for shard in shards.iter().filter(|shard| !shard.is_empty()) {
             let mut loader = Loader::new(shard, &kind::<R>())?;
-            let learning_rates = loader.list::<f64>("learning_rates", self.options.len())?;
+            let learning_rates = loader.learning_rates("learning_rates", self.options.len())?;
             let mut steps = HashMap::new();
             for (index, _) in self.grouped() {
                 steps.insert(index, loader.count(&key(&self.parameters[index].name, "step"))?);
             }
-            first.get_or_insert((learning_rates, steps));
+            let (of_first, _) = first.get_or_insert_with(|| (learning_rates.clone(), steps));
+            if *of_first != learning_rates {
+                log::warn!(
+                    "ranks have saved different learning rates of a ZeroRedundancyOptimizer ({of_first:?} and \
+                     {learning_rates:?}): all ranks go on with those of the first. Set them by numbers that are the same on \
+                     all ranks"
+                );
+            }
             for key in shard.keys().filter(|key| key.starts_with("state.")) {
                 if let Some((whole, start)) = key.rsplit_once('@')
                     && let Ok(start) = start.parse::<usize>()
@@ -300,7 +307,7 @@ impl<R: UpdateRule> StateDict for ZeroRedundancyOptimizer<R> {
         self.shard_dict().map(Some)
     }
 
-    fn load_sharded_state_dict(&mut self, shards: &[Dict]) -> Result<()> {
+    fn load_sharded_state_dict(&mut self, shards: &[Dict], _: usize, _: usize) -> Result<()> {
         let prepared = self.prepare_shards(shards)?;
         self.apply(prepared);
         Ok(())

@@ -1,4 +1,4 @@
-//! Steps with ranks that have no inputs left: they hold their parts of the parameters and states all the same.
+//! Steps while some ranks are out of inputs: these still own shards and must update them.
 use super::ZeroRedundancyOptimizer;
 use crate::backend::Label;
 use crate::ddp::{DistributedDataParallel, JoinOptions, Joined};

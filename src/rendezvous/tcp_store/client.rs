@@ -54,8 +54,8 @@ impl TcpStore {
     /// Like [`TcpStore::connect`], with options.
     ///
     /// # Errors
-    /// Returns [`Error::Secret`] if the two ends do not have the same secret, or only one of them has one, and
-    /// [`Error::StoreTimeout`] if there is no server.
+    /// Returns [`Error::Secret`] if the two ends do not have the same secret, or only one of them has one,
+    /// [`Error::Store`] if this host has no way to that address, and [`Error::StoreTimeout`] if there is no server.
     pub fn connect_with(host: &str, port: u16, options: TcpStoreOptions) -> Result<Self> {
         let TcpStoreOptions { timeout, secret } = options;
         let operation = || "connect".to_string();
@@ -76,6 +76,7 @@ impl TcpStore {
                 store: name.clone(),
                 reason: format!("{reason}: a program other than a TCPStore uses this port"),
             },
+            ConnectError::Unreachable(reason) => Error::Store { operation: operation(), store: name.clone(), reason },
             ConnectError::Refused(reason) => Error::Secret { operation: operation(), peer: name.clone(), reason },
         })?;
         let addresses = link.local_addr().and_then(|local| Ok((local, link.peer_addr()?)));

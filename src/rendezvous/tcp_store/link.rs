@@ -230,7 +230,12 @@ pub(super) enum ConnectError {
     Protocol(String),
     /// The server does not have the same secret.
     Refused(String),
+    /// This host cannot send anything to that address.
+    Unreachable(String),
 }
+
+/// How long a network may take to come up that this host has no way to.
+const NETWORK: Duration = Duration::from_secs(10);
 
 /// Connects to `host`, retrying until `deadline`, because the server and its name may appear later.
 pub(super) fn connect(
@@ -242,6 +247,7 @@ pub(super) fn connect(
     let mut pause = Duration::from_millis(5);
     let mut last = String::new();
     let mut is_warned = false;
+    let mut unreachable: Option<Instant> = None;
     let mut note = |reason: String| {
         // An attempt that the deadline cut short says less than the error before it.
         if last.is_empty() || Instant::now() < deadline {
@@ -260,7 +266,9 @@ pub(super) fn connect(
             }
             Ok(addresses) => {
                 let share = u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
+                let (mut reachable, mut is_loopback) = (false, true);
                 for address in addresses {
+                    is_loopback &= address.ip().is_loopback();
                     // An address that drops packets must not use up the time of the other addresses.
                     let rest = deadline.saturating_duration_since(Instant::now());
                     let turn = Instant::now() + (rest / share).min(Duration::from_secs(20));
@@ -268,9 +276,29 @@ pub(super) fn connect(
                         Ok(link) => return Ok(link),
                         Err(LinkError::Refused(reason)) => return Err(ConnectError::Refused(reason)),
                         Err(LinkError::Protocol(reason)) => return Err(ConnectError::Protocol(reason)),
-                        Err(LinkError::Timeout) => format!("{address} does not answer"),
-                        Err(LinkError::Closed(error)) => format!("{address}: {error}"),
+                        Err(LinkError::Closed(error)) if error.kind() == ErrorKind::NetworkUnreachable => {
+                            let why = || format!("{address}: {error}. This host has no route to that address");
+                            if address.ip().is_loopback() { super::listen::unreachable(address) } else { why() }
+                        }
+                        Err(error) => {
+                            reachable = true;
+                            match error {
+                                LinkError::Closed(error) => format!("{address}: {error}"),
+                                _ => format!("{address} does not answer"),
+                            }
+                        }
                     });
+                }
+                // No packet has left this host.
+                match unreachable.filter(|_| !reachable) {
+                    Some(since) if since.elapsed() >= NETWORK => return Err(ConnectError::Unreachable(reason)),
+                    _ if reachable => unreachable = None,
+                    _ if is_loopback => return Err(ConnectError::Unreachable(reason)),
+                    Some(_) => {}
+                    None => {
+                        log::warn!("{reason}. Retrying for {NETWORK:?}. Is MASTER_ADDR right?");
+                        unreachable = Some(Instant::now());
+                    }
                 }
             }
         }

@@ -2,6 +2,7 @@
 //! because anyone who reaches the store can read and write it.
 use super::link::resolve;
 use crate::deadline::deadline_after;
+use crate::error::is_shortage;
 use crate::{Error, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
@@ -30,7 +31,10 @@ pub(super) fn all_interfaces(port: u16) -> SocketAddr {
 impl Listening {
     /// Chooses the addresses for a job with the master address `host`. `is_one_host` means that the whole job is known
     /// to run on this host.
-    pub(crate) fn at(host: &str, port: u16, is_one_host: bool, timeout: Duration) -> Self {
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] for a loopback address that this host does not have: no rank could reach the store.
+    pub(crate) fn at(host: &str, port: u16, is_one_host: bool, timeout: Duration) -> Result<Self> {
         let deadline = deadline_after(timeout.min(RESOLVE));
         Self::choose(host, port, is_one_host, resolve(host, port, deadline), is_own)
     }
@@ -41,12 +45,11 @@ impl Listening {
         is_one_host: bool,
         resolved: std::result::Result<Vec<SocketAddr>, String>,
         is_own: impl Fn(&SocketAddr) -> bool,
-    ) -> Self {
-        let all = |warning| Self { addresses: vec![all_interfaces(port)], warning };
+    ) -> Result<Self> {
+        let all = |warning| Ok(Self { addresses: vec![all_interfaces(port)], warning });
         let warn = |reason: String| {
-            all(Some(format!(
-                "{reason}, so the store listens on all interfaces: anyone who reaches port {port} can use it"
-            )))
+            let port = if port == 0 { "its port".to_string() } else { format!("port {port}") };
+            all(Some(format!("{reason}, so the store listens on all interfaces: anyone who reaches {port} can use it")))
         };
         let resolved = match resolved {
             Ok(resolved) => resolved,
@@ -57,6 +60,13 @@ impl Listening {
             if !addresses.contains(address) {
                 addresses.push(*address);
             }
+        }
+        if addresses.is_empty() && resolved.iter().all(|address| address.ip().is_loopback()) {
+            let [v4, v6] = LOOPBACK.map(|own| is_own(&SocketAddr::new(own, 0)));
+            return Err(Error::io(
+                format!("cannot host the store on {host}: {}", no_loopback(v4, v6)),
+                Errno::ADDRNOTAVAIL,
+            ));
         }
         if addresses.is_empty() {
             // This happens with a Kubernetes service, or with address translation in a cloud.
@@ -72,8 +82,33 @@ impl Listening {
             );
             return all(None);
         }
-        Self { addresses, warning: None }
+        Ok(Self { addresses, warning: None })
     }
+}
+
+const LOOPBACK: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+
+/// The address at which the processes of a host reach each other: that of IPv4, unless the host has IPv6 only.
+pub(crate) fn loopback() -> IpAddr {
+    let [v4, v6] = LOOPBACK;
+    let is_own = |ip| is_own(&SocketAddr::new(ip, 0));
+    if !is_own(v4) && is_own(v6) { v6 } else { v4 }
+}
+
+/// Why a loopback address cannot be used, on a host that has those of IPv4 and IPv6 or not.
+fn no_loopback(v4: bool, v6: bool) -> &'static str {
+    match (v4, v6) {
+        (false, true) => "this host has IPv6 only: use ::1",
+        (true, false) => "this host has IPv4 only: use 127.0.0.1",
+        (true, true) => "this host has no such loopback address: use 127.0.0.1 or ::1",
+        (false, false) => "this host's loopback interface is down (`ip link set lo up`)",
+    }
+}
+
+/// Why no connection can be made to the loopback address `address`.
+pub(super) fn unreachable(address: SocketAddr) -> String {
+    let [v4, v6] = LOOPBACK.map(|ip| is_own(&SocketAddr::new(ip, 0)));
+    format!("{address} cannot be reached: {}", no_loopback(v4, v6))
 }
 
 /// Returns whether the name means the loopback interface on every host.
@@ -84,11 +119,18 @@ fn is_localhost(host: &str) -> bool {
     names.contains(&first) || host.ends_with(".localhost")
 }
 
-/// Returns whether an interface of this host has the address.
+/// Returns whether an interface of this host has the address. A loopback interface must be up too: this host may bind to
+/// 127.0.0.1 while it is down, but connect to nothing there.
 fn is_own(address: &SocketAddr) -> bool {
-    let mut address = *address;
+    const ANY: u16 = 9;
+    let (ip, mut address) = (address.ip(), *address);
     address.set_port(0);
-    UdpSocket::bind(address).is_ok()
+    // Connecting a datagram socket looks for a way to the address, and sends nothing.
+    match UdpSocket::bind(address) {
+        Ok(socket) => !ip.is_loopback() || socket.connect((ip, ANY)).is_ok(),
+        // Who listens there learns what has run out.
+        Err(error) => is_shortage(&error),
+    }
 }
 
 /// Listens on all of `addresses`, which have the same port. If that is 0, chooses one that is free on all of them.
@@ -170,7 +212,7 @@ mod tests {
         let own = |address: &SocketAddr| {
             address.ip().is_loopback() || ["10.0.0.1", "fd00::1"].contains(&address.ip().to_string().as_str())
         };
-        let Listening { addresses, warning } = Listening::choose(host, 1, is_one_host, Ok(resolved), own);
+        let Listening { addresses, warning } = Listening::choose(host, 1, is_one_host, Ok(resolved), own).unwrap();
         (addresses.iter().map(|address| address.ip().to_string()).collect(), warning.is_some())
     }
 
@@ -199,9 +241,26 @@ mod tests {
         assert_eq!(choose("203.0.113.5", false, &["203.0.113.5"]), (vec!["::".to_string()], true));
         assert_eq!(choose("job-master-0", true, &["10.96.0.7"]), (vec!["::".to_string()], true));
         let unknown = Listening::choose("nowhere", 7, false, Err("the name has no address".to_string()), |_| true);
+        let unknown = unknown.unwrap();
         assert_eq!(unknown.addresses, [all_interfaces(7)]);
         let warning = unknown.warning.unwrap();
         assert!(warning.contains("the name has no address") && warning.contains("all interfaces"), "{warning}");
+    }
+
+    #[test]
+    fn a_loopback_address_that_the_host_lacks_is_an_error_at_once() {
+        let choose = |host: &str, own: &[&str]| {
+            let resolved = Ok(vec![SocketAddr::new(host.parse().unwrap(), 0)]);
+            let own = |address: &SocketAddr| own.contains(&address.ip().to_string().as_str());
+            Listening::choose(host, 0, true, resolved, own).unwrap_err().to_string()
+        };
+        let error = choose("127.0.0.1", &["fd00::1", "::1"]);
+        assert!(error.contains("cannot host the store on 127.0.0.1: this host has IPv6 only: use ::1"), "{error}");
+        assert!(choose("::1", &["127.0.0.1"]).contains("this host has IPv4 only: use 127.0.0.1"));
+        assert!(choose("127.0.0.1", &["10.0.0.1"]).contains("this host's loopback interface is down"));
+        // Elsewhere, a port that is chosen later is not called port 0.
+        let warning = Listening::choose("nowhere", 0, true, Err("no name".to_string()), |_| true).unwrap().warning;
+        assert!(warning.unwrap().contains("anyone who reaches its port can use it"));
     }
 
     #[test]

@@ -44,6 +44,13 @@ impl Gate {
         reply: &mut Output,
     ) -> Result<Option<Request>, Malformed> {
         match (*standing, request) {
+            (_, Request::Ping(OFFER)) if self.secret.is_none() => {
+                // Its own error says the same.
+                reply.put(&OFFER.to_le_bytes());
+                let text =
+                    "it has a secret, and this job has none: give all processes the same one (CANDLE_DDP_SECRET)";
+                return Err(Malformed(text.to_string()));
+            }
             (Standing::Guest | Standing::Member, request) => return Ok(Some(request)),
             (Standing::Silent, Request::Validate(MAGIC)) => {
                 *standing = if self.secret.is_some() { Standing::Greeted } else { Standing::Member };

@@ -25,7 +25,7 @@ mod will;
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub(crate) use fuzz::store_protocol as fuzz_store_protocol;
-pub(crate) use listen::Listening;
+pub(crate) use listen::{Listening, loopback};
 pub use options::{TcpStoreOptions, TcpStoreServerOptions};
 pub use server::TcpStoreServer;
 pub(crate) use will::RUN_ID;

@@ -1,5 +1,5 @@
+use crate::descriptors;
 use crate::rendezvous::Secret;
-use rustix::process::{Resource, getrlimit};
 use std::time::Duration;
 
 /// Options of [`TcpStore::connect_with`](super::TcpStore::connect_with).
@@ -29,7 +29,8 @@ pub struct TcpStoreServerOptions {
     /// the secret are refused.
     pub guests: bool,
     /// The maximum number of clients; further connections are refused. Default: 16,384, but at most three quarters of
-    /// the process's file descriptor limit (`ulimit -n`), so that it can still open files and connect to its peers.
+    /// the process's file descriptor limit (`ulimit -n`), so that it can still open files and connect to its peers. The
+    /// server raises the soft limit to the hard one, up to 65,536. A rank has about three connections.
     pub max_clients: usize,
     /// The maximum number of clients that have connected but neither sent VALIDATE nor, if there is a secret, proved that
     /// they know it; beyond it, the oldest one is closed. Default: 128, but at most a quarter of `max_clients`.
@@ -47,8 +48,7 @@ pub struct TcpStoreServerOptions {
 impl Default for TcpStoreServerOptions {
     fn default() -> Self {
         const CLIENTS: usize = 16_384;
-        let descriptors = getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
-        let max_clients = descriptors.map_or(CLIENTS, |limit| (limit / 4 * 3).clamp(1, CLIENTS));
+        let max_clients = descriptors::limit().map_or(CLIENTS, |limit| (limit / 4 * 3).clamp(1, CLIENTS));
         Self {
             secret: None,
             guests: false,

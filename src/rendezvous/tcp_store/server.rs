@@ -1,10 +1,10 @@
-use super::listen::{all_interfaces, listen};
+use super::listen::{all_interfaces, listen, loopback};
 use super::member::Gate;
 use super::options::TcpStoreServerOptions;
 use super::service::{Keys, Service};
 use super::state::State;
-use crate::{Error, Result};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use crate::{Error, Result, descriptors};
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -56,6 +56,7 @@ impl TcpStoreServer {
         options: TcpStoreServerOptions,
         pairs: &[(&str, &str)],
     ) -> Result<Self> {
+        descriptors::raise_limit();
         let listeners = listen(addresses)?;
         let context = || "cannot host the store";
         let addresses: std::io::Result<Vec<_>> = listeners.iter().map(TcpListener::local_addr).collect();
@@ -122,7 +123,7 @@ impl TcpStoreServer {
         };
         let first = self.addresses.iter().find(is_wide);
         match first.copied().unwrap_or(self.local_addr()) {
-            address if address.ip().is_unspecified() => Ipv4Addr::LOCALHOST.to_string(),
+            address if address.ip().is_unspecified() => loopback().to_string(),
             // A link-local address is only valid with its interface.
             SocketAddr::V6(address) if address.scope_id() != 0 => format!("{}%{}", address.ip(), address.scope_id()),
             address => address.ip().to_string(),

@@ -118,10 +118,16 @@ fn parse_header(file: &mut File) -> io::Result<std::result::Result<(Metadata, u6
     file.rewind()?;
     file.by_ref().take(8).read_to_end(&mut start)?;
     let rest = file.metadata()?.len().saturating_sub(8);
+    let is_zip = start.starts_with(b"PK\x03\x04");
     let Ok(length) = <[u8; 8]>::try_from(start).map(u64::from_le_bytes) else {
         return Ok(Err("its header is too short".to_string()));
     };
     if length > LONGEST_HEADER || length > rest {
+        if is_zip {
+            let reason = "it is a zip archive, as torch.save writes: checkpoint::load reads the weights of a model from such a \
+                          file; states of optimizers and the like are read only as this crate has written them";
+            return Ok(Err(reason.to_string()));
+        }
         return Ok(Err(format!("its header has {length} bytes, which is too long")));
     }
     let mut header = vec![0; length as usize];

@@ -1,5 +1,7 @@
 //! Copies of variables whose gradients go to hooks.
-use super::token::{Edge, GradientSum, attach, cpu_token, cuda_token, lock};
+use super::pass::{GradientSum, or_end};
+use super::token::{Edge, attach, cpu_token, cuda_token};
+use crate::panic::lock;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -62,7 +64,7 @@ impl<H: Fn(&Tensor) -> Result<()> + Send + Sync> CustomOp1 for Leaf<H> {
             return Ok(None);
         }
         if let Some(gradient) = self.sum.take() {
-            (self.hook)(&gradient)?;
+            or_end((self.hook)(&gradient))?;
         }
         Ok(None)
     }

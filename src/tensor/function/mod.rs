@@ -10,15 +10,18 @@
 //! ```
 //!
 //! A token is a tensor of one element that represents a result in candle's graph, so that candle visits a function
-//! after everything that uses its result. A result's gradient is collected in a [`GradientSum`], by the functions that
-//! use the result, and by `Attach`, to which candle passes what its own operations contribute. An argument that was not
+//! after everything that uses its result. A result's gradient is collected in a `GradientSum`, by the functions that
+//! use the result, and by `Attach`, to which candle passes what its own operations contribute. Sums belong to one backward
+//! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
 //! made by a function of this module is lifted: its gradient leaves the sum for candle's graph.
 mod leaf;
 mod operation;
+mod pass;
 mod rerun;
 mod token;
 
 pub(crate) use leaf::{Leaves, leaf};
 pub(crate) use operation::{apply, op1, op2, op3};
+pub(crate) use pass::Pass;
 pub(crate) use rerun::rerun;
 pub(crate) use token::Function;

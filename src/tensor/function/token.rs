@@ -1,11 +1,13 @@
 //! Tokens represent arguments and results in candle's graph.
+use super::pass::{GradientSum, or_end};
+use crate::panic::lock;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, TensorId,
 };
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, Weak};
 
 /// A function's backward pass.
 pub(crate) trait Function: Send + Sync + 'static {
@@ -28,30 +30,6 @@ pub(super) fn apply_edges(edges: Vec<Edge>, result: (Storage, Shape), function: 
     let sums = edges.into_iter().map(|edge| edge.sum).collect();
     let token = join(tokens, Backward { function, sum: Arc::clone(&sum), sums, needed })?;
     attach(result, token, sum)
-}
-
-/// Sums the gradient of a result until the function that made the result needs it.
-#[derive(Default)]
-pub(super) struct GradientSum(Mutex<Option<Tensor>>);
-
-impl GradientSum {
-    pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut sum = lock(&self.0);
-        let new = match sum.take() {
-            Some(earlier) => earlier.add(&gradient)?,
-            None => gradient,
-        };
-        *sum = Some(new);
-        Ok(())
-    }
-
-    pub(super) fn take(&self) -> Option<Tensor> {
-        lock(&self.0).take()
-    }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A result of this module, while it lives.
@@ -270,8 +248,8 @@ impl<F: Function> CustomOp1 for Backward<F> {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_gradient: &Tensor) -> Result<Option<Tensor>> {
         if let Some(gradient) = self.sum.take() {
-            let gradients = self.function.backward(&gradient.contiguous()?, &self.needed)?;
-            for ((sum, needed), gradient) in self.sums.iter().zip(&self.needed).zip(gradients) {
+            let gradients = gradient.contiguous().and_then(|gradient| self.function.backward(&gradient, &self.needed));
+            for ((sum, needed), gradient) in self.sums.iter().zip(&self.needed).zip(or_end(gradients)?) {
                 if let (true, Some(gradient)) = (needed, gradient) {
                     sum.add(gradient.detach())?;
                 }

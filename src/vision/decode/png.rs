@@ -4,7 +4,7 @@ use png::{BitDepth, ColorType, Decoder, DecodingError, Limits, Transformations};
 use std::io::Cursor;
 
 pub(super) fn image(bytes: &[u8]) -> Result<Image, String> {
-    let mut decoder = decoder(bytes);
+    let mut decoder = decoder(bytes)?;
     let header = decoder.read_header_info().map_err(reason)?;
     // Pillow cuts 16-bit grey off at 255, and takes the upper byte of everything else.
     let wide_grey = header.color_type == ColorType::Grayscale && header.bit_depth == BitDepth::Sixteen;
@@ -31,7 +31,7 @@ pub(super) fn image(bytes: &[u8]) -> Result<Image, String> {
 }
 
 pub(super) fn mask(bytes: &[u8]) -> Result<Mask, String> {
-    let mut decoder = decoder(bytes);
+    let mut decoder = decoder(bytes)?;
     let header = decoder.read_header_info().map_err(reason)?;
     let bits = match (header.color_type, header.bit_depth) {
         (ColorType::Indexed, depth) => depth as usize,
@@ -56,9 +56,17 @@ fn cut_off(big_endian: &[u8]) -> u8 {
     if big_endian[0] == 0 { big_endian[1] } else { u8::MAX }
 }
 
-fn decoder(bytes: &[u8]) -> Decoder<Cursor<&[u8]>> {
-    // The limit is on what the decoder allocates. Its default of 64 MiB is less than a row's buffers of a large image.
-    Decoder::new_with_limits(Cursor::new(bytes), Limits { bytes: 1 << 30 })
+/// A decoder whose memory follows from the sizes of the file and of the picture. A colour profile or text, which nothing here
+/// uses, may expand to a thousand times its size in the file: neither is read.
+fn decoder(bytes: &[u8]) -> Result<Decoder<Cursor<&[u8]>>, String> {
+    let mut decoder = Decoder::new(Cursor::new(bytes));
+    decoder.set_ignore_iccp_chunk(true);
+    decoder.set_ignore_text_chunk(true);
+    let (width, height) = decoder.read_header_info().map_err(reason)?.size();
+    check_size(height as usize, width as usize)?;
+    // A row has up to 8 bytes per pixel. What is left is EXIF data, kept as it is in the file in a buffer that doubles.
+    decoder.set_limits(Limits { bytes: width as usize * 8 + bytes.len() * 2 + (64 << 10) });
+    Ok(decoder)
 }
 
 /// Height, width, colours and bytes of the image.
@@ -66,7 +74,6 @@ fn frame(decoder: Decoder<Cursor<&[u8]>>) -> Result<(usize, usize, ColorType, Ve
     let mut reader = decoder.read_info().map_err(reason)?;
     let (width, height) = reader.info().size();
     let (height, width) = (height as usize, width as usize);
-    check_size(height, width)?;
     let size = reader.output_buffer_size().ok_or("a PNG file that is too large")?;
     let mut data = vec![0; size];
     reader.next_frame(&mut data).map_err(reason)?;
@@ -75,4 +82,52 @@ fn frame(decoder: Decoder<Cursor<&[u8]>>) -> Result<(usize, usize, ColorType, Ve
 
 fn reason(error: DecodingError) -> String {
     format!("a damaged PNG file: {error}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::borrow::Cow;
+
+    /// A picture of 4 × 4 pixels, with 8 MiB of zeros as profile, as each kind of text, and as EXIF data.
+    fn bomb() -> Vec<u8> {
+        const ZEROS: usize = 8 << 20;
+        let text = "\0".repeat(ZEROS);
+        let mut info = png::Info::with_size(4, 4);
+        (info.color_type, info.bit_depth) = (ColorType::Rgb, BitDepth::Eight);
+        info.icc_profile = Some(Cow::Owned(text.clone().into_bytes()));
+        info.exif_metadata = Some(Cow::Owned(text.clone().into_bytes()));
+        let mut bytes = Vec::new();
+        let mut encoder = png::Encoder::with_info(&mut bytes, info).unwrap();
+        encoder.add_ztxt_chunk("Comment".to_string(), text.clone()).unwrap();
+        encoder.add_itxt_chunk("Comment".to_string(), text).unwrap();
+        let mut writer = encoder.write_header().unwrap();
+        writer.write_image_data(&[7; 48]).unwrap();
+        writer.finish().unwrap();
+        bytes
+    }
+
+    #[test]
+    fn profiles_and_text_are_not_expanded() {
+        let bytes = bomb();
+        let reader = decoder(&bytes).unwrap().read_info().unwrap();
+        let info = reader.info();
+        assert!(info.icc_profile.is_none() && info.compressed_latin1_text.is_empty() && info.utf8_text.is_empty());
+        assert_eq!(image(&bytes).unwrap().pixels(), [7; 48]);
+    }
+
+    #[test]
+    fn a_size_that_no_picture_has_is_refused_before_anything_is_read() {
+        let mut bytes = bomb();
+        bytes[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 1, 0, 0]);
+        let sum = crc32(&bytes[12..29]);
+        bytes[29..33].copy_from_slice(&sum.to_be_bytes());
+        assert!(image(&bytes).unwrap_err().contains("65536×65536 pixels are too many"), "{:?}", image(&bytes));
+    }
+
+    fn crc32(bytes: &[u8]) -> u32 {
+        !bytes
+            .iter()
+            .fold(!0, |sum, byte| (0..8).fold(sum ^ u32::from(*byte), |sum, _| (sum >> 1) ^ (0xedb8_8320 * (sum & 1))))
+    }
 }

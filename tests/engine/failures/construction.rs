@@ -10,25 +10,23 @@ fn new(store: &Arc<dyn Store>, rank: usize, world_size: usize) -> candle_ddp::Re
 /// Returns the errors of the ranks that join.
 fn errors(ranks: &[(usize, usize, CpuOptions)]) -> Vec<String> {
     let store = store();
-    let start = Instant::now();
     std::thread::scope(|scope| {
         let rank = |(rank, world_size, options): &(usize, usize, CpuOptions)| {
             let (store, rank, world_size, options) = (store.clone(), *rank, *world_size, options.clone());
             scope.spawn(move || CpuCommunicator::new(store, rank, world_size, options).err().unwrap().to_string())
         };
         let ranks: Vec<_> = ranks.iter().map(rank).collect();
-        let errors = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        assert!(start.elapsed() < TIMEOUT + GRACE);
-        errors
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
     side_by_side(0..3, |missing| {
-        let ranks: Vec<_> = (0..3).filter(|rank| *rank != missing).map(|rank| (rank, 3, options())).collect();
+        let hasty = CpuOptions { timeout: TIMEOUT, ..options() };
+        let ranks: Vec<_> = (0..3).filter(|rank| *rank != missing).map(|rank| (rank, 3, hasty.clone())).collect();
         for error in errors(&ranks) {
-            let expected = format!("has no connection to rank(s) [{missing}] (time-out 1.5s): they have not");
+            let expected = format!("has no connection to rank(s) [{missing}] (time-out 4s): they have not");
             assert!(error.contains(&expected), "rank {missing} is missing: {error}");
             assert!(error.contains("new_group with the same ranks"), "{error}");
         }
@@ -55,8 +53,10 @@ fn two_processes_with_one_rank_are_refused() {
     let store = store();
     std::thread::scope(|scope| {
         let rank = |rank| {
-            let store = &store;
-            scope.spawn(move || new(store, rank, 3).err().unwrap().to_string())
+            // One of the two waits for rank 2, which does not come.
+            let timeout = if rank == 0 { PATIENCE } else { TIMEOUT };
+            let (store, options) = (store.clone(), CpuOptions { timeout, ..options() });
+            scope.spawn(move || CpuCommunicator::new(store, rank, 3, options).err().unwrap().to_string())
         };
         let (rank_0, _first, _second) = (rank(0), rank(1), rank(1));
         let error = rank_0.join().unwrap();

@@ -5,7 +5,7 @@ type Make = fn() -> Collective;
 
 /// Rank 0 and rank 1 of `world_size` make the given calls at sequence 4; the other ranks make rank 0's.
 fn disagree(world_size: usize, rank_0: Make, rank_1: Make) -> Vec<Error> {
-    on_ranks(world_size, |communicator| {
+    on_hasty_ranks(world_size, |communicator| {
         for _ in 0..3 {
             // The others may already have failed while a slow rank is still finishing an earlier call.
             if let Err(error) = communicator.run(all_reduce(10)) {
@@ -97,7 +97,7 @@ fn a_rank_that_is_ahead_is_asked_what_it_called() {
 /// Both ranks wait and none sends, so only the time-out reveals the mismatch.
 #[test]
 fn ranks_that_all_wait_are_told_why() {
-    let errors = on_ranks(2, |communicator| {
+    let errors = on_hasty_ranks(2, |communicator| {
         let root = 1 - communicator.rank();
         until_failure(&communicator, broadcast(6, root))
     });

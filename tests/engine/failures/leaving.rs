@@ -38,12 +38,15 @@ fn leaving_after_the_last_collective_does_no_harm() {
 
 #[test]
 fn a_message_sent_before_leaving_arrives() {
+    let left = store();
     on_ranks(2, |communicator| {
         if communicator.rank() == 0 {
             communicator.run(Collective::Send { tensor: zeros(1000), peer: 1 }).unwrap();
+            drop(communicator);
+            left.set("rank 0", b"").unwrap();
             return;
         }
-        std::thread::sleep(Duration::from_millis(300));
+        left.get("rank 0").unwrap();
         let recv = || Collective::Recv { tensor: zeros(1000), peer: 0 };
         communicator.run(recv()).unwrap();
         let error = communicator.run(recv()).unwrap_err();
@@ -86,7 +89,6 @@ fn abort_ends_a_call_in_flight_on_all_ranks() {
                     communicator.abort("loss is NaN");
                 });
             }
-            let start = Instant::now();
             if communicator.rank() == 2 {
                 // Rank 2 stays out of the collective, so that it cannot complete, and stays alive, so that no
                 // connection closes.
@@ -94,7 +96,6 @@ fn abort_ends_a_call_in_flight_on_all_ranks() {
             }
             let error = until_failure(&communicator, all_reduce(1 << 20));
             assert_eq!(error.to_string(), "rank 0 ended the group: loss is NaN");
-            assert!(start.elapsed() < TIMEOUT, "it ended only at the time-out");
         });
     });
 }
@@ -110,13 +111,16 @@ fn abort_in_a_world_of_one() {
 
 #[test]
 fn a_rank_that_left_after_another_call_is_not_reported_dead() {
+    let left = store();
     let errors = on_ranks(3, |communicator| {
         if communicator.rank() == 0 {
             // This sends nothing to rank 1.
             communicator.run(Collective::Gather { output: None, input: zeros(5), root: 2 }).unwrap();
+            drop(communicator);
+            left.set("rank 0", b"").unwrap();
             return None;
         }
-        std::thread::sleep(Duration::from_millis(200));
+        left.get("rank 0").unwrap();
         match communicator.rank() {
             1 => Some(until_failure(&communicator, broadcast(5, 0))),
             _ => {
@@ -134,15 +138,20 @@ fn a_rank_that_left_after_another_call_is_not_reported_dead() {
     }
 }
 
-/// Rank 2 waits for data from rank 1, which took part in rank 0's broadcast instead.
+/// Rank 2 waits for data from rank 1, which took part in rank 0's broadcast instead. Over some transports, only the time-out
+/// reveals it.
 #[test]
 fn a_rank_that_left_after_another_call_is_not_reported_slow() {
-    let errors = on_ranks(3, |communicator| {
-        if communicator.rank() < 2 {
+    let left = store();
+    let errors = on_hasty_ranks(3, |communicator| {
+        let rank = communicator.rank();
+        if rank < 2 {
             communicator.run(broadcast(5, 0)).unwrap();
+            drop(communicator);
+            left.set(&format!("rank {rank}"), b"").unwrap();
             return None;
         }
-        std::thread::sleep(Duration::from_millis(200));
+        left.wait(&["rank 0", "rank 1"], None).unwrap();
         Some(until_failure(&communicator, broadcast(5, 1)))
     });
     let error = errors[2].as_ref().unwrap();

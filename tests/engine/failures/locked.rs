@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn a_tensor_locked_by_the_program_is_reported() {
     side_by_side([false, true], |is_started| {
-        let errors = on_ranks(3, |communicator| {
+        let errors = on_hasty_ranks(3, |communicator| {
             communicator.run(all_reduce(10)).unwrap();
             let tensor = zeros(12);
             let call = Collective::AllReduce { tensor: tensor.clone(), op: ReduceOp::Sum };
@@ -16,12 +16,10 @@ fn a_tensor_locked_by_the_program_is_reported() {
             // The other ranks' deadlines come first.
             std::thread::sleep(TIMEOUT / 5);
             let guard = tensor.storage_and_layout();
-            let start = Instant::now();
             let result = match is_started {
                 true => communicator.start(call).and_then(|work| work.wait()),
                 false => communicator.run(call),
             };
-            assert!(start.elapsed() < TIMEOUT + GRACE, "{:?}", start.elapsed());
             drop(guard);
             result.unwrap_err()
         });

@@ -8,14 +8,14 @@ pub(crate) use candle_ddp::{Error, ReduceOp};
 pub(crate) use std::sync::Arc;
 pub(crate) use std::time::{Duration, Instant};
 
-/// Longer than any healthy call, and short enough to wait for in a test.
-pub(crate) const TIMEOUT: Duration = Duration::from_millis(1500);
+/// The time-out where a test waits for it: longer than a healthy call on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Extra time after the time-out to ask the peers, on a busy machine.
-pub(crate) const GRACE: Duration = Duration::from_secs(3);
+/// The time-out, or the wait, where it shows only that something hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 pub(crate) fn options() -> CpuOptions {
-    CpuOptions { timeout: TIMEOUT, transport: super::TRANSPORT, ..CpuOptions::default() }
+    CpuOptions { timeout: PATIENCE, transport: super::TRANSPORT, ..CpuOptions::default() }
 }
 
 /// Options of a rank on its host.
@@ -24,16 +24,26 @@ pub(crate) fn options_of(rank: usize) -> CpuOptions {
 }
 
 pub(crate) fn store() -> Arc<dyn Store> {
-    Arc::new(HashStore::new(TIMEOUT))
+    Arc::new(HashStore::new(PATIENCE))
 }
 
 /// Runs `body` on every rank of a world, each on its own thread; returns the results by rank.
 pub(crate) fn on_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
+    within(PATIENCE, world_size, body)
+}
+
+/// Like [`on_ranks`], with calls that time out after [`TIMEOUT`].
+pub(crate) fn on_hasty_ranks<T: Send>(world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
+    within(TIMEOUT, world_size, body)
+}
+
+fn within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(CpuCommunicator) -> T + Sync) -> Vec<T> {
     let store = store();
     std::thread::scope(|scope| {
         let rank = |rank| {
             let (store, body) = (store.clone(), &body);
-            scope.spawn(move || body(CpuCommunicator::new(store, rank, world_size, options_of(rank)).unwrap()))
+            let options = CpuOptions { timeout, construction_timeout: Some(PATIENCE), ..options_of(rank) };
+            scope.spawn(move || body(CpuCommunicator::new(store, rank, world_size, options).unwrap()))
         };
         let ranks: Vec<_> = (0..world_size).map(rank).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -66,7 +76,7 @@ pub(crate) fn broadcast(count: usize, root: usize) -> Collective {
 pub(crate) fn idle_until_failure(communicator: &CpuCommunicator) {
     let start = Instant::now();
     while communicator.failure().is_none() {
-        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} received no error", communicator.rank());
+        assert!(start.elapsed() < PATIENCE, "rank {} received no error", communicator.rank());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -77,10 +87,9 @@ pub(crate) fn until_failure(communicator: &CpuCommunicator, first: Collective) -
     let start = Instant::now();
     let mut result = communicator.run(first);
     while result.is_ok() {
-        assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} received no error", communicator.rank());
+        assert!(start.elapsed() < PATIENCE, "rank {} received no error", communicator.rank());
         result = communicator.run(Collective::Barrier);
     }
-    assert!(start.elapsed() < TIMEOUT + GRACE, "rank {} got the error after {:?}", communicator.rank(), start.elapsed());
     let error = result.unwrap_err();
     // Every later call returns the same cause.
     for later in [communicator.run(all_reduce(3)), communicator.start(all_reduce(3)).map(drop)] {

@@ -60,14 +60,12 @@ impl Segment {
         Self::map(&file, size)
     }
 
+    /// Pages are mapped when they are first touched. With `MapFlags::POPULATE`, every rank would map all pages of all ranks
+    /// at once, most of which it never touches: time and page tables that grow with the square of the number of ranks.
     fn map(fd: &OwnedFd, size: usize) -> Result<Self> {
-        #[cfg(target_os = "linux")]
-        let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        #[cfg(not(target_os = "linux"))]
-        let flags = MapFlags::SHARED;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the system chooses, overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0)? };
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, access, MapFlags::SHARED, fd, 0)? };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::other("mmap returned address 0"))?;
         Ok(Self {
             base,
@@ -210,5 +208,33 @@ mod file {
 
     pub(super) fn open(_: u32, _: i32, _: &str, _: usize) -> Result<OwnedFd> {
         create("")
+    }
+}
+
+#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod tests {
+    use super::*;
+    use rustix::fd::AsRawFd;
+
+    /// The bytes of a mapping that are in this process's page tables.
+    fn resident(segment: &Segment) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = format!("{:x}-", segment.base.as_ptr() as usize);
+        let mapping = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let line = mapping.into_iter().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    }
+
+    #[test]
+    fn a_segment_of_a_peer_takes_no_memory_before_it_is_used() {
+        const SIZE: usize = 32 << 20;
+        let (own, fd) = Segment::create("lazy", SIZE).unwrap();
+        let peer = Segment::open(std::process::id(), fd.as_raw_fd(), "lazy", SIZE).unwrap();
+        assert_eq!((resident(&own), resident(&peer)), (0, 0));
+        own.word(SIZE - 4).store(7, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(peer.word(SIZE - 4).load(std::sync::atomic::Ordering::Relaxed), 7);
+        // The kernel may map the pages around the one that was touched.
+        assert!(resident(&peer) < SIZE / 4, "{}", resident(&peer));
     }
 }

@@ -69,7 +69,7 @@ fn run_threads(group: Arc<Group>, health_store: HealthStore, lost_after: Duratio
 
 /// Starts the first `N` ranks of a group; the other ranks have joined and do nothing.
 fn ranks_of<const N: usize>(world_size: usize, timeout: Duration, lost_after: Duration) -> [Rank; N] {
-    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
     let mut health_stores: Vec<HealthStore> =
         (0..world_size).map(|rank| HealthStore::new(Arc::clone(&store), rank, world_size).unwrap()).collect();
     let mut health_stores = health_stores.drain(..N).enumerate();
@@ -121,7 +121,7 @@ fn all_reduce(count: u64) -> Call {
 #[test]
 fn the_flight_recorder_writes_how_far_calls_came_when_one_expires() {
     let folder = tempfile::tempdir().unwrap();
-    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(20)));
+    let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
     let ranks = [0, 1].map(|rank| {
         let options = FlightRecorderOptions { folder: Some(folder.path().to_path_buf()), ..Default::default() };
         let recorder = FlightRecorder::new(options, rank, 2).unwrap().unwrap();
@@ -380,7 +380,7 @@ impl Store for Stalling {
 
 #[test]
 fn a_store_that_does_not_answer_kills_nobody() {
-    let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(20)), answers: RwLock::default() });
+    let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(120)), answers: RwLock::default() });
     let [ours, theirs] = [0, 1].map(|rank| HealthStore::new(store.clone(), rank, 2).unwrap());
     let rank = start(ours, 0, 2, Duration::from_secs(60), LOST_AFTER);
     // The rank checks at least once meanwhile.

@@ -12,7 +12,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Long enough to conclude that an operation does not complete.
 pub(super) const WHILE: Duration = Duration::from_millis(300);
 
@@ -210,6 +210,15 @@ pub(super) unsafe fn async_error(comm: Handle) -> c_int {
 pub(super) fn text() -> String {
     // SAFETY: the text is never freed.
     unsafe { CStr::from_ptr(last_error()) }.to_string_lossy().into_owned()
+}
+
+/// Waits for an event; `otherwise` says what is wrong if it does not come.
+pub(super) fn wait_until(event: impl Fn() -> bool, otherwise: &str) {
+    let start = Instant::now();
+    while !event() {
+        assert!(start.elapsed() < PATIENCE, "{otherwise}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Runs `body` on threads that are ranks, without communicators.

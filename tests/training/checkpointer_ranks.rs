@@ -1,0 +1,217 @@
+//! States that differ from rank to rank, and folders in which a run cannot begin.
+use crate::common::ranks;
+use candle_core::{DType, Device};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, PerRank, RankZero, Serde, StateDict};
+use candle_ddp::optim::{AdamW, ParamsAdamW};
+use candle_ddp::seed::Generator;
+use candle_ddp::{Error, ProcessGroup, Result};
+use candle_nn::{Init, VarMap};
+use std::collections::HashSet;
+use std::path::Path;
+
+fn new(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
+    Checkpointer::new(pg, folder, CheckpointerOptions::default())
+}
+
+fn going_on(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
+    Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })
+}
+
+fn draw(generator: &mut Generator, count: usize) -> Vec<u64> {
+    (0..count).map(|_| generator.next_u64()).collect()
+}
+
+/// Each rank draws another number of times before the save, as with batches of different lengths.
+#[test]
+fn the_generator_of_each_rank_goes_on_where_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let undisturbed = ranks(3, |pg| {
+        let mut noise = Generator::for_rank(7, pg.rank());
+        let before = draw(&mut noise, 3 + 2 * pg.rank());
+        new(&pg, folder.path())?.save(1, &[("noise", &noise)])?.wait()?;
+        Ok((before, draw(&mut noise, 4)))
+    });
+    let undisturbed = undisturbed.unwrap();
+    let resumed = |world_size| {
+        let drawn = ranks(world_size, |pg| {
+            let mut noise = Generator::for_rank(0, pg.rank());
+            assert_eq!(going_on(&pg, folder.path())?.load_latest(&mut [("noise", &mut noise)])?, Some(1));
+            assert_eq!(noise.seed(), 7);
+            Ok(draw(&mut noise, 4))
+        });
+        drawn.unwrap()
+    };
+    assert_eq!(resumed(3), undisturbed.iter().map(|(_, after)| after.clone()).collect::<Vec<_>>());
+    // In a world of another size, no number is drawn twice.
+    for world_size in [1, 2, 5] {
+        let mut seen: HashSet<u64> = undisturbed.iter().flat_map(|(before, _)| before.clone()).collect();
+        for number in resumed(world_size).concat() {
+            assert!(seen.insert(number), "{number} of a world of {world_size} was drawn before");
+        }
+    }
+}
+
+#[test]
+fn a_part_that_differs_is_an_error_that_names_part_and_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(4, |pg| {
+        let mut checkpointer = new(&pg, folder.path())?;
+        let varmap = VarMap::new();
+        let value = if pg.rank() % 2 == 1 { pg.rank() as f64 } else { 0. };
+        varmap.get(2, "fc.bias", Init::Const(value), DType::F32, &Device::Cpu)?;
+        varmap.get(2, "fc.weight", Init::Const(1.), DType::F32, &Device::Cpu)?;
+        let error = checkpointer.save(1, &[("best", &1.5), ("model", &varmap)]).unwrap_err().to_string();
+        assert!(error.contains("\"model\"") && error.contains("ranks 1, 3") && error.contains("fc.bias"), "{error}");
+        assert!(!error.contains("fc.weight"), "{error}");
+        let loss = pg.rank() as f64;
+        let error = checkpointer.save(1, &[("best", &loss)]).unwrap_err().to_string();
+        assert!(error.contains("\"best\"") && error.contains("ranks 1, 2, 3"), "{error}");
+        // The group is as good as before.
+        checkpointer.save(1, &[("best", &1.5)])?.wait()?;
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_part_may_be_each_ranks_own_or_rank_zeros() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(3, |pg| {
+        let mut parts =
+            (PerRank(pg.rank() as f64), RankZero(pg.rank() as f64), PerRank(Generator::new(pg.rank() as u64)));
+        parts.2.0.next_u64();
+        let mut checkpointer = new(&pg, folder.path())?;
+        checkpointer.save(1, &[("own", &parts.0), ("first", &parts.1), ("noise", &parts.2)])?.wait()?;
+        parts = (PerRank(7.), RankZero(7.), PerRank(Generator::new(7)));
+        checkpointer.load_latest(&mut [("own", &mut parts.0), ("first", &mut parts.1), ("noise", &mut parts.2)])?;
+        assert_eq!((parts.0.0, parts.1.0), (pg.rank() as f64, 0.));
+        assert_eq!((parts.2.0.seed(), parts.2.0.offset()), (pg.rank() as u64, 1));
+        Ok(())
+    })
+    .unwrap();
+    let error = ranks(2, |pg| going_on(&pg, folder.path())?.load_latest(&mut [("own", &mut PerRank(0.))])).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("\"own\"") && error.contains("each of 3 ranks"), "{error}");
+}
+
+#[test]
+fn a_metric_that_is_not_a_number_is_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let mut metrics = Serde((f64::NAN, vec![Some(f32::INFINITY), Some(f32::NAN), None]));
+        let mut checkpointer = new(&pg, folder.path())?;
+        checkpointer.save(1, &[("metrics", &metrics), ("loss", &f64::NAN)])?.wait()?;
+        let before = format!("{metrics:?}");
+        metrics = Serde((1., Vec::new()));
+        checkpointer.load_latest(&mut [("metrics", &mut metrics)])?;
+        assert_eq!(format!("{metrics:?}"), before);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_checkpoint_is_loaded_by_its_step() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let mut checkpointer = new(&pg, folder.path())?;
+        for step in [3, 4] {
+            checkpointer.save(step, &[("value", &(step as f64))])?;
+        }
+        let mut value = 0.;
+        assert!(checkpointer.load_step(3, &mut [("value", &mut value)])?);
+        assert_eq!(value, 3.);
+        assert!(!checkpointer.load_step(5, &mut [("value", &mut value)])?);
+        assert_eq!(value, 3.);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_run_from_scratch_does_not_begin_among_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let mut first = new(&pg, folder.path())?;
+        let error = first.load_latest(&mut [("value", &mut 0.)]).unwrap_err().to_string();
+        assert!(error.contains("from scratch") && error.contains("CheckpointerOptions::resume"), "{error}");
+        first.save(3, &[("value", &1.5)])?.wait()?;
+        pg.barrier()?;
+        let error = new(&pg, folder.path()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("step-00000003") && text.contains("resume"), "{text}");
+        match pg.rank() {
+            0 => assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}"),
+            _ => assert!(matches!(error, Error::RankFailed { rank: 0, .. }), "{error:?}"),
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_is_an_error_at_once_on_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+    std::fs::write(&file, "").unwrap();
+    std::os::unix::fs::symlink(folder.path().join("deep/missing"), &link).unwrap();
+    // Not even root may write there.
+    for (root, reason) in [(&*file, "file"), (&*link, "link"), (Path::new("/proc/checkpoints"), "/proc/checkpoints")] {
+        ranks(2, |pg| {
+            let error = new(&pg, root).unwrap_err();
+            assert!(error.to_string().contains(reason), "{error}");
+            let is_own = matches!(&error, Error::Io { .. });
+            assert!(is_own || matches!(&error, Error::RankFailed { .. }), "{error:?}");
+            pg.barrier()
+        })
+        .unwrap();
+    }
+    // What was probed leaves nothing behind.
+    let fresh = folder.path().join("deep/fresh");
+    ranks(2, |pg| new(&pg, &fresh).map(drop)).unwrap();
+    assert_eq!(fresh.read_dir().unwrap().count(), 0);
+}
+
+#[test]
+fn a_foreign_checkpoint_is_named_with_its_part() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let varmap = VarMap::new();
+        varmap.get(2, "fc.bias", Init::Const(1.), DType::F32, &Device::Cpu)?;
+        new(&pg, folder.path())?.save(3, &[("model", &varmap), ("optimizer", &2.5)])?.wait()?;
+        let var = varmap.data().lock().unwrap()["fc.bias"].clone();
+        let mut optimizer = AdamW::from_named(vec![("fc.bias".to_string(), var)], ParamsAdamW::default())?;
+        let loaded = going_on(&pg, folder.path())?.load_latest(&mut [("optimizer", &mut optimizer)]);
+        let error = loaded.unwrap_err().to_string();
+        assert!(error.contains("step-00000003") && error.contains("\"optimizer\""), "{error}");
+        assert!(error.contains("this is the state of f64"), "{error}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_index_cannot_name_files_outside_of_its_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(1, |pg| {
+        new(&pg, folder.path())?.save(3, &[("value", &2.5)])?.wait()?;
+        let (inside, index) =
+            (folder.path().join("step-00000003"), folder.path().join("step-00000003/checkpoint.json"));
+        std::fs::copy(inside.join("value.safetensors"), folder.path().join("victim.safetensors")).unwrap();
+        let text = std::fs::read_to_string(&index).unwrap().replace("\"value.safetensors", "\"../victim.safetensors");
+        std::fs::write(&index, text).unwrap();
+        let mut value = 0.;
+        assert_eq!(going_on(&pg, folder.path())?.load_latest(&mut [("value", &mut value)])?, None);
+        assert_eq!(value, 0.);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_file_of_torch_save_is_no_state_of_an_optimizer_and_the_error_says_so() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint.pt");
+    let mut optimizer = AdamW::from_named(Vec::new(), ParamsAdamW::default()).unwrap();
+    let error = optimizer.load(path).unwrap_err().to_string();
+    assert!(error.contains("torch.save") && error.contains("checkpoint.pt"), "{error}");
+}

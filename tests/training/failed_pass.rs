@@ -1,0 +1,167 @@
+//! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
+use crate::common::{fill, floats, ranks, tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Shape, Tensor, Var};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
+use candle_nn::{VarBuilder, VarMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// An embedding whose weight is also that of the last layer, and layers with biases.
+struct Net {
+    embedding: nn::Embedding,
+    hidden: nn::Linear,
+    output: nn::Linear,
+    theirs: candle_nn::Linear,
+}
+
+const WIDTH: usize = 4;
+
+impl Net {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        let embedding = nn::embedding(5, WIDTH, vb.pp("embedding"))?;
+        let output = nn::Linear::new(embedding.embeddings().clone(), None);
+        let hidden = nn::linear(WIDTH, WIDTH, vb.pp("hidden"))?;
+        Ok(Self { embedding, hidden, output, theirs: candle_nn::linear(WIDTH, WIDTH, vb.pp("theirs"))? })
+    }
+
+    /// The loss for this rank's tokens. While `fails` holds, the backward pass fails between the two uses of `hidden`, and
+    /// of the embedding.
+    fn loss(&self, rank: usize, fails: &Arc<AtomicBool>) -> candle_core::Result<Tensor> {
+        let tokens = Tensor::new(&[rank as u32, 2, 3], self.hidden.weight().device())?;
+        let x = self.hidden.forward(&self.embedding.forward(&tokens)?)?.tanh()?;
+        let x = self.theirs.forward(&x)?.apply_op1(Failing(Arc::clone(fails)))?;
+        self.output.forward(&self.hidden.forward(&x)?)?.sqr()?.mean_all()
+    }
+}
+
+/// The identity. Its backward pass fails if asked to.
+struct Failing(Arc<AtomicBool>);
+
+impl CustomOp1 for Failing {
+    fn name(&self) -> &'static str {
+        "failing"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        assert!(layout.is_contiguous() && layout.start_offset() == 0);
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        match self.0.load(Ordering::Relaxed) {
+            true => candle_core::bail!("out of memory"),
+            false => Ok(Some(gradient.clone())),
+        }
+    }
+}
+
+fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParallel<Net>> {
+    let varmap = VarMap::new();
+    let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, |vb| Net::new(vb), options)?;
+    fill(&varmap, 3);
+    Ok(ddp)
+}
+
+fn loss(ddp: &DistributedDataParallel<Net>, fails: bool) -> Result<Tensor> {
+    ddp.call(|net| net.loss(ddp.process_group().rank(), &Arc::new(AtomicBool::new(fails))))
+}
+
+fn gradients(ddp: &DistributedDataParallel<Net>, loss: &Tensor) -> Result<Vec<Vec<f32>>> {
+    let grads = ddp.backward(loss)?;
+    Ok(ddp.parameters().iter().map(|var: &Var| floats(grads.get(var).expect("a gradient"))).collect())
+}
+
+#[test]
+fn nothing_is_left_after_a_refused_pass() {
+    for world_size in [1, 2] {
+        ranks(world_size, |pg| {
+            let expected = {
+                let fresh = wrap(&pg, DdpOptions::default())?;
+                gradients(&fresh, &loss(&fresh, false)?)?
+            };
+            let ddp = wrap(&pg, DdpOptions::default())?;
+            let same = loss(&ddp, false)?;
+            for _ in 0..2 {
+                let error = Error::from(same.backward().unwrap_err());
+                assert!(matches!(error, Error::BackwardOutside { .. }), "{error}");
+            }
+            assert_eq!(gradients(&ddp, &same)?, expected, "the same graph, {world_size} ranks");
+            let another = loss(&ddp, false)?;
+            assert!(another.backward().is_err());
+            assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "another graph, {world_size} ranks");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn nothing_is_left_after_an_operation_has_failed() {
+    ranks(1, |pg| {
+        let ddp = wrap(&pg, DdpOptions::default())?;
+        let expected = gradients(&ddp, &loss(&ddp, false)?)?;
+        let fails = Arc::new(AtomicBool::new(true));
+        let same = ddp.call(|net| net.loss(0, &fails))?;
+        for _ in 0..2 {
+            let error = ddp.backward(&same).unwrap_err().to_string();
+            assert!(error.contains("out of memory"), "{error}");
+        }
+        fails.store(false, Ordering::Relaxed);
+        assert_eq!(gradients(&ddp, &same)?, expected, "the same graph");
+        assert!(ddp.backward(&loss(&ddp, true)?).is_err());
+        assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "another graph");
+
+        // Accumulated gradients end with a failed pass too.
+        {
+            let _guard = ddp.no_sync();
+            ddp.backward(&loss(&ddp, false)?)?;
+            assert!(ddp.backward(&loss(&ddp, true)?).is_err());
+        }
+        assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "after a failed pass under no_sync");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_nan_does_not_survive_the_pass_that_it_failed() {
+    ranks(1, |pg| {
+        let options = DdpOptions { nan_check: true, bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let build = |vb: VarBuilder| nn::linear(3, 2, vb.pp("a"));
+        let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), DType::F32, build, options)?;
+        let pass = |x: &Tensor| -> Result<Vec<Vec<f32>>> {
+            let grads = ddp.backward(&ddp.forward(x)?.sqr()?.mean_all()?)?;
+            Ok(ddp.parameters().iter().map(|var| floats(grads.get(var).expect("a gradient"))).collect())
+        };
+        let good = tensor(&[5, 3], 0);
+        let expected = pass(&good)?;
+        let error = pass(&(&good * f64::NAN)?).unwrap_err().to_string();
+        assert!(error.contains("NaN"), "{error}");
+        assert_eq!(pass(&good)?, expected);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Without DDP: the sums of a pass that failed in this crate's layers end with it, although the graph lives on.
+#[test]
+fn a_plain_backward_pass_can_be_repeated_after_a_layer_has_failed() {
+    let weight = Var::from_tensor(&tensor(&[4, 4], 1)).unwrap();
+    let layer = nn::Linear::new(weight.as_tensor().clone(), None);
+    let fails = Arc::new(AtomicBool::new(true));
+    let x = layer.forward(&tensor(&[2, 4], 2)).unwrap();
+    let failing = {
+        let fails = Arc::clone(&fails);
+        nn::checkpoint(&[&x], move |inputs: &[Tensor]| {
+            // The first call is the forward pass, the others are backward passes.
+            inputs[0].apply_op1(Failing(Arc::clone(&fails)))?.sqr()
+        })
+        .unwrap()
+    };
+    let loss = (layer.forward(&failing).unwrap() + &x).unwrap().sum_all().unwrap();
+    assert!(loss.backward().is_err());
+    fails.store(false, Ordering::Relaxed);
+    let repeated = floats(loss.backward().unwrap().get(&weight).unwrap());
+    let again = floats(loss.backward().unwrap().get(&weight).unwrap());
+    assert_eq!(repeated, again);
+}

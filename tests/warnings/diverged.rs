@@ -1,0 +1,27 @@
+//! A scaler that skips all steps says so.
+use crate::common::ranks;
+use crate::logger::{self, LOG};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Var};
+use candle_ddp::{GradScaler, GradScalerOptions};
+
+#[test]
+fn a_scale_below_one_is_told_of_once_on_rank_0() {
+    let _turn = logger::collect();
+    LOG.0.lock().unwrap().clear();
+    ranks(2, |pg| {
+        let var = Var::ones(2, DType::F32, &Device::Cpu)?;
+        let options = GradScalerOptions { init_scale: 4.0, ..Default::default() };
+        let mut scaler = GradScaler::new(&pg, vec![("w".to_string(), var.clone())], options)?;
+        for _ in 0..5 {
+            let mut grads = GradStore::default();
+            grads.insert(&var, (var.ones_like()? * f64::INFINITY)?);
+            assert!(!scaler.unscale(&mut grads)?);
+            scaler.update()?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
+    assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 0.5"), "{warnings:?}");
+}

@@ -1,0 +1,27 @@
+//! What the process that hosts a store hears of clients whose secret is another one.
+use crate::logger::{self, LOG};
+use candle_ddp::Error;
+use candle_ddp::rendezvous::{Secret, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+use std::time::Duration;
+
+#[test]
+fn the_host_hears_of_every_client_that_its_secret_keeps_out() {
+    let _turn = logger::collect();
+    let secret = |digit: &str| Some(Secret::new(&digit.repeat(32)).unwrap());
+    for (own, theirs, expected) in [
+        (secret("1"), secret("2"), "it has another secret than this job"),
+        (secret("1"), None, "it does not have the job's secret"),
+        (None, secret("2"), "it has a secret, and this job has none"),
+    ] {
+        let options = TcpStoreServerOptions { secret: own, ..Default::default() };
+        let server = TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), options).unwrap();
+        LOG.0.lock().unwrap().clear();
+        let options = TcpStoreOptions { timeout: Duration::from_secs(30), secret: theirs };
+        let refused = TcpStore::connect_with("127.0.0.1", server.port(), options);
+        assert!(matches!(refused, Err(Error::Secret { .. })), "{expected}");
+        // The end of the server's thread.
+        drop(server);
+        let warnings = LOG.0.lock().unwrap().clone();
+        assert!(warnings.len() == 1 && warnings[0].contains(expected), "{expected}: {warnings:?}");
+    }
+}
