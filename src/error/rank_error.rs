@@ -83,7 +83,8 @@ impl Error {
 }
 
 impl Failure {
-    fn culprit(&self) -> Option<usize> {
+    /// The rank of the group that caused it, as far as is known.
+    pub(crate) fn culprit(&self) -> Option<usize> {
         match self {
             Self::PeerGone { peer, .. } | Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => Some(*peer),
             Self::TimedOut { waiting_for, .. } => waiting_for.first().copied(),

@@ -152,6 +152,10 @@ impl Store for InitStore {
         self.call(|store| store.last_will(key, value))
     }
 
+    fn is_hosted_here(&self) -> bool {
+        self.plain.is_hosted_here()
+    }
+
     fn timeout(&self) -> Duration {
         self.plain.timeout()
     }

@@ -87,6 +87,10 @@ impl Store for PrefixStore {
         self.store.last_will(&self.key(key), value)
     }
 
+    fn is_hosted_here(&self) -> bool {
+        self.store.is_hosted_here()
+    }
+
     fn timeout(&self) -> Duration {
         self.store.timeout()
     }

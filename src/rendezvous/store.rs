@@ -75,6 +75,11 @@ pub trait Store: Send + Sync {
         Ok(None)
     }
 
+    /// Whether the store ends with this process, which other ranks may notice before they have read what it holds.
+    fn is_hosted_here(&self) -> bool {
+        false
+    }
+
     /// Returns the time-out of a call.
     fn timeout(&self) -> Duration;
 }

@@ -406,7 +406,7 @@ fn the_death_of_a_rank_ends_all_others_within_seconds() {
             assert!(report.contains(expected), "{report}");
         }
         println!("all have ended {:?} after the death of a rank", start.elapsed());
-        assert!(start.elapsed() < Duration::from_secs(40), "it took {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(90), "it took {:?}", start.elapsed());
     }
 }
 

@@ -27,6 +27,11 @@ fn report_key(rank: usize) -> String {
     format!("report/{rank}")
 }
 
+/// Set once this rank knows the group's failure.
+fn told_key(rank: usize) -> String {
+    format!("told/{rank}")
+}
+
 /// One rank's view of its group's keys.
 pub(super) struct HealthStore {
     store: Arc<dyn Store>,
@@ -136,7 +141,7 @@ impl HealthStore {
         if self.store.add(LEFT, 1)? < self.world_size as i64 {
             return Ok(());
         }
-        let of_ranks = (0..self.world_size).flat_map(|rank| [heartbeat_key(rank), report_key(rank)]);
+        let of_ranks = (0..self.world_size).flat_map(|rank| [heartbeat_key(rank), report_key(rank), told_key(rank)]);
         for key in [FAILURE, QUERY, DEPARTURE, LEFT].map(str::to_string).into_iter().chain(of_ranks) {
             self.store.delete(&key)?;
         }
@@ -155,6 +160,22 @@ impl HealthStore {
         failure.encode(&mut writer);
         let first = self.store.compare_set(FAILURE, b"", &writer.0)?;
         Ok(Failure::decode(&mut Reader(&first)).unwrap_or_else(|| failure.clone()))
+    }
+
+    /// Records that this rank knows the group's failure.
+    pub(super) fn set_told(&self) -> Result<()> {
+        self.store.set(&told_key(self.rank), b"")
+    }
+
+    /// Whether all ranks know the group's failure, except for `culprit`, which may be dead.
+    pub(super) fn all_told_but(&self, culprit: Option<usize>) -> Result<bool> {
+        let keys: Vec<String> = (0..self.world_size).filter(|rank| Some(*rank) != culprit).map(told_key).collect();
+        self.store.check(&keys.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// Whether the other ranks lose the store when this process ends.
+    pub(super) fn is_hosted_here(&self) -> bool {
+        self.store.is_hosted_here()
     }
 
     /// Reads everything that concerns this rank, and the heartbeat of `peer`, in one request.

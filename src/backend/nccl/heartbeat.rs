@@ -38,6 +38,8 @@ struct MonitorState {
     /// Since when the store has not answered, and its error.
     without_store: Option<(Instant, String)>,
     answered: Option<ProgressQuery>,
+    /// Whether the others have been told that this rank knows of the failure.
+    told: bool,
 }
 
 impl MonitorState {
@@ -58,6 +60,7 @@ impl HeartbeatMonitor<'_> {
             seen: (Heartbeat::Beats(0), begin),
             without_store: None,
             answered: None,
+            told: false,
         };
         loop {
             state.clock.sleep(Instant::now());
@@ -75,7 +78,14 @@ impl HeartbeatMonitor<'_> {
                 }
                 self.group.set_published();
             }
+            if !state.told && self.group.failure().is_some() {
+                state.told = true;
+                if let Err(error) = self.health_store.set_told() {
+                    log::debug!("rank {}: cannot say that it knows of the failure: {error}", self.group.rank);
+                }
+            }
             if let Some(shutdown_notice) = leaving {
+                self.await_told(&mut state);
                 if let Err(error) = self.health_store.leave(&shutdown_notice) {
                     log::debug!("rank {}: cannot say goodbye: {error}", self.group.rank);
                 }
@@ -89,6 +99,20 @@ impl HeartbeatMonitor<'_> {
                 Ok(()) => state.without_store = None,
                 Err(error) => self.store_failed(&mut state, error.to_string()),
             }
+        }
+    }
+
+    /// Where the store ends with this process, a failed group does not end before the other ranks know why it failed, or
+    /// could know. Otherwise they would have to guess.
+    fn await_told(&self, state: &mut MonitorState) {
+        let Some(failure) = self.group.failure().filter(|_| self.health_store.is_hosted_here()) else { return };
+        let culprit = failure.culprit();
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline && self.health_store.all_told_but(culprit).is_ok_and(|told| !told) {
+            if self.beat(state).is_err() {
+                return;
+            }
+            std::thread::sleep(PAUSE / 10);
         }
     }
 

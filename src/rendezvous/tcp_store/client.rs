@@ -444,6 +444,10 @@ impl Store for TcpStore {
         self.leave_will(key, value)
     }
 
+    fn is_hosted_here(&self) -> bool {
+        self.server.is_some()
+    }
+
     fn timeout(&self) -> Duration {
         self.timeout
     }

@@ -318,7 +318,7 @@ fn a_message_that_a_rank_which_left_did_not_wait_for_is_told() {
 
 /// A store that does not answer while it is locked. Only what the heartbeat monitor uses is implemented.
 struct Stalling {
-    store: HashStore,
+    store: Arc<HashStore>,
     answers: RwLock<()>,
 }
 
@@ -352,8 +352,12 @@ impl Store for Stalling {
         unreachable!()
     }
 
-    fn check(&self, _: &[&str]) -> crate::Result<bool> {
-        unreachable!()
+    fn check(&self, keys: &[&str]) -> crate::Result<bool> {
+        self.store.check(keys)
+    }
+
+    fn is_hosted_here(&self) -> bool {
+        true
     }
 
     fn delete(&self, key: &str) -> crate::Result<bool> {
@@ -380,7 +384,8 @@ impl Store for Stalling {
 
 #[test]
 fn a_store_that_does_not_answer_kills_nobody() {
-    let store = Arc::new(Stalling { store: HashStore::new(Duration::from_secs(120)), answers: RwLock::default() });
+    let store =
+        Arc::new(Stalling { store: Arc::new(HashStore::new(Duration::from_secs(120))), answers: RwLock::default() });
     let [ours, theirs] = [0, 1].map(|rank| HealthStore::new(store.clone(), rank, 2).unwrap());
     let rank = start(ours, 0, 2, Duration::from_secs(60), LOST_AFTER);
     // The rank checks at least once meanwhile.
@@ -397,4 +402,26 @@ fn a_store_that_does_not_answer_kills_nobody() {
     theirs.beat(3).unwrap();
     std::thread::sleep(a_while);
     assert_eq!(rank.group.failure(), None);
+}
+
+#[test]
+fn the_host_of_the_store_stays_until_all_know_the_failure() {
+    let store = Arc::new(HashStore::new(Duration::from_secs(120)));
+    let stores = [0, 1].map(|_| Arc::new(Stalling { store: store.clone(), answers: RwLock::default() }));
+    let health_stores = [0, 1].map(|rank| HealthStore::new(stores[rank].clone(), rank, 3).unwrap());
+    let [host, other] = {
+        let mut ranks = health_stores.into_iter().enumerate();
+        [(); 2].map(|()| {
+            let (rank, health_store) = ranks.next().unwrap();
+            start(health_store, rank, 3, Duration::from_secs(60), Duration::from_secs(60))
+        })
+    };
+    let stall = stores[1].answers.write().unwrap();
+    host.group.fail(Failure::PeerFailed { peer: 2, reason: "killed".to_string() });
+    let end = std::thread::spawn(move || drop(host));
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(!end.is_finished(), "the host has left while rank 1 could not ask");
+    drop(stall);
+    end.join().unwrap();
+    assert_eq!(other.group.failure(), Some(Failure::PeerFailed { peer: 2, reason: "killed".to_string() }));
 }
