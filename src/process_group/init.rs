@@ -1,7 +1,7 @@
 use super::ProcessGroup;
 use super::engine::{Backend, Settings};
 use super::job::{self, Job};
-use super::threads;
+use super::threads::{self, Affinity};
 use crate::backend::{Construction, nccl};
 use crate::error::{Failure, ranks};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
@@ -145,8 +145,8 @@ impl Joining {
             _ => Device::Cpu,
         };
         let (rank, world_size) = (found.rank, found.world_size);
-        agree_on_backend(&StoreReports { store: &*found.store, topic: "backend", rank, world_size }, backend)?;
-        threads::limit(found.local_rank, found.local_world_size);
+        let reports = StoreReports { store: &*found.store, topic: "backend", rank, world_size };
+        threads::limit(rank, &agree_on_backend(&reports, backend)?);
         log::info!("rank {} of {}: backend {backend:?}, device {device:?}", found.rank, found.world_size);
         let settings = Settings {
             backend,
@@ -223,9 +223,9 @@ fn choose(
     }
 }
 
-/// Tells the other ranks this one's engine and checks that all use the same.
-fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
-    reports.tell(Ok(format!("{backend:?}").as_bytes()))?;
+/// Tells the other ranks this one's engine and checks that all use the same. Returns the processors of all ranks.
+fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<Vec<Affinity>> {
+    reports.tell(Ok(format!("{backend:?}\n{}", Affinity::of_this_process()).as_bytes()))?;
     let rank = reports.rank;
     let missing = |absent: Vec<usize>, late: Error| match late {
         Error::StoreTimeout { store, timeout, .. } => {
@@ -239,9 +239,15 @@ fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<()> {
         }
         error => error,
     };
-    let names = reports.hear(None, missing)?.map_err(|(peer, reason)| Failure::PeerFailed { peer, reason })?;
-    let Some(peer) = names.iter().position(|name| *name != names[0]) else { return Ok(()) };
-    let [first, other] = [0, peer].map(|rank| String::from_utf8_lossy(&names[rank]));
+    let told = reports.hear(None, missing)?.map_err(|(peer, reason)| Failure::PeerFailed { peer, reason })?;
+    let told: Vec<_> = told.iter().map(|told| String::from_utf8_lossy(told)).collect();
+    let (names, affinities): (Vec<&str>, Vec<Affinity>) = told
+        .iter()
+        .map(|told| told.split_once('\n').unwrap_or((told, "")))
+        .map(|(name, affinity)| (name, Affinity::parse(affinity)))
+        .unzip();
+    let Some(peer) = names.iter().position(|name| *name != names[0]) else { return Ok(affinities) };
+    let [first, other] = [0, peer].map(|rank| names[rank]);
     let reason = format!(
         "rank 0 works with Backend::{first}, rank {peer} with Backend::{other}: give all ranks the same \
          InitOptions.backend (Auto takes NCCL where it sees a GPU); seen by rank {rank}"
@@ -299,7 +305,7 @@ mod tests {
                 for (rank, backend) in backends.into_iter().enumerate() {
                     let reports = StoreReports { store: &store, topic: "backend", rank, world_size: 2 };
                     scope.spawn(move || match agree_on_backend(&reports, backend) {
-                        Ok(()) => assert!(are_equal),
+                        Ok(_) => assert!(are_equal),
                         Err(error) => {
                             let text = "rank 0 works with Backend::Nccl, rank 1 with Backend::Cpu";
                             assert!(!are_equal && error.to_string().contains(text), "{error}");

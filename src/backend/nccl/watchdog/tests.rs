@@ -407,15 +407,10 @@ fn a_store_that_does_not_answer_kills_nobody() {
 #[test]
 fn the_host_of_the_store_stays_until_all_know_the_failure() {
     let store = Arc::new(HashStore::new(Duration::from_secs(120)));
-    let stores = [0, 1].map(|_| Arc::new(Stalling { store: store.clone(), answers: RwLock::default() }));
-    let health_stores = [0, 1].map(|rank| HealthStore::new(stores[rank].clone(), rank, 3).unwrap());
-    let [host, other] = {
-        let mut ranks = health_stores.into_iter().enumerate();
-        [(); 2].map(|()| {
-            let (rank, health_store) = ranks.next().unwrap();
-            start(health_store, rank, 3, Duration::from_secs(60), Duration::from_secs(60))
-        })
-    };
+    let stores = [0, 1, 2].map(|_| Arc::new(Stalling { store: store.clone(), answers: RwLock::default() }));
+    let [host, other, _killed] = [0, 1, 2].map(|rank| HealthStore::new(stores[rank].clone(), rank, 3).unwrap());
+    let begin = |health_store, rank| start(health_store, rank, 3, Duration::from_secs(60), Duration::from_secs(60));
+    let [host, other] = [begin(host, 0), begin(other, 1)];
     let stall = stores[1].answers.write().unwrap();
     host.group.fail(Failure::PeerFailed { peer: 2, reason: "killed".to_string() });
     let end = std::thread::spawn(move || drop(host));
