@@ -53,6 +53,7 @@ pub use options::ElasticOptions;
 pub use progress::Progress;
 pub use state::{Parts, State};
 
+use crate::backend::Label;
 use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
@@ -116,6 +117,8 @@ where
                 membership.note_begun()?;
             }
             is_new = false;
+            // Until all have it, the commit may be lost with a single rank.
+            Label::ELASTIC.during(|| pg.barrier())?;
             if !membership.continues() {
                 // Nobody goes on without this rank.
                 state.shards.unlink();
