@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks what the repository's Markdown files refer to: relative links, including their anchors, and Rust files that pages of src
-and docs name in backticks. Every variable CANDLE_DDP_* of src must be in the table of docs/clusters.md, and the other way round.
+"""Checks what the repository's Markdown files refer to: relative links, including their anchors, and Rust files that pages of src,
+crates and docs name in backticks. Every variable CANDLE_DDP_* of the source must be in the table of docs/clusters.md, and the other way round.
 
     scripts/check_links.py
 """
@@ -36,7 +36,7 @@ def missing_sources(name, text, sources):
 def undocumented_variables():
     """The differences between the variables in src and those in the table."""
     used = set()
-    for name in files("src/*.rs"):
+    for name in files("src/*.rs", "crates/*/src/*.rs"):
         used |= set(re.findall(r"CANDLE_DDP_[A-Z_]*[A-Z]", (ROOT / name).read_text()))
     page = "docs/clusters.md"
     table = (ROOT / page).read_text().split("## Environment variables")[1]
@@ -61,7 +61,7 @@ def main():
                 problems.append(f"{name}: {target} does not exist")
             elif anchor and anchor not in anchors(there.read_text()):
                 problems.append(f"{name}: {target} has no such heading")
-        if name.startswith(("src/", "docs/")):
+        if name.startswith(("src/", "docs/", "crates/")):
             problems += missing_sources(name, text, sources)
     print("\n".join(problems), end="\n" if problems else "")
     return bool(problems)

@@ -65,14 +65,15 @@ def build(options):
         subprocess.run(["cargo", "test", "--no-run"], cwd=ROOT, check=True)
         return ["cargo", "test", "--no-fail-fast"], os.environ
     program, _, name = options.test.partition("::")
-    target = ["--lib"] if program == "lib" else ["--test", program]
+    target = ["--package", "candle-ddp", "--lib"] if program == "lib" else ["--test", program]
     command = ["cargo", "test", "--no-run", "--message-format=json-render-diagnostics", *target]
     built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     artifacts = (json.loads(line) for line in built.splitlines() if line.startswith("{"))
     # Tests also use binaries, which are built with them.
-    executable = [made["executable"] for made in artifacts if made.get("profile", {}).get("test") and made.get("executable")]
-    environment = os.environ | {"RUST_TEST_THREADS": "4", "CARGO_MANIFEST_DIR": str(ROOT)}
-    return [executable[0], *filter(None, [name])], environment
+    [test] = [made for made in artifacts if made.get("profile", {}).get("test") and made.get("executable")]
+    package = str(Path(test["manifest_path"]).parent)
+    environment = os.environ | {"RUST_TEST_THREADS": "4", "CARGO_MANIFEST_DIR": package}
+    return [test["executable"], *filter(None, [name])], environment
 
 
 @contextlib.contextmanager

@@ -69,8 +69,6 @@ pub mod conformance;
 pub mod data;
 pub mod data_parallel;
 pub mod ddp;
-mod deadline;
-mod descriptors;
 pub mod elastic;
 pub mod error;
 pub mod flight_recorder;
@@ -80,15 +78,10 @@ pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
 mod hash;
-mod host;
 mod kernels;
-#[cfg(feature = "launcher")]
-pub mod launch;
 pub mod nn;
 pub mod optim;
-mod panic;
 pub mod process_group;
-mod random;
 pub mod rendezvous;
 pub mod seed;
 mod state;
@@ -96,7 +89,9 @@ mod tensor;
 pub mod trace;
 #[cfg(feature = "vision")]
 pub mod vision;
-mod warnings;
+
+// The modules that the launcher has in common with this crate.
+use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, warnings};
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};

@@ -1,8 +1,8 @@
 //! Trains a small GPT on a text, character by character, on all ranks that the launcher starts; then it writes some text:
 //!
 //! ```text
-//! cargo run --release -- --nproc-per-node 2 --example char_gpt
-//! cargo run --release -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
 //! ```
 //!
 //! ci: --steps 3 --layers 1 --width 32 --context 32 --batch-size 4 --accumulate 2 --amp bf16 --export target/char_gpt

@@ -1,7 +1,7 @@
 //! Trains a small convolutional network on handwritten digits, on all ranks that the launcher starts:
 //!
 //! ```text
-//! cargo run --release -- --nproc-per-node 2 --example digits
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example digits
 //! ```
 //!
 //! ci: --require-accuracy 0.97

@@ -1,7 +1,7 @@
 //! The training of `digits`, which goes on when a rank is killed:
 //!
 //! ```text
-//! cargo run --release -- --nproc-per-node 4 --max-restarts 5 --example elastic
+//! cargo run -p ddprun --release -- --nproc-per-node 4 --max-restarts 5 --example elastic
 //! ```
 //!
 //! ci: --require-accuracy 0.97

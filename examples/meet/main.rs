@@ -1,7 +1,7 @@
 //! Ranks that meet, of which one does not come, dies, or brings another model: the worker of `scripts/compare_elastic.py`.
 //!
 //! ```text
-//! cargo run --release -- --nproc-per-node 4 --example meet -- --rank 2 --fault model
+//! cargo run -p ddprun --release -- --nproc-per-node 4 --example meet -- --rank 2 --fault model
 //! ```
 //!
 //! ci:

@@ -1,7 +1,7 @@
 //! Measures a training step with and without DistributedDataParallel, on several ranks:
 //!
 //! ```text
-//! cargo run --release -- --nproc-per-node 2 --example step -- --model mlp
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example step -- --model mlp
 //! ```
 //!
 //! ci: --batch-size 2 --steps 2 --modes local,ddp,after

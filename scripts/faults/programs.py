@@ -26,10 +26,11 @@ def build(nccl=False, built=None):
     if built:
         return Programs(*built, prefix)
     features = ["--release", "--features", "nccl,cudnn"] if nccl else []
-    command = ["cargo", "test", "--no-run", "--locked", "--test", "processes", "--message-format=json", *features]
-    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     built = {}
-    for message in map(json.loads, output.splitlines()):
-        if executable := message.get("executable"):
-            built[message["target"]["name"]] = executable
+    for command in (["test", "--no-run", "--test", "processes", *features], ["build", "--package", "ddprun", *features[:1]]):
+        command = ["cargo", *command, "--locked", "--message-format=json"]
+        output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for message in map(json.loads, output.splitlines()):
+            if executable := message.get("executable"):
+                built[message["target"]["name"]] = executable
     return Programs(built["ddprun"], built["processes"], prefix)

@@ -1,8 +1,8 @@
 //! The description of a call, as it is sent before the data and shown in messages.
 use super::label::Label;
-use super::wire::{Reader, Writer};
 use crate::backend::ReduceOp;
 use candle_core::DType;
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::fmt;
 
 /// The element types that the engines move and reduce.

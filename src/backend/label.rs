@@ -1,5 +1,5 @@
 //! The purpose of a collective, as messages show it: `all_gather(i64[1]) for save_distributed`.
-use crate::hash::fnv1a_32;
+use candle_ddp_rendezvous::hash::fnv1a_32;
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

@@ -16,7 +16,6 @@ pub mod nccl;
 #[path = "nccl/absent.rs"]
 pub mod nccl;
 pub(crate) mod single;
-mod wire;
 mod work;
 
 pub use collective::{Collective, ReduceOp};

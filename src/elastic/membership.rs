@@ -4,7 +4,7 @@ use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::process_group::{Joining, ProcessGroup, job};
 use crate::rendezvous::{
-    AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
+    self, AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
 };
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -140,7 +140,7 @@ impl Membership {
     /// Whether processes of this run have trained before, of which none may be left.
     pub(super) fn has_begun(&self) -> Result<bool> {
         match self.arbiter {
-            Arbiter::Agent => self.run.store().check(&[BEGUN]),
+            Arbiter::Agent => Ok(self.run.store().check(&[BEGUN])?),
             // Without a replacement, there is no generation that nobody has survived.
             Arbiter::Survivors => Ok(false),
             Arbiter::Restart => Ok(self.is_first_call && self.run.restart_count() > 0),
@@ -149,7 +149,7 @@ impl Membership {
 
     /// Takes note that this process trains.
     pub(super) fn note_begun(&self) -> Result<()> {
-        if self.arbiter == Arbiter::Agent { self.run.store().set(BEGUN, b"") } else { Ok(()) }
+        if self.arbiter == Arbiter::Agent { Ok(self.run.store().set(BEGUN, b"")?) } else { Ok(()) }
     }
 
     /// Whether there is another generation when a peer is gone.
@@ -240,15 +240,15 @@ impl Membership {
         let left = deadline.saturating_duration_since(Instant::now());
         let key = Generations::key(number);
         match self.log.store().wait(&[&key], Some(left)) {
-            Err(Error::StoreTimeout { store, timeout, .. }) => {
+            Err(rendezvous::Error::StoreTimeout { store, timeout, .. }) => {
                 let reason = format!(
                     "the last group has failed ({reason}), and ddprun has not replaced a rank since: no process has ended. \
                      Look for one that is stopped, or cannot be reached"
                 );
                 let operation = format!("waiting for generation {number} on rank {}", self.own.rank);
-                Err(Error::StoreTimeout { operation, store, timeout, reason })
+                Err(rendezvous::Error::StoreTimeout { operation, store, timeout, reason }.into())
             }
-            Err(error) => Err(error),
+            Err(error) => Err(error.into()),
             Ok(()) => self.log.get(number)?.ok_or_else(|| self.excluded()),
         }
     }
@@ -291,14 +291,14 @@ impl Membership {
                 .collect();
             let (left, min_world_size) = (present.len(), self.min_world_size);
             if left >= min_world_size {
-                return self.log.decide(number, &Decision::Members(present));
+                return Ok(self.log.decide(number, &Decision::Members(present))?);
             }
             let rank = self.members[gone.first().or(absent.first()).copied().unwrap_or(own)].rank;
             let reason = format!(
                 "{reason}. The {left} rank(s) that are left are fewer than min_world_size ({min_world_size}), and nothing \
                  here replaces a process: start the program with ddprun --max-restarts, or lower min_world_size"
             );
-            return self.log.decide(number, &Decision::Failed { rank, reason });
+            return Ok(self.log.decide(number, &Decision::Failed { rank, reason })?);
         }
     }
 
@@ -370,13 +370,13 @@ impl Membership {
         if usize::try_from(finished).is_ok_and(|finished| finished == pg.world_size()) {
             self.log.decide(next, &Decision::Done)?;
         }
-        let failed = || pg.failure().map_or(Ok(()), Err);
+        let failed = || pg.failure().map_or(Ok(()), |error| Err(error.into()));
         let waited = self.log.store().wait_cancellable(&[&Generations::key(next)], Some(Duration::MAX), &failed);
         match self.log.get(next)? {
             Some(Decision::Done) => self.hear_last().map(|()| true),
             Some(_) => Ok(false),
             None if pg.failure().is_some() => Ok(false),
-            None => waited.map(|()| false),
+            None => Ok(waited.map(|()| false)?),
         }
     }
 
@@ -451,11 +451,12 @@ fn leave_will(log: &Generations, rank: usize) -> Option<LastWill> {
 /// An error of the store, with the reason for which it was asked.
 fn with_cause(error: Error, lost: &str) -> Error {
     match error {
-        Error::Store { operation, store, reason } => Error::Store {
+        Error::Rendezvous(rendezvous::Error::Store { operation, store, reason }) => rendezvous::Error::Store {
             operation,
             store,
             reason: format!("{reason}. It was asked because the last group had failed: {lost}"),
-        },
+        }
+        .into(),
         error => error,
     }
 }

@@ -1,23 +1,22 @@
 //! The crate's error type: what happened, where (rank, peer, parameter), why, and what to do.
 mod context;
-mod failure;
-pub(crate) mod rank_error;
-mod shortage;
 #[cfg(test)]
 mod tests;
 mod text;
 
+#[doc(inline)]
+pub use candle_ddp_rendezvous::Failure;
+pub(crate) use candle_ddp_rendezvous::error::{GRADIENTS, RankError, SHORTAGE_HINT, is_shortage, ranks, some};
 pub use context::Context;
-pub use failure::Failure;
-pub(crate) use rank_error::RankError;
-pub(crate) use shortage::{SHORTAGE_HINT, is_shortage};
-pub(crate) use text::{GRADIENTS, describe, describe_placed, ranks, some};
+pub(crate) use text::{describe, describe_placed};
 
+use crate::rendezvous;
 use candle_core::DType;
+use candle_ddp_rendezvous::error::Printable;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{Printable, by_prefix, list, on_ranks, ranks_named, samples};
+use text::{by_prefix, list, on_ranks, ranks_named, samples};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -79,76 +78,9 @@ pub enum Error {
         hint: String,
     },
 
-    // Rendezvous
-    /// An environment variable that is needed is not set.
-    #[error("the environment variable {variable} is not set: {hint}")]
-    MissingEnvironment {
-        /// The variable's name.
-        variable: &'static str,
-        /// Who sets it, or what to use instead.
-        hint: String,
-    },
-
-    /// An environment variable holds something that cannot be right.
-    #[error("{variable}={value:?}: {reason}")]
-    InvalidEnvironment {
-        /// The variable's name.
-        variable: String,
-        /// Its value.
-        value: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-
-    /// A store did not answer, or a key was not set in time.
-    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
-    StoreTimeout {
-        /// The operation, with its keys.
-        operation: String,
-        /// Where the store is.
-        store: String,
-        /// How long it was given.
-        timeout: Duration,
-        /// What is missing, and what usually causes it.
-        reason: String,
-    },
-
-    /// Ranks did not come to the rendezvous in time.
-    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
-    RanksMissing {
-        /// What this rank was doing.
-        operation: String,
-        /// Where the store is.
-        store: String,
-        /// How long it was given.
-        timeout: Duration,
-        /// The ranks that are missing.
-        ranks: Vec<usize>,
-        /// What is missing, and what usually causes it.
-        reason: String,
-    },
-
-    /// A store answered with something else than its protocol allows, or refused.
-    #[error("{operation} failed on the store {store}: {}", Printable(reason))]
-    Store {
-        /// The operation, with its keys.
-        operation: String,
-        /// Where the store is.
-        store: String,
-        /// Why.
-        reason: String,
-    },
-
-    /// The two ends of a connection do not have the same secret, or only one of them has one.
-    #[error("{operation} failed on {peer}: {}", Printable(reason))]
-    Secret {
-        /// The operation.
-        operation: String,
-        /// The other end.
-        peer: String,
-        /// Which end lacks what, and what to do.
-        reason: String,
-    },
+    /// The ranks could not meet, or a store of theirs failed.
+    #[error(transparent)]
+    Rendezvous(rendezvous::Error),
 
     // Collectives
     /// A group whose ranks could not all be connected to each other.
@@ -437,22 +369,80 @@ impl Error {
         Self::Parameter { parameter: parameter.into(), reason: reason.into() }
     }
 
-    /// The variant's name; of a group's failure, that of its reason.
+    /// The failure of a group in this error, if there is one.
+    pub(crate) fn failure(&self) -> Option<&Failure> {
+        match self {
+            Self::Group(failure) => Some(failure),
+            _ => None,
+        }
+    }
+
+    /// The rank because of which there is this error, as the group numbers it.
+    fn culprit(&self) -> Option<usize> {
+        match self {
+            Self::Group(failure) => failure.culprit(),
+            Self::Rendezvous(error) => error.culprit(),
+            Self::RankFailed { rank, .. } => Some(*rank),
+            Self::Connect { peers: ranks, .. } | Self::MonitoredBarrier { missing: ranks, .. } => {
+                ranks.first().copied()
+            }
+            _ => None,
+        }
+    }
+
+    /// This error as the launcher of `rank` gets it. `number` gives the launcher's number of a rank that the error names.
+    pub(crate) fn of_rank(&self, rank: usize, number: impl Fn(usize) -> Option<usize>) -> RankError {
+        RankError {
+            rank,
+            culprit: self.culprit().and_then(number).filter(|culprit| *culprit != rank),
+            variant: self.name().to_string(),
+            message: self.to_string(),
+        }
+    }
+
+    /// The variant's name; of a group's failure or an error of the rendezvous, that of its reason.
     fn name(&self) -> &'static str {
         macro_rules! names {
             ($($variant:ident)+) => {
                 match self {
                     Self::Group(failure) => failure.name(),
+                    Self::Rendezvous(error) => error.name(),
                     $(Self::$variant { .. } => stringify!($variant),)+
                 }
             };
         }
         names!(
-            Candle Io InvalidArgument RankOutOfRange Unavailable MissingEnvironment InvalidEnvironment StoreTimeout
-            RanksMissing Store Secret Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted
+            Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl RankFailed MonitoredBarrier InputsExhausted
             Mismatch BackwardOutside OtherModelInGraph UnusedParameters Parameter Samples Replica
             DataFile CheckpointFile CheckpointMismatch PartDiffers CheckpointPart GradScaler Kernel
         )
+    }
+}
+
+impl From<rendezvous::Error> for Error {
+    fn from(error: rendezvous::Error) -> Self {
+        match error {
+            rendezvous::Error::Io { context, error } => Self::Io { context, error },
+            rendezvous::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
+            rendezvous::Error::RankOutOfRange { rank, world_size } => Self::RankOutOfRange { rank, world_size },
+            rendezvous::Error::Group(failure) => Self::Group(failure),
+            rendezvous::Error::Cancelled(error) => match error.downcast() {
+                Ok(error) => *error,
+                Err(error) => Self::Rendezvous(rendezvous::Error::Cancelled(error)),
+            },
+            error => Self::Rendezvous(error),
+        }
+    }
+}
+
+/// For waits in a store that are cancelled.
+impl From<Error> for rendezvous::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Rendezvous(error) => error,
+            Error::Group(failure) => Self::Group(failure),
+            error => Self::Cancelled(Box::new(error)),
+        }
     }
 }
 

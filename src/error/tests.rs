@@ -22,7 +22,10 @@ fn a_list_of_very_many_ranks_is_cut() {
 
 #[test]
 fn logs_and_main_show_the_variant_and_the_text() {
-    let error = Error::MissingEnvironment { variable: "RANK", hint: "the launcher sets it".to_string() };
+    let error = Error::from(rendezvous::Error::MissingEnvironment {
+        variable: "RANK",
+        hint: "the launcher sets it".to_string(),
+    });
     let text = "MissingEnvironment: the environment variable RANK is not set: the launcher sets it";
     assert_eq!(format!("{error:?}"), text);
     let error = Error::io("reading x", std::io::Error::other("no such disk"));
@@ -64,4 +67,13 @@ fn errors_come_out_of_candles_as_they_went_in() {
     for error in [Error::from(candle_core::Error::Io(missing)), through(candle_core::Error::msg(&text).into())] {
         assert!(matches!(&error, Error::Candle(_)) && error.to_string().starts_with(&text), "{error}");
     }
+}
+
+#[test]
+fn nobody_blames_itself() {
+    let own = Error::from(Failure::PeerFailed { peer: 1, reason: "no disk".to_string() });
+    assert_eq!(own.of_rank(1, Some).culprit, None);
+    assert_eq!((own.of_rank(5, |peer| Some(peer + 2)).culprit, own.name()), (Some(3), "PeerFailed"));
+    let unknown = Error::RankFailed { rank: 7, reason: "no disk".to_string() };
+    assert_eq!(unknown.of_rank(1, |_| None).culprit, None);
 }

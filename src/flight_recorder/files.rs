@@ -1,13 +1,9 @@
 //! The file of a rank.
-use super::record::RankRecord;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+use candle_ddp_rendezvous::flight_record::{RankRecord, SUFFIX};
 use std::io;
 use std::path::{Path, PathBuf};
-
-/// The version of the format.
-pub(super) const VERSION: u32 = 1;
-pub(super) const SUFFIX: &str = ".flight.json";
 
 /// Writes a rank's file atomically.
 pub(super) fn write(folder: &Path, record: &RankRecord) -> Result<PathBuf> {

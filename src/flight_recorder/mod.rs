@@ -13,27 +13,17 @@
 //! (what it is for), `state` (`scheduled`, `started`, `completed` or `failed`), and `scheduled_ns`, `started_ns`,
 //! `completed_ns`. Times are nanoseconds since 1970. On GPUs, a call counts as started when it is on the stream, and its end
 //! is noticed up to 20 ms late.
-#[cfg(any(test, fuzzing, feature = "launcher"))]
-mod explain;
 mod files;
-#[cfg(any(test, fuzzing, feature = "launcher"))]
-mod folder;
-mod record;
 mod recorder;
 mod signal;
 
-#[cfg(feature = "launcher")]
-pub(crate) use folder::explain_folder;
-#[cfg(any(test, fuzzing))]
-pub(crate) use folder::fuzz_records;
-pub(crate) use record::{CallRecord, CallState, ChannelKind};
+#[doc(inline)]
+pub use candle_ddp_rendezvous::flight_record::FOLDER_VARIABLE;
+pub(crate) use candle_ddp_rendezvous::flight_record::{CallRecord, CallState, ChannelKind};
 pub(crate) use recorder::{FlightRecorder, Recorded, Recording};
 
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
-
-/// The environment variable for the folder, used if the options do not set one.
-pub const FOLDER_VARIABLE: &str = "CANDLE_DDP_FLIGHT_RECORDER";
 
 /// Options of the flight recorder: what a rank remembers of its calls, and where it writes that.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! The groups of one rank, and the file of their calls.
-use super::record::{CallRecord, GroupRecord, RankRecord};
 use super::{FlightRecorderOptions, files, now_ns, signal};
 use crate::host::host_name;
 use crate::panic::lock;
 use crate::{Error, Result};
+use candle_ddp_rendezvous::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -90,7 +90,7 @@ impl FlightRecorder {
             GroupRecord { name, ranks, failure, calls }
         };
         let record = RankRecord {
-            version: files::VERSION,
+            version: VERSION,
             rank: self.rank,
             world_size: self.world_size,
             host: host_name(),

@@ -133,7 +133,7 @@ impl Joining {
     /// Connects this process to the ranks that it has met, which have the numbers `ranks` for the launcher.
     pub(crate) fn join(&self, found: Rendezvous, watcher: InitWatcher, ranks: Vec<usize>) -> Result<ProcessGroup> {
         let made = self.connect(found, &watcher, Job::new(ranks));
-        watcher.conclude(made).inspect(|_| job::take_back())
+        watcher.conclude(made, Error::failure).inspect(|_| job::take_back())
     }
 
     /// Creates the engine after the rendezvous.
@@ -157,7 +157,7 @@ impl Joining {
             address: found.address,
             secret: found.secret,
         };
-        let cancelled = || watcher.check();
+        let cancelled = || Ok(watcher.check()?);
         let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
         let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
@@ -227,15 +227,15 @@ fn choose(
 fn agree_on_backend(reports: &StoreReports, backend: Backend) -> Result<Vec<Affinity>> {
     reports.tell(Ok(format!("{backend:?}\n{}", Affinity::of_this_process()).as_bytes()))?;
     let rank = reports.rank;
-    let missing = |absent: Vec<usize>, late: Error| match late {
-        Error::StoreTimeout { store, timeout, .. } => {
+    let missing = |absent: Vec<usize>, late: rendezvous::Error| match late {
+        rendezvous::Error::StoreTimeout { store, timeout, .. } => {
             let reason = format!(
                 "rank(s) {} have not chosen their devices. Look for the first error in their output, or give them more time \
                  (timeout)",
                 ranks(&absent)
             );
             let operation = format!("init_process_group of rank {rank}");
-            Error::RanksMissing { operation, store, timeout, ranks: absent, reason }
+            rendezvous::Error::RanksMissing { operation, store, timeout, ranks: absent, reason }
         }
         error => error,
     };

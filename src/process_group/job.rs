@@ -1,8 +1,8 @@
 //! What a rank tells its launcher when it fails.
-use crate::error::rank_error::{FILE_VARIABLE, RankError};
 use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+use candle_ddp_rendezvous::error::{FILE_VARIABLE, RankError};
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -51,7 +51,8 @@ pub(super) fn tell(told: Option<RankError>) {
     let Some((told, path)) = told.zip(path()) else { return };
     let write = || -> Result<()> {
         let content = told.to_json().to_string();
-        PreparedFile::write(&path, &Progress::default(), |file| file.write_all(content.as_bytes()))?.commit()
+        let file = PreparedFile::write(&path, &Progress::default(), |file| file.write_all(content.as_bytes()))?;
+        Ok(file.commit()?)
     };
     if let Err(error) = write() {
         log::warn!("rank {}: the launcher does not learn why this rank fails: {error}", told.rank);
@@ -63,7 +64,7 @@ pub(super) fn tell(told: Option<RankError>) {
 pub(crate) fn tell_error(rank: Option<usize>, error: &Error, number: impl Fn(usize) -> Option<usize>) {
     let own = || std::env::var("RANK").ok()?.trim().parse().ok();
     if let Some(rank) = rank.or_else(own) {
-        tell(Some(RankError::of(rank, error, number)));
+        tell(Some(error.of_rank(rank, number)));
     }
 }
 

@@ -65,7 +65,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let write = |progress: &Progress| files?.into_iter().map(|file| file.run(progress)).collect::<Result<Vec<_>>>();
         let written = self.agree_on_long_work(write)?;
-        self.agree_on_long_work(|_| written.into_iter().try_for_each(PreparedFile::commit))
+        self.agree_on_long_work(|_| Ok(written.into_iter().try_for_each(PreparedFile::commit)?))
     }
 
     /// Why this group, or the one that its layers use, has ended, if known.

@@ -1,6 +1,6 @@
 //! A barrier that names the ranks that did not come.
 use super::ProcessGroup;
-use crate::rendezvous::absent_ranks;
+use crate::rendezvous::{self, absent_ranks};
 use crate::{Error, Result};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -27,7 +27,7 @@ impl ProcessGroup {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         // The key under which the first rank that gives up says which ranks it missed.
         let verdict = format!("monitored_barrier/{number}/missing");
-        let missing = match store.wait_cancellable(&keys, Some(timeout), &|| self.failed()) {
+        let missing = match store.wait_cancellable(&keys, Some(timeout), &|| Ok(self.failed()?)) {
             Ok(()) if !store.check(&[&verdict])? => {
                 if let Some(past) = number.checked_sub(1) {
                     // All ranks have come here, so they have left the barrier before it.
@@ -36,7 +36,7 @@ impl ProcessGroup {
                 return Ok(());
             }
             Ok(()) => store.get(&verdict)?,
-            Err(late @ Error::StoreTimeout { .. }) => {
+            Err(late @ rendezvous::Error::StoreTimeout { .. }) => {
                 let missing = absent_ranks(store, 0..self.world_size(), &|rank| key(number, rank))?;
                 if missing.is_empty() {
                     // The rank came at the last moment, unless others had given up already.
@@ -46,7 +46,7 @@ impl ProcessGroup {
                     store.compare_set(&verdict, b"", &list)?
                 }
             }
-            Err(error) => return Err(error),
+            Err(error) => return Err(error.into()),
         };
         let mut missing: Vec<usize> = serde_json::from_slice(&missing).unwrap_or_default();
         if !wait_all_ranks {

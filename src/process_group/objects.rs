@@ -68,7 +68,7 @@ impl ProcessGroup {
                 object.ok_or_else(|| Error::invalid("object", format!("rank {root} is the root, and has none")));
             object.and_then(to_bytes)
         });
-        let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref()));
+        let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref().map_err(|error| error as _)));
         let report = report.as_deref();
         let report = Label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))?;
         if let Some(own) = own {

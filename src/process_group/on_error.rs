@@ -1,8 +1,8 @@
 use super::{Inner, ProcessGroup, job};
 use crate::Error;
 use crate::error::RankError;
-use crate::error::rank_error::OF_PROGRAM;
 use crate::panic::panic_message;
+use candle_ddp_rendezvous::error::OF_PROGRAM;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -84,7 +84,7 @@ impl Inner {
     }
 
     fn rank_error(&self, error: &Error) -> Option<RankError> {
-        Some(RankError::of(self.number(self.communicator.rank())?, error, |rank| self.number(rank)))
+        Some(error.of_rank(self.number(self.communicator.rank())?, |rank| self.number(rank)))
     }
 
     /// Why this group has failed.

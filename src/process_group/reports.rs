@@ -29,7 +29,7 @@ impl ProcessGroup {
 
     /// [`gather_reports`](Self::gather_reports) for reports that are no text.
     pub(super) fn gather_byte_reports(&self, report: std::result::Result<&[u8], &Error>) -> Result<Reports<Vec<u8>>> {
-        Ok(decode_reports(self.all_gather_bytes(&encode_report(report))?))
+        Ok(decode_reports(self.all_gather_bytes(&encode_report(report.map_err(|error| error as _)))?))
     }
 
     /// Returns every rank's bytes in rank order; they may differ in length.

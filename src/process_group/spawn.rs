@@ -65,7 +65,7 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             address: None,
             secret: Some(secret.clone()),
         };
-        let cancelled = || cancellation.check();
+        let cancelled = || Ok(cancellation.check()?);
         let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size)
             .inspect_err(|error| cancel(rank, error))?;
         let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));

@@ -1,9 +1,9 @@
 //! A generator of random numbers whose state can be saved.
 use super::philox;
-use crate::hash::fnv1a_64;
 use crate::state::{self, Loader, StateDict};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
+use candle_ddp_rendezvous::hash::fnv1a_64;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::f64::consts::TAU;

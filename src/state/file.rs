@@ -1,183 +1,29 @@
-//! Files that are there as a whole or not at all.
+//! Files of tensors, which are there as a whole or not at all.
 mod safetensors;
-mod temporary;
 
+pub(crate) use candle_ddp_rendezvous::file::{
+    PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name,
+};
 pub(crate) use safetensors::{
     Parsed, Readable, WriteJob, parse_safetensors, read_safetensors, read_tensor, require_all, write_safetensors,
 };
 
-pub(crate) use temporary::{is_temporary, is_temporary_for, lock_leftover, temporary_name};
-
-use crate::{Error, Result};
-use std::fs::File;
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-/// A file that was written under a temporary name, and takes its own with [`commit`](Self::commit). Dropped before that,
-/// it is removed, and the old file stays.
-///
-/// The temporary file lies next to the target as `.TARGET.<16 hex digits>.tmp` and is locked until it gets its name: one
-/// without a lock is what a process that was killed has left, and the next write to the same target removes it. Where
-/// the file system has no locks, nothing is removed.
-#[derive(Debug)]
-pub(crate) struct PreparedFile {
-    temporary: PathBuf,
-    target: PathBuf,
-    file: File,
-    is_committed: bool,
-}
-
-impl PreparedFile {
-    /// A file with what `write` writes; once this returns, it is on the disk.
-    pub(crate) fn write(
-        path: &Path,
-        progress: &Progress,
-        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-    ) -> Result<Self> {
-        let prepared = Self::create(path)?;
-        prepared.fill(progress, write)?;
-        Ok(prepared)
-    }
-
-    /// Gives `write` the temporary file; once it returns, the file is on the disk.
-    pub(crate) fn fill(&self, progress: &Progress, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
-        let mut writer = Writer { file: &self.file, progress, unsynchronized: 0 };
-        write(&mut writer).and_then(|()| self.file.sync_all()).map_err(|error| writing(&self.target, error))
-    }
-
-    /// An empty temporary file for `path`, for [`fill`](Self::fill). Symbolic links of `path` are followed, and the
-    /// permissions of a file that is there are kept.
-    pub(crate) fn create(path: &Path) -> Result<Self> {
-        Self::create_at(path, follow_links(path).map_err(|source| writing(path, source))?)
-    }
-
-    /// As [`create`](Self::create), but a symbolic link is replaced itself: for names that the program has not chosen, where
-    /// somebody else may have put one that points to a file worth keeping.
-    pub(crate) fn create_over_links(path: &Path) -> Result<Self> {
-        Self::create_at(path, path.to_path_buf())
-    }
-
-    fn create_at(path: &Path, target: PathBuf) -> Result<Self> {
-        let io = |source| writing(path, source);
-        let Some(name) = target.file_name() else {
-            return Err(Error::invalid("path", format!("{} does not name a file", path.display())));
-        };
-        let permissions = match target.symlink_metadata() {
-            Ok(existing) if existing.is_file() => Some(existing.permissions()),
-            Ok(existing) if existing.is_symlink() => None,
-            Ok(_) => return Err(io(io::Error::other("it is there, and is not a regular file"))),
-            Err(_) => None,
-        };
-        let folder = folder_of(&target);
-        temporary::remove_leftovers(folder, name);
-        let (file, temporary) = temporary::create_locked(folder, name).map_err(io)?;
-        let prepared = Self { temporary, target, file, is_committed: false };
-        if let Some(permissions) = permissions {
-            prepared.file.set_permissions(permissions).map_err(io)?;
-        }
-        Ok(prepared)
-    }
-
-    /// Replaces what is at the target, and returns the file, to write more to it.
-    pub(crate) fn commit_open(self) -> Result<File> {
-        let file = self.file.try_clone().map_err(|source| writing(&self.target, source))?;
-        self.commit().map(|()| file)
-    }
-
-    /// Replaces what is at the target.
-    pub(crate) fn commit(mut self) -> Result<()> {
-        let rename = std::fs::rename(&self.temporary, &self.target);
-        self.is_committed = rename.is_ok();
-        rename
-            .and_then(|()| File::open(folder_of(&self.target))?.sync_all())
-            .map_err(|source| writing(&self.target, source))
-    }
-}
-
-impl Drop for PreparedFile {
-    fn drop(&mut self) {
-        if !self.is_committed {
-            // What cannot be removed now is a leftover for the next write.
-            let _ = std::fs::remove_file(&self.temporary);
-        }
-    }
-}
-
-/// How far a write has come, for those who wait for it and may call it off.
-#[derive(Debug, Default)]
-pub(crate) struct Progress {
-    steps: AtomicU64,
-    is_cancelled: AtomicBool,
-}
-
-impl Progress {
-    /// A number that changes while the write makes progress.
-    pub(crate) fn steps(&self) -> u64 {
-        self.steps.load(Ordering::Relaxed)
-    }
-
-    /// Reports progress. An error when the write was called off.
-    pub(crate) fn step(&self) -> io::Result<()> {
-        self.steps.fetch_add(1, Ordering::Relaxed);
-        match self.is_cancelled.load(Ordering::Relaxed) {
-            true => Err(io::Error::other("it was called off")),
-            false => Ok(()),
-        }
-    }
-
-    pub(crate) fn cancel(&self) {
-        self.is_cancelled.store(true, Ordering::Relaxed);
-    }
-}
-
-/// Writes in parts that show progress.
-struct Writer<'a> {
-    file: &'a File,
-    progress: &'a Progress,
-    unsynchronized: usize,
-}
-
-impl Write for Writer<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        const PART: usize = 16 << 20;
-        // Otherwise the system collects a large file in memory, and the last call waits for the disk without any
-        // progress to be seen.
-        const SYNCHRONIZED: usize = 1 << 30;
-        self.progress.step()?;
-        let written = self.file.write(&bytes[..bytes.len().min(PART)])?;
-        self.unsynchronized += written;
-        if self.unsynchronized >= SYNCHRONIZED {
-            self.file.sync_data()?;
-            self.unsynchronized = 0;
-        }
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
-    }
-}
-
-fn writing(path: &Path, source: io::Error) -> Error {
-    Error::io(format!("writing {}", path.display()), source)
-}
-
-/// The file that `path` stands for, which need not be there.
-fn follow_links(path: &Path) -> io::Result<PathBuf> {
-    let mut path = path.to_path_buf();
-    // As many as Linux follows.
-    for _ in 0..40 {
-        let Ok(target) = path.read_link() else { return Ok(path) };
-        path.pop();
-        path.push(target);
-    }
-    Err(io::Error::other("there are too many symbolic links"))
-}
-
-fn folder_of(file: &Path) -> &Path {
-    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    /// Of the state of an optimizer, everything is wanted.
+    #[test]
+    fn a_tensor_that_cannot_be_read_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let header = br#"{"b":{"dtype":"I8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"BOOL","shape":[1],"data_offsets":[1,2]}}"#;
+        std::fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header, &[7, 1]].concat()).unwrap();
+        match read_safetensors(file.path()) {
+            Err(Error::InvalidArgument { argument: "path", reason }) => {
+                assert_eq!(reason, format!("{}: b: candle has no dtype for I8", file.path().display()));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

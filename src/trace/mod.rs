@@ -9,17 +9,11 @@
 //! The calls of a run that has failed are in the files of the [flight recorder](crate::flight_recorder).
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-mod merge;
-
-#[cfg(any(test, fuzzing))]
-pub(crate) use merge::fuzz_events;
-pub use merge::merge;
-#[cfg(feature = "launcher")]
-pub(crate) use merge::{left_out, merge_newest};
-
 use crate::backend::Work;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
+#[doc(inline)]
+pub use candle_ddp_rendezvous::trace::merge;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::File;
@@ -153,5 +147,74 @@ impl Drop for Trace {
             file.write_all(b"]\n")?;
             file.flush()
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_ddp_rendezvous::trace::merge_newest;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn traces_are_json_and_merge_even_if_torn() {
+        let folder = tempfile::tempdir().unwrap();
+        for rank in 0..3 {
+            let trace = Trace::open(folder.path(), rank).unwrap();
+            let start = Instant::now();
+            trace.span(Row::Training, "forward", start, start + Duration::from_millis(2));
+            trace.instant(Row::Communication, format_args!("bucket {rank} ready"), start);
+        }
+        let torn = folder.path().join("rank2.trace.json");
+        let text = std::fs::read_to_string(&torn).unwrap();
+        std::fs::write(&torn, &text[..text.len() - 20]).unwrap();
+        let (path, ranks) = merge(folder.path()).unwrap();
+        assert_eq!(ranks, 3);
+        let merged: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let events = merged.as_array().unwrap();
+        assert_eq!(events.len(), 3 * 5 - 1);
+        let forward: Vec<_> = events.iter().filter(|event| event["name"] == "forward").collect();
+        assert_eq!(forward.len(), 3);
+        assert_eq!(forward[1]["pid"], 1);
+        assert_eq!(forward[1]["dur"], 2000.0);
+    }
+
+    /// A run with three ranks, and then one with two.
+    #[test]
+    fn a_trace_of_an_earlier_run_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |rank: usize, seconds: u64| {
+            let trace = Trace::open(folder.path(), rank).unwrap();
+            let start = Instant::now() + Duration::from_secs(seconds);
+            trace.span(Row::Training, "forward", start, start + Duration::from_secs(60));
+        };
+        (0..3).for_each(|rank| write(rank, 0));
+        (0..2).for_each(|rank| write(rank, 1000 + 30 * rank as u64));
+        let (path, ranks, old) = merge_newest(folder.path()).unwrap();
+        assert_eq!((ranks, old), (2, vec![folder.path().join("rank2.trace.json")]));
+        assert!(!std::fs::read_to_string(path).unwrap().contains("rank 2"));
+    }
+
+    /// Who may write to the folder cannot have another file overwritten.
+    #[test]
+    fn a_link_in_the_folder_is_replaced_and_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let victim = folder.path().join("victim");
+        for name in ["rank0.trace.json", "trace.json"] {
+            std::fs::write(&victim, "mine").unwrap();
+            std::os::unix::fs::symlink(&victim, folder.path().join(name)).unwrap();
+        }
+        Trace::open(folder.path(), 0).unwrap().instant(Row::Training, "ready", Instant::now());
+        let (path, ranks) = merge(folder.path()).unwrap();
+        assert_eq!(ranks, 1);
+        assert!(std::fs::read_to_string(&path).unwrap().contains("ready"));
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine");
+    }
+
+    #[test]
+    fn a_folder_without_traces_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(merge(folder.path()).unwrap_err().to_string().contains("CANDLE_DDP_TRACE"));
+        assert!(merge(&folder.path().join("absent")).is_err());
     }
 }

@@ -222,12 +222,6 @@ pub(crate) fn arguments(test: &str) -> [&str; 5] {
     [test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]
 }
 
-/// The launcher: beside this binary where scripts/gpu_suite.sh has packed both, otherwise where cargo has built it.
-fn ddprun() -> PathBuf {
-    let beside = std::env::current_exe().unwrap().with_file_name("ddprun");
-    if beside.exists() { beside } else { env!("CARGO_BIN_EXE_ddprun").into() }
-}
-
 pub(crate) struct Run {
     pub(crate) folder: tempfile::TempDir,
     pub(crate) output: Output,
@@ -248,7 +242,7 @@ impl Run {
         variable: Option<(&str, String)>,
     ) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut launcher = Command::new(ddprun());
+        let mut launcher = Command::new(crate::common::ddprun());
         launcher.args(["--nproc-per-node", &world_size.to_string()]).args(options);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(test));
         launcher.env(EVENTS, events).env(FOLDER, folder.path()).envs(variable);

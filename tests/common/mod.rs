@@ -6,8 +6,11 @@ use candle_nn::{VarBuilder, VarMap};
 use std::time::Duration;
 
 mod port;
+mod process;
 #[allow(unused_imports)] // as above
 pub(crate) use port::free_port;
+#[allow(unused_imports)]
+pub(crate) use process::{ddprun, example, test_arguments, test_process};
 
 /// Runs ranks as threads, with a time-out short enough that a hang fails the test.
 pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
@@ -43,23 +46,6 @@ pub(crate) fn fill(varmap: &VarMap, seed: u64) {
 
 pub(crate) fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// Returns a command that runs the test `name` of the module `module` (`module_path!()`) in a separate process. Such a test
-/// is ignored otherwise.
-pub(crate) fn test_process(module: &str, name: &str) -> std::process::Command {
-    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command.args(test_arguments(module, name));
-    command
-}
-
-/// Returns the arguments with which this test binary runs only the test `name` of the module `module`.
-pub(crate) fn test_arguments(module: &str, name: &str) -> [String; 5] {
-    let name = match module.split_once("::") {
-        Some((_, module)) => format!("{module}::{name}"),
-        None => name.to_string(),
-    };
-    ["--exact", &name, "--include-ignored", "--nocapture", "--test-threads=1"].map(str::to_string)
 }
 
 /// Returns the peak memory of `work` in addition to what this process already uses.

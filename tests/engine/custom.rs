@@ -31,7 +31,7 @@ impl StoreCommunicator {
 
     fn put(&self, key: &str, tensor: &Tensor) -> Result<()> {
         let values: Vec<f64> = tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
-        self.store.set(key, &values.into_iter().flat_map(f64::to_le_bytes).collect::<Vec<_>>())
+        Ok(self.store.set(key, &values.into_iter().flat_map(f64::to_le_bytes).collect::<Vec<_>>())?)
     }
 
     fn take(&self, key: &str, dtype: DType) -> Result<Tensor> {

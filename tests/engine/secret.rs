@@ -2,8 +2,8 @@
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
 use candle_ddp::backend::{Collective, Communicator};
-use candle_ddp::rendezvous::{HashStore, Secret, Store};
-use candle_ddp::{Error, ReduceOp, Result};
+use candle_ddp::rendezvous::{self, HashStore, Secret, Store};
+use candle_ddp::{Error, InitOptions, ReduceOp, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -91,7 +91,7 @@ fn a_rank_with_another_secret_or_none_is_refused() {
             let rank_0 = scope.spawn(|| join(&store, 0, 2, secret(), timeout));
             let rank_1 = scope.spawn(|| join(&store, 1, 2, other, timeout));
             let (error_0, error_1) = (rank_0.join().unwrap().unwrap_err(), rank_1.join().unwrap().unwrap_err());
-            assert_eq!(matches!(error_1, Error::Secret { .. }), !none, "{error_1:?}");
+            assert_eq!(matches!(error_1, Error::Rendezvous(rendezvous::Error::Secret { .. })), !none, "{error_1:?}");
             let expected =
                 if none { "it has a secret, and this rank has none" } else { "it has another secret than this" };
             assert!(error_1.to_string().contains(expected), "{error_1}");
@@ -293,4 +293,16 @@ fn a_peer_that_was_closed_before_it_was_heard_calls_again_without_a_secret_too()
         let rank_1 = scope.spawn(|| join(&store, 1, 2, None, TIMEOUT));
         assert_eq!((rank_0.join().unwrap().unwrap(), rank_1.join().unwrap().unwrap()), (3., 3.));
     });
+}
+
+#[test]
+fn no_options_show_the_secret() {
+    let secret = secret();
+    let options = [
+        format!("{:?}", InitOptions { secret: secret.clone(), ..Default::default() }),
+        format!("{:?}", CpuOptions { secret, ..Default::default() }),
+    ];
+    for shown in options {
+        assert!(!shown.contains("0123456789abcdef") && shown.contains("Secret(hidden)"), "{shown}");
+    }
 }

@@ -65,7 +65,7 @@ fn a_pytorch_program_runs_under_ddprun() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("train.py");
     std::fs::write(&script, PYTORCH_PROGRAM).unwrap();
-    let mut ddprun = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut ddprun = Command::new(crate::common::ddprun());
     ddprun.args(["--standalone", "--nproc-per-node", "2"]).arg(python).arg(&script);
     let out = run(&mut ddprun);
     for rank in 0..2 {
@@ -99,7 +99,7 @@ fn a_pytorch_program_whose_worker_was_killed_is_restarted() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("train.py");
     std::fs::write(&script, KILLED_ONCE).unwrap();
-    let mut ddprun = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut ddprun = Command::new(crate::common::ddprun());
     ddprun.args(["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]).arg(python).arg(&script);
     let out = run(&mut ddprun);
     let mut lines: Vec<&str> = out.lines().collect();

@@ -1,8 +1,7 @@
 //! This crate's store and PyTorch's, each as client and as server of the other.
 //!
 //! Needs PyTorch for the interpreter named by CANDLE_DDP_PYTHON (default: python3); otherwise skipped with a message.
-use candle_ddp::rendezvous::{PrefixStore, Store, TcpStore, TcpStoreServer};
-use candle_ddp::{Error, Result};
+use candle_ddp::rendezvous::{Error, PrefixStore, Result, Store, TcpStore, TcpStoreServer};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::sync::Arc;

@@ -1,30 +1,11 @@
 //! The example `allreduce` under the real launcher: its results follow nccl-tests' definitions, and invalid options are
 //! errors.
-#![cfg(feature = "launcher")]
 use serde_json::Value;
-use std::path::PathBuf;
 use std::process::{Command, Output};
 
-/// Returns the example's binary, which `cargo test` builds along with the tests, but `cargo test --test processes` does
-/// not.
-fn example() -> PathBuf {
-    let binaries = PathBuf::from(env!("CARGO_BIN_EXE_ddprun"));
-    let profile = binaries.parent().unwrap();
-    let path = profile.join("examples").join(format!("allreduce{}", std::env::consts::EXE_SUFFIX));
-    if !path.exists() {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--example", "allreduce", "--target-dir"]).arg(profile.parent().unwrap());
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        assert!(build.status().unwrap().success());
-    }
-    path
-}
-
 fn allreduce(ranks: usize, arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
-    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example());
+    let mut command = Command::new(crate::common::ddprun());
+    command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(crate::common::example("allreduce"));
     command.args(["--warmup", "1", "--iters", "2"]).args(arguments).output().unwrap()
 }
 
@@ -84,7 +65,7 @@ fn results_of_several_runs_make_one_chart() {
     }
     let curves = [format!("ours, <1>={}", path("a")), format!("ours, 2={}", path("b"))];
     let draw = |curves: &[String]| {
-        let mut command = Command::new(example());
+        let mut command = Command::new(crate::common::example("allreduce"));
         command.args(["--svg", &path("both.svg")]).args(curves.iter().flat_map(|curve| ["--draw", curve]));
         command.output().unwrap()
     };

@@ -1,7 +1,6 @@
 //! What `ddprun` says of ranks that fail because of another one. Each rank knows which, and tells it.
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
-#![cfg(feature = "launcher")]
 use crate::common::test_arguments;
 use candle_core::Tensor;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
@@ -104,7 +103,7 @@ fn absent(pg: &ProcessGroup) -> Result<()> {
 /// Runs this test binary as `world` ranks of `job`, and returns what `ddprun` says about its end.
 fn summary(job: &str, world: usize) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut launcher = Command::new(crate::common::ddprun());
     launcher.env(JOB, job).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
     let output = launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap();

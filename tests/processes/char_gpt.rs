@@ -1,7 +1,6 @@
 //! The examples `char_gpt` and `generate`: trained on many ranks, used by a program that has candle alone.
-#![cfg(feature = "launcher")]
+use crate::common::example;
 use crate::common::{assert_close, floats};
-use crate::examples::example;
 use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_nn::VarBuilder;
 use hash::Hash;
@@ -31,7 +30,7 @@ fn run(command: &mut Command) -> String {
 
 /// Trains, and returns what is printed.
 fn char_gpt(ranks: usize, arguments: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut command = Command::new(crate::common::ddprun());
     command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example("char_gpt"));
     run(command.args(SMALL).args(arguments))
 }

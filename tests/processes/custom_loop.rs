@@ -1,7 +1,6 @@
 //! The example `custom_loop`: two processes that no launcher has started.
-#![cfg(feature = "launcher")]
+use crate::common::example;
 use crate::common::free_port;
-use crate::examples::example;
 use std::process::{Command, Stdio};
 
 #[test]

@@ -1,7 +1,6 @@
 //! Processes under the real launcher that are killed in the middle of an epoch, and others that go on.
 //!
 //! The processes are this test binary itself.
-#![cfg(feature = "launcher")]
 use crate::common::test_arguments;
 use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader, randperm};
 use candle_ddp::optim::StateDict;
@@ -76,7 +75,7 @@ fn rank(folder: &Path) -> Result<()> {
 }
 
 fn run(folder: &Path, ranks: usize, killed_after: Option<usize>) -> bool {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut command = Command::new(crate::common::ddprun());
     command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
     command.args(test_arguments(module_path!(), "rank_of_another_test")).env(FOLDER, folder);
     if let Some(steps) = killed_after {

@@ -190,7 +190,7 @@ fn a_rank_dies_with_its_parent_if_it_asked_for_that() {
 /// Returns the reports of `world` ranks that the launcher started with `job`; they must agree bit for bit.
 fn launched(job: &str, world: usize) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
-    let mut launcher = rank_command(Path::new(env!("CARGO_BIN_EXE_ddprun")), job, folder.path());
+    let mut launcher = rank_command(crate::common::ddprun(), job, folder.path());
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]);
     let output = launcher.arg(std::env::current_exe().unwrap()).args(rank_arguments()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -36,7 +36,7 @@ fn rank_of_another_test() {
 
 /// This test binary as `world` ranks under the launcher.
 fn launch(job: &str, world: usize, variables: &[(&str, &Path)]) -> Output {
-    let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut launcher = Command::new(crate::common::ddprun());
     launcher.env(JOB, job).env("RAYON_NUM_THREADS", "1").envs(variables.iter().copied());
     launcher.args(["--standalone", "--nproc-per-node", &world.to_string()]).arg(std::env::current_exe().unwrap());
     launcher.args(test_arguments(module_path!(), "rank_of_another_test")).output().unwrap()
@@ -137,7 +137,7 @@ fn the_launcher_explains_who_parted() {
     let output = launch("diverge", 4, &[(FOLDER_VARIABLE, &records), (RESULT, folder.path())]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let explain = |folder: &Path| {
-        let output = Command::new(env!("CARGO_BIN_EXE_ddprun")).arg("--explain").arg(folder).output().unwrap();
+        let output = Command::new(crate::common::ddprun()).arg("--explain").arg(folder).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (code, text) = explain(&records);

@@ -1,12 +1,11 @@
 //! The example `digits` under the real launcher: it learns, its metrics file shows that, and every run gives the same
 //! result.
-#![cfg(feature = "launcher")]
-use crate::examples::example;
+use crate::common::example;
 use serde_json::Value;
 use std::process::{Command, Output};
 
 fn digits(ranks: usize, arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_ddprun"))
+    Command::new(crate::common::ddprun())
         .args(["--standalone", "--nproc-per-node", &ranks.to_string()])
         .arg(example("digits"))
         .args(arguments)

@@ -25,7 +25,7 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
 
 /// Starts a ddprun that is one of one or two nodes with two ranks each, and waits until the store has `key`.
 fn node(folder: &Path, port: u16, events: &str, key: &str) -> Child {
-    let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut launcher = Command::new(crate::common::ddprun());
     launcher.args(["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
     launcher.arg(format!("--rdzv-endpoint=localhost:{port}"));
     launcher.arg("--rdzv-conf=keep_alive_interval=0.1,keep_alive_max_attempt=40");
@@ -81,7 +81,7 @@ fn a_rank_of_another_node_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let port = crate::common::free_port().to_string();
     let start = |node_rank: &str| {
-        let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+        let mut launcher = Command::new(crate::common::ddprun());
         launcher.args(["--nnodes=2", "--nproc-per-node=2", "--max-restarts=2", "--master-addr=127.0.0.1"]);
         launcher.args(["--node-rank", node_rank, "--master-port", &port]);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(RANK));
@@ -314,7 +314,7 @@ fn where_all_ranks_are_started_again_the_error_of_the_group_is_returned() {
     // Without this variable, ddprun does as torchrun.
     let started_again = |restarts: &str| {
         let folder = tempfile::tempdir().unwrap();
-        let mut launcher = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+        let mut launcher = Command::new(crate::common::ddprun());
         launcher.args(["--nproc-per-node", "2", "--max-restarts", restarts, "env", "-u", "CANDLE_DDP_AGENT"]);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(RANK));
         launcher.env(EVENTS, "1 kill-forward 2").env(FOLDER, folder.path()).env(ALL_LOST, "load");

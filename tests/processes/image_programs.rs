@@ -1,6 +1,5 @@
 //! What the example programs for images have around their loops, with the smallest of them.
-#![cfg(feature = "launcher")]
-use crate::examples::example;
+use crate::common::example;
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -25,7 +24,7 @@ fn cifar10_resnet18(home: &Path, arguments: &[&str]) -> Vec<Value> {
     let metrics = home.join("metrics.jsonl");
     (1..=5).for_each(|number| write_images(&home.join(format!("data_batch_{number}.bin")), 40));
     write_images(&home.join("test_batch.bin"), 20);
-    let output = Command::new(env!("CARGO_BIN_EXE_ddprun"))
+    let output = Command::new(crate::common::ddprun())
         .args(["--standalone", "--nproc-per-node", "2"])
         .arg(example("cifar10_resnet18"))
         .args(["--data", home.to_str().unwrap(), "--metrics", metrics.to_str().unwrap()])

@@ -2,7 +2,7 @@
 //!
 //! `CANDLE_DDP_LOAD` sets how many connections each kind of stranger holds or makes (default 300); with 10000, the test needs
 //! `ulimit -n 20000`.
-#![cfg(all(feature = "launcher", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 use crate::common::test_arguments;
 use candle_core::{Device, Tensor};
 use candle_ddp::rendezvous::Store;
@@ -127,7 +127,7 @@ fn kinds() -> Vec<(&'static str, Bytes)> {
 fn a_job_goes_on_while_strangers_attack_its_store() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut command = Command::new(crate::common::ddprun());
     command.args(["--nproc-per-node", "2"]).arg(std::env::current_exe().unwrap());
     command.args(test_arguments(module_path!(), "rank")).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
     command.env_remove("CANDLE_DDP_SECRET").stdout(std::fs::File::create(path("out")).unwrap());

@@ -15,7 +15,6 @@ mod elastic;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;
 mod elastic_zero;
-mod examples;
 mod faults;
 mod image_programs;
 mod load;

@@ -1,7 +1,6 @@
 //! The examples' cache of small data sets: runs that make one at the same time, another version of it, and a failure.
 //!
 //! The processes are this test binary itself.
-#![cfg(feature = "launcher")]
 use crate::common::test_arguments;
 use candle_ddp::{InitOptions, Result, init_process_group};
 use std::fs;
@@ -56,7 +55,7 @@ fn count(folder: &Path, part: &str) -> usize {
 
 /// Starts a run of two ranks with the cache in `home`.
 fn start(home: &Path, version: &str, runs: usize) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_ddprun"))
+    Command::new(crate::common::ddprun())
         .args(["--standalone", "--nproc-per-node", "2"])
         .arg(std::env::current_exe().unwrap())
         .args(test_arguments(module_path!(), "rank_of_another_test"))

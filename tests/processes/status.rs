@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 const SECRET: &str = "a secret that the user has given to all";
 
 fn ddprun() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddprun"));
+    let mut command = Command::new(crate::common::ddprun());
     command.env("CANDLE_DDP_SECRET", SECRET);
     command
 }

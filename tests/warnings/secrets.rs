@@ -1,7 +1,7 @@
 //! What the process that hosts a store hears of clients whose secret is another one.
 use crate::logger::{self, LOG};
-use candle_ddp::Error;
-use candle_ddp::rendezvous::{Secret, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+
+use candle_ddp::rendezvous::{Error, Secret, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
 use std::time::Duration;
 
 #[test]

@@ -15,7 +15,7 @@ use crate::error::Failure;
 use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
 use crate::rendezvous::secret::PROOF;
-use crate::rendezvous::{Secret, Store, absent_ranks, discard};
+use crate::rendezvous::{self, Secret, Store, absent_ranks, discard};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -129,12 +129,14 @@ impl Connector<'_> {
     /// The address of `peer`, and the handshake that it published.
     fn look_up(&self, peer: usize) -> Result<(SocketAddr, Handshake)> {
         let key = key(peer);
-        match self.store.wait_cancellable(&[&key], Some(self.left()), &|| self.construction.check()) {
-            Err(Error::StoreTimeout { operation, store, reason, .. }) => {
+        match self.store.wait_cancellable(&[&key], Some(self.left()), &|| Ok(self.construction.check()?)) {
+            Err(rendezvous::Error::StoreTimeout { operation, store, reason, .. }) => {
                 return Err(match absent_ranks(self.store, peer..self.rank, &self::key) {
                     Ok(absent) => self.failed(&absent, format!("they have not come to the rendezvous. {ABSENT}")),
                     // The store does not answer.
-                    Err(_) => Error::StoreTimeout { operation, store, timeout: self.timeout, reason },
+                    Err(_) => {
+                        rendezvous::Error::StoreTimeout { operation, store, timeout: self.timeout, reason }.into()
+                    }
                 });
             }
             result => result?,
@@ -371,11 +373,12 @@ impl Connector<'_> {
                     exchange.verify(secret, End::Callee, proof).then_some(exchange)
                 });
                 let Some(exchange) = proved else {
-                    return Err(Error::Secret {
+                    return Err(rendezvous::Error::Secret {
                         operation: format!("connecting rank {}", self.rank),
                         peer: format!("rank {} at {address}", expected.rank),
                         reason: format!("it has another secret than this rank: {SAME_SECRET}"),
-                    });
+                    }
+                    .into());
                 };
                 let proof = exchange.prove(secret, End::Caller);
                 return Ok(!conversation.is_closed() && matches!((&conversation.socket).write(&proof), Ok(PROOF)));

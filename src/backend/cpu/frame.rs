@@ -1,7 +1,7 @@
 //! The messages of monitors on the control connections.
 use crate::backend::failure::{CallCounts, ProgressReport};
-use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,10 +7,10 @@
 //!
 //! So a proof is for one connection, one direction, one pair of ranks, one kind of connection and one group.
 use crate::Result;
-use crate::backend::wire::{Reader, Writer};
 use crate::random::random_bytes;
 use crate::rendezvous::Secret;
 use crate::rendezvous::secret::{NONCE, PROOF};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// The purpose of a connection. The discriminants are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

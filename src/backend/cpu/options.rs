@@ -1,5 +1,5 @@
 use crate::rendezvous::Secret;
-use crate::{Error, Result};
+use crate::{Result, rendezvous};
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -80,11 +80,12 @@ impl CpuTransport {
             Some("" | "auto") => Ok(Self::Auto),
             Some("tcp") => Ok(Self::Tcp),
             Some("shm") => Ok(Self::SharedMemory),
-            _ => Err(Error::InvalidEnvironment {
+            _ => Err(rendezvous::Error::InvalidEnvironment {
                 variable: Self::VARIABLE.to_string(),
                 value: value.to_string_lossy().into_owned(),
                 reason: "it is one of auto, tcp, shm".to_string(),
-            }),
+            }
+            .into()),
         }
     }
 }
@@ -95,10 +96,11 @@ pub(super) fn or_environment(bytes: Option<usize>, variable: &str) -> Result<Opt
     let value = value.to_string_lossy().into_owned();
     match value.parse() {
         Ok(bytes) => Ok(Some(bytes)),
-        Err(_) => Err(Error::InvalidEnvironment {
+        Err(_) => Err(rendezvous::Error::InvalidEnvironment {
             variable: variable.to_string(),
             value,
             reason: "it is a number of bytes".to_string(),
-        }),
+        }
+        .into()),
     }
 }

@@ -1,7 +1,8 @@
 //! Finds the cause of a failed collective from what all ranks reported.
-use super::{CallCounts, Failure, ProgressReport};
+use super::{CallCounts, ProgressReport};
 use crate::backend::call::{Call, Channel};
 use crate::error;
+use crate::error::Failure;
 use std::time::Duration;
 
 /// A call that was not complete at its deadline.

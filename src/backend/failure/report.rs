@@ -1,6 +1,6 @@
 //! What ranks report to each other about their calls.
 use crate::backend::call::{Call, Channel};
-use crate::backend::wire::{Reader, Writer};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// The progress of one rank's collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

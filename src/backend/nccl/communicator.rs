@@ -19,7 +19,7 @@ use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::panic::lock;
-use crate::rendezvous::{Store, discard, host};
+use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaSlice;
@@ -248,7 +248,7 @@ fn open(device: &Device, rank: usize) -> Result<(Streams, Identity)> {
     }
     let streams = Streams::new(device.as_cuda_device()?).map_err(|error| cuda_failure(error).into_error(rank))?;
     let pci_bus_id = streams.pci_bus_id().map_err(|error| cuda_failure(error).into_error(rank))?;
-    Ok((streams, Identity { nccl_version, host: host(), pci_bus_id }))
+    Ok((streams, Identity { nccl_version, host: host_identity(), pci_bus_id }))
 }
 
 /// A check that ends a wait if the group has failed or its time-out has expired.
@@ -285,7 +285,8 @@ impl Base {
     /// Connects to the other ranks in NCCL, with the id that rank 0 creates.
     fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
-        let cannot = |error: Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
+        let cannot =
+            |error: rendezvous::Error| WaitError::Nccl(NcclFailure::other("exchanging NCCL's id", &error.to_string()));
         self.streams.bind().map_err(cuda_failure)?;
         if group.rank == 0 {
             let id = UniqueId::new();

@@ -1,5 +1,5 @@
 //! Chooses a rank's GPU.
-use crate::{Error, Result};
+use crate::{Error, Result, rendezvous};
 use candle_core::{Device, DeviceLocation};
 use cudarc::driver::CudaContext;
 use std::ffi::OsStr;
@@ -77,14 +77,15 @@ fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) 
         Some(visible) => format!("with {VISIBLE}={visible:?} this process sees {count} GPU(s)"),
         None => format!("this host has {count} GPU(s)"),
     };
-    Err(Error::InvalidEnvironment {
+    Err(rendezvous::Error::InvalidEnvironment {
         variable: "LOCAL_RANK".to_string(),
         value: local_rank.to_string(),
         reason: format!(
             "{seen}, and each rank needs one of its own: start no more ranks than GPUs on a host (--nproc-per-node gpu), \
              set {VISIBLE} so that all GPUs are seen, or use Backend::Cpu"
         ),
-    })
+    }
+    .into())
 }
 
 #[cfg(test)]

@@ -1,11 +1,10 @@
 //! What the ranks of a group tell each other through the store, independently of NCCL: heartbeats, the group's failure
 //! and, if a call does not complete, each rank's progress.
-use crate::Result;
 use crate::backend::failure::{CallCounts, ProgressReport};
-use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
 use crate::host::host_name;
-use crate::rendezvous::{LastWill, Store};
+use crate::rendezvous::{LastWill, Result, Store};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

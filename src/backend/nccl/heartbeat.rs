@@ -2,11 +2,11 @@
 //! separate from the thread that watches the calls.
 use super::group::{Group, News, SuspectedFailure};
 use super::health_store::{HealthStore, Heartbeat, ProgressQuery, ShutdownRecord};
-use crate::Result;
 use crate::backend::awake::AwakeClock;
 use crate::backend::call::{Call, Channel};
 use crate::backend::failure::{CallCounts, RankState, diagnose, left_before};
 use crate::error::Failure;
+use crate::rendezvous::Result;
 use std::time::{Duration, Instant};
 
 /// How long other ranks have to report their progress.

@@ -3,10 +3,10 @@
 use super::comm::{UniqueId, WaitError};
 use super::group::Group;
 use super::status::NcclFailure;
-use crate::backend::wire::{Reader, Writer};
 use crate::error::Failure;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 use std::collections::HashMap;
 use std::fmt;
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub(super) fn exchange<T>(
 ) -> Result<(T, Vec<Identity>)> {
     let reports = reports(store, rank, world_size);
     let report = opened.as_ref().map(|(_, identity)| identity.encode());
-    let told = reports.tell(report.as_deref().map_err(|error| *error));
+    let told = reports.tell(report.as_deref().map_err(|error| *error as _));
     let (rest, _) = opened?;
     told?;
     let missing = |peers, _| {
@@ -133,7 +133,7 @@ pub(super) fn await_id(
     operation: &'static str,
 ) -> std::result::Result<UniqueId, WaitError> {
     let cannot = |reason: &dyn fmt::Display| WaitError::Nccl(NcclFailure::other(operation, &reason.to_string()));
-    let ended = || group.failure().map_or(Ok(()), |failure| Err(Error::from(failure)));
+    let ended = || group.failure().map_or(Ok(()), |failure| Err(failure.into()));
     if let Err(error) = store.wait_cancellable(&[key], Some(group.timeout), &ended) {
         return Err(group.failure().map_or_else(|| cannot(&error), WaitError::Group));
     }

@@ -13,7 +13,7 @@ use super::status::NcclFailure;
 use super::stream::Streams;
 use super::work::NcclWork;
 use crate::backend::Completion;
-use crate::rendezvous::{Store, discard};
+use crate::rendezvous::{self, Store, discard};
 use crate::{Error, Result};
 use cudarc::driver::CudaEvent;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -114,8 +114,9 @@ impl Worker {
     fn connect(&self) -> std::result::Result<Arc<CommStream>, WaitError> {
         let sends = self.group.rank == self.from;
         let key = format!("message/{}-{}", self.from, self.to);
-        let cannot =
-            |error: Error| WaitError::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()));
+        let cannot = |error: rendezvous::Error| {
+            WaitError::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()))
+        };
         self.streams.bind().map_err(super::cuda_failure)?;
         let id = if sends {
             let id = UniqueId::new()?;

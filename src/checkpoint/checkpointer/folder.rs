@@ -211,7 +211,7 @@ pub(super) fn probe(root: &Path) -> Result<()> {
     if !here.is_dir() {
         return Err(Error::io(format!("using {}", root.display()), io::Error::from(io::ErrorKind::NotADirectory)));
     }
-    PreparedFile::create(&root.join("probe")).map(drop)
+    Ok(PreparedFile::create(&root.join("probe")).map(drop)?)
 }
 
 /// Makes a folder and those above it that are missing, all of which are then on the disk.

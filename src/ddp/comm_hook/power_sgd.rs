@@ -2,12 +2,12 @@
 use super::compress::all_reduce;
 use super::orthonormal::orthonormal;
 use super::{CommHook, GradBucket, HookWork, of_another_model};
-use crate::hash::fnv1a_64;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader};
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};
+use candle_ddp_rendezvous::hash::fnv1a_64;
 use std::collections::HashMap;
 
 /// Options of [`PowerSgd`], with the defaults of PyTorch's `PowerSGDState`. All ranks must give the same.

@@ -154,10 +154,10 @@ fn a_rank_that_is_ahead_goes_back_to_the_shards_that_all_have() {
         if pg.rank() == 1 {
             let waited = pg.store().wait(&["ahead"], Some(Duration::from_secs(60)));
             pg.abort("it is gone");
-            return waited;
+            return Ok(waited?);
         }
         state.commit_with(&[("slice", &slice)])?;
-        if pg.rank() == 5 { pg.store().set("ahead", b"") } else { Ok(()) }
+        if pg.rank() == 5 { Ok(pg.store().set("ahead", b"")?) } else { Ok(()) }
     });
     let commits: Vec<u64> = states.iter().flatten().map(State::commits).collect();
     assert_eq!((commits[2], commits[5]), (2, 3), "{errors:?}");

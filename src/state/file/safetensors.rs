@@ -21,7 +21,7 @@ const LONGEST_HEADER: u64 = 100_000_000;
 
 /// Writes `tensors` to a file that is there as a whole or not at all.
 pub(crate) fn write_safetensors(path: &Path, tensors: &HashMap<String, Tensor>) -> Result<()> {
-    WriteJob::new(path, tensors)?.run(&Progress::default())?.commit()
+    Ok(WriteJob::new(path, tensors)?.run(&Progress::default())?.commit()?)
 }
 
 /// A file that can be written, on any thread.
@@ -67,7 +67,7 @@ impl WriteJob {
     }
 
     pub(crate) fn run(&self, progress: &Progress) -> Result<PreparedFile> {
-        PreparedFile::write(&self.path, progress, |file| {
+        let file = PreparedFile::write(&self.path, progress, |file| {
             file.write_all(&(self.header.len() as u64).to_le_bytes())?;
             file.write_all(&self.header)?;
             for tensor in &self.tensors {
@@ -76,7 +76,8 @@ impl WriteJob {
                 file.write_all(&View::data(&tensor))?;
             }
             Ok(())
-        })
+        })?;
+        Ok(file)
     }
 }
 

@@ -1,5 +1,5 @@
 //! What a rank tells the others about itself and its memory.
-use crate::backend::wire::{Reader, Writer};
+use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// One rank's info.
 #[derive(Clone, Debug, PartialEq, Eq)]

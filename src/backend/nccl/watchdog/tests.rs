@@ -7,7 +7,7 @@ use crate::backend::nccl::group::Fence;
 use crate::backend::nccl::health_store::HealthStore;
 use crate::backend::nccl::heartbeat::{HeartbeatMonitor, without_asking};
 use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
-use crate::rendezvous::{HashStore, Store};
+use crate::rendezvous::{self, HashStore, Store};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
@@ -323,36 +323,36 @@ struct Stalling {
 }
 
 impl Store for Stalling {
-    fn set(&self, key: &str, value: &[u8]) -> crate::Result<()> {
+    fn set(&self, key: &str, value: &[u8]) -> rendezvous::Result<()> {
         let _answers = self.answers.read().unwrap();
         self.store.set(key, value)
     }
 
-    fn get(&self, key: &str) -> crate::Result<Vec<u8>> {
+    fn get(&self, key: &str) -> rendezvous::Result<Vec<u8>> {
         let _answers = self.answers.read().unwrap();
         self.store.get(key)
     }
 
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> crate::Result<Vec<u8>> {
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> rendezvous::Result<Vec<u8>> {
         let _answers = self.answers.read().unwrap();
         self.store.compare_set(key, expected, desired)
     }
 
-    fn multi_get(&self, keys: &[&str]) -> crate::Result<Vec<Vec<u8>>> {
+    fn multi_get(&self, keys: &[&str]) -> rendezvous::Result<Vec<Vec<u8>>> {
         let _answers = self.answers.read().unwrap();
         self.store.multi_get(keys)
     }
 
-    fn add(&self, key: &str, amount: i64) -> crate::Result<i64> {
+    fn add(&self, key: &str, amount: i64) -> rendezvous::Result<i64> {
         let _answers = self.answers.read().unwrap();
         self.store.add(key, amount)
     }
 
-    fn wait(&self, _: &[&str], _: Option<Duration>) -> crate::Result<()> {
+    fn wait(&self, _: &[&str], _: Option<Duration>) -> rendezvous::Result<()> {
         unreachable!()
     }
 
-    fn check(&self, keys: &[&str]) -> crate::Result<bool> {
+    fn check(&self, keys: &[&str]) -> rendezvous::Result<bool> {
         self.store.check(keys)
     }
 
@@ -360,20 +360,20 @@ impl Store for Stalling {
         true
     }
 
-    fn delete(&self, key: &str) -> crate::Result<bool> {
+    fn delete(&self, key: &str) -> rendezvous::Result<bool> {
         let _answers = self.answers.read().unwrap();
         self.store.delete(key)
     }
 
-    fn append(&self, _: &str, _: &[u8]) -> crate::Result<()> {
+    fn append(&self, _: &str, _: &[u8]) -> rendezvous::Result<()> {
         unreachable!()
     }
 
-    fn multi_set(&self, _: &[(&str, &[u8])]) -> crate::Result<()> {
+    fn multi_set(&self, _: &[(&str, &[u8])]) -> rendezvous::Result<()> {
         unreachable!()
     }
 
-    fn num_keys(&self) -> crate::Result<usize> {
+    fn num_keys(&self) -> rendezvous::Result<usize> {
         unreachable!()
     }
 

@@ -1,0 +1,59 @@
+use crate::error::Failure;
+use crate::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+
+/// A shared cancellation signal: ends all waits that use it, with a single reason.
+#[derive(Default)]
+pub struct Cancellation(Mutex<Option<Reason>>);
+
+/// Why a wait was cancelled.
+#[derive(Clone)]
+pub enum Reason {
+    /// A rank failed.
+    PeerFailed {
+        /// The rank.
+        peer: usize,
+        /// Its error.
+        reason: String,
+    },
+    /// The store does not answer any more.
+    StoreLost {
+        /// What was being done.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// Why it was lost.
+        reason: String,
+    },
+    /// Other ranks meet in another place.
+    Superseded {
+        /// The key that says so.
+        key: String,
+    },
+}
+
+impl Cancellation {
+    /// Cancels with `reason`, unless already cancelled.
+    pub fn cancel(&self, reason: Reason) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+    }
+
+    /// Returns the reason as an error if this was cancelled.
+    pub fn check(&self) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), |reason| Err(reason.into_error()))
+    }
+}
+
+impl Reason {
+    fn into_error(self) -> Error {
+        match self {
+            Self::PeerFailed { peer, reason } => Failure::PeerFailed { peer, reason }.into(),
+            Self::StoreLost { operation, store, reason } => Error::Store { operation, store, reason },
+            Self::Superseded { key } => Error::Store {
+                operation: "meeting the other ranks".to_string(),
+                store: "of the run".to_string(),
+                reason: format!("the ranks of another generation meet instead ({key})"),
+            },
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The errors of a rendezvous and its stores: what happened, where, why, and what to do.
+mod failure;
+mod rank_error;
+mod shortage;
+mod text;
+
+pub use failure::Failure;
+pub use rank_error::{FILE_VARIABLE, OF_PROGRAM, RankError};
+pub use shortage::{SHORTAGE_HINT, is_shortage};
+pub use text::{GRADIENTS, Printable, ranks, some};
+
+use std::fmt;
+use std::time::Duration;
+
+/// The result of a rendezvous and its stores.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong while ranks meet, with the data a program needs to react. `Display` gives the whole message,
+/// which includes the cause; `Debug` puts the variant's name before it.
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused something.
+    #[error("{context}: {error}")]
+    Io {
+        /// What was being done, to what.
+        context: String,
+        /// The system's reason.
+        error: std::io::Error,
+    },
+
+    /// An argument that cannot be honoured.
+    #[error("{argument}: {}", Printable(reason))]
+    InvalidArgument {
+        /// The argument's or option's name.
+        argument: &'static str,
+        /// Why it cannot be honoured, and what would be.
+        reason: String,
+    },
+
+    /// A rank outside of its group.
+    #[error("rank {rank} is outside of a world of {world_size}: ranks go from 0 to world_size - 1")]
+    RankOutOfRange {
+        /// The rank that was given.
+        rank: usize,
+        /// The number of ranks in the group.
+        world_size: usize,
+    },
+
+    /// An environment variable that is needed is not set.
+    #[error("the environment variable {variable} is not set: {hint}")]
+    MissingEnvironment {
+        /// The variable's name.
+        variable: &'static str,
+        /// Who sets it, or what to use instead.
+        hint: String,
+    },
+
+    /// An environment variable holds something that cannot be right.
+    #[error("{variable}={value:?}: {reason}")]
+    InvalidEnvironment {
+        /// The variable's name.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A store did not answer, or a key was not set in time.
+    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
+    StoreTimeout {
+        /// The operation, with its keys.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// How long it was given.
+        timeout: Duration,
+        /// What is missing, and what usually causes it.
+        reason: String,
+    },
+
+    /// Ranks did not come to the rendezvous in time.
+    #[error("{operation} timed out after {timeout:?} on the store {store}: {}", Printable(reason))]
+    RanksMissing {
+        /// What this rank was doing.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// How long it was given.
+        timeout: Duration,
+        /// The ranks that are missing.
+        ranks: Vec<usize>,
+        /// What is missing, and what usually causes it.
+        reason: String,
+    },
+
+    /// A store answered with something else than its protocol allows, or refused.
+    #[error("{operation} failed on the store {store}: {}", Printable(reason))]
+    Store {
+        /// The operation, with its keys.
+        operation: String,
+        /// Where the store is.
+        store: String,
+        /// Why.
+        reason: String,
+    },
+
+    /// The two ends of a connection do not have the same secret, or only one of them has one.
+    #[error("{operation} failed on {peer}: {}", Printable(reason))]
+    Secret {
+        /// The operation.
+        operation: String,
+        /// The other end.
+        peer: String,
+        /// Which end lacks what, and what to do.
+        reason: String,
+    },
+
+    /// The caller's own reason to wait no longer. See [`Store::wait_cancellable`](crate::Store::wait_cancellable).
+    #[error(transparent)]
+    Cancelled(Box<dyn std::error::Error + Send + Sync>),
+
+    /// A rank failed or died while the ranks met.
+    #[error(transparent)]
+    Group(#[from] Failure),
+}
+
+impl Error {
+    /// An `Io` with its context.
+    #[doc(hidden)]
+    pub fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
+        Self::Io { context: context.into(), error: error.into() }
+    }
+
+    #[doc(hidden)]
+    pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
+        Self::InvalidArgument { argument, reason: reason.into() }
+    }
+
+    /// The failure of a group in this error, if there is one.
+    pub fn failure(&self) -> Option<&Failure> {
+        match self {
+            Self::Group(failure) => Some(failure),
+            _ => None,
+        }
+    }
+
+    /// The rank because of which there is this error, as the group numbers it.
+    #[doc(hidden)]
+    pub fn culprit(&self) -> Option<usize> {
+        match self {
+            Self::Group(failure) => failure.culprit(),
+            Self::RanksMissing { ranks, .. } => ranks.first().copied(),
+            _ => None,
+        }
+    }
+
+    /// The variant's name; of a group's failure, that of its reason.
+    #[doc(hidden)]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "Io",
+            Self::InvalidArgument { .. } => "InvalidArgument",
+            Self::RankOutOfRange { .. } => "RankOutOfRange",
+            Self::MissingEnvironment { .. } => "MissingEnvironment",
+            Self::InvalidEnvironment { .. } => "InvalidEnvironment",
+            Self::StoreTimeout { .. } => "StoreTimeout",
+            Self::RanksMissing { .. } => "RanksMissing",
+            Self::Store { .. } => "Store",
+            Self::Secret { .. } => "Secret",
+            Self::Cancelled(_) => "Cancelled",
+            Self::Group(failure) => failure.name(),
+        }
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {self}", self.name())
+    }
+}

@@ -1,0 +1,93 @@
+//! What a rank that fails tells its launcher: the file that torchrun names by `TORCHELASTIC_ERROR_FILE`.
+//!
+//! torchrun shows the message. `ddprun` also reads which rank caused the failure, so that it parses no text.
+use super::{Failure, text};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The variable with the path of the file.
+pub const FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
+
+/// The key of a [`RankError`] in the file.
+const KEY: &str = "candle_ddp";
+
+/// The number of bytes of a message that are written, so that the launcher reads the whole file.
+const LONGEST: usize = 1 << 16;
+
+/// The variant of an error that the program itself returned.
+pub const OF_PROGRAM: &str = "Program";
+
+/// The error with which a rank ends. Ranks are numbered as the launcher numbers them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankError {
+    /// The rank.
+    pub rank: usize,
+    /// The rank because of which this one fails; `None` if the failure is its own, or nobody knows.
+    pub culprit: Option<usize>,
+    /// The variant of the error or of the [`Failure`], or [`OF_PROGRAM`].
+    pub variant: String,
+    /// Its text.
+    pub message: String,
+}
+
+impl RankError {
+    /// Whether the culprit left in good order, so that it may be this rank that made a call too many.
+    pub fn says_left(&self) -> bool {
+        self.variant == "PeerLeft"
+    }
+
+    /// Whether the process of the culprit has ended.
+    pub fn says_gone(&self) -> bool {
+        self.variant == "PeerGone"
+    }
+
+    /// The content of the file.
+    pub fn to_json(&self) -> Value {
+        let message = text::shortened(&self.message, LONGEST);
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let told = Self { message: message.clone(), ..self.clone() };
+        // torchrun shows `py_callstack` instead of the message.
+        let extra = json!({ "py_callstack": message, "timestamp": seconds.to_string(), KEY: told });
+        json!({ "message": { "message": message, "extraInfo": extra } })
+    }
+
+    /// What [`to_json`](Self::to_json) has written.
+    pub fn of_json(json: &Value) -> Option<Self> {
+        Self::deserialize(json.get("message")?.get("extraInfo")?.get(KEY)?).ok()
+    }
+}
+
+impl Failure {
+    /// The rank of the group that caused it, as far as is known.
+    #[doc(hidden)]
+    pub fn culprit(&self) -> Option<usize> {
+        match self {
+            Self::PeerGone { peer, .. } | Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => Some(*peer),
+            Self::TimedOut { waiting_for, .. } => waiting_for.first().copied(),
+            // Either of the two may be right.
+            Self::Desync { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_can_be_read_and_is_torchruns_format() {
+        let reason = "no \"disk\"\n".to_string() + &"é".repeat(1 << 20);
+        let message = format!("rank 1 ended the group: {reason}");
+        let told = RankError { rank: 5, culprit: Some(3), variant: "PeerFailed".to_string(), message };
+        let text = told.to_json().to_string();
+        let json: Value = serde_json::from_str(&text).unwrap();
+        let read = RankError::of_json(&json).unwrap();
+        assert_eq!((read.rank, read.culprit, &read.variant), (5, Some(3), &told.variant));
+        assert!(read.message.starts_with("rank 1 ended the group: no \"disk\"\né") && text.len() < 1 << 18);
+        let shown = &json["message"];
+        let message = json!(read.message);
+        assert_eq!((&shown["message"], &shown["extraInfo"]["py_callstack"]), (&message, &message));
+        assert!(shown["extraInfo"]["timestamp"].as_str().unwrap().parse::<u64>().is_ok());
+    }
+}

@@ -1,0 +1,17 @@
+//! The flight recorder's files, `rank<N>.flight.json`: what a rank writes of its last calls, and what the files of all ranks
+//! say together.
+mod explain;
+mod folder;
+mod record;
+
+pub use folder::explain_folder;
+#[cfg(any(test, fuzzing))]
+pub use folder::fuzz_records;
+pub use record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
+
+/// The version of the format.
+pub const VERSION: u32 = 1;
+pub const SUFFIX: &str = ".flight.json";
+
+/// The environment variable for the folder of the files.
+pub const FOLDER_VARIABLE: &str = "CANDLE_DDP_FLIGHT_RECORDER";

@@ -1,0 +1,112 @@
+//! The records that a rank writes: its groups, and their last calls.
+use serde::{Deserialize, Serialize};
+
+/// How far a call has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CallState {
+    /// The call waits for the calls before it.
+    Scheduled,
+    /// The call is running; on a GPU, it is on the stream.
+    Started,
+    Completed,
+    Failed,
+}
+
+/// Calls are numbered within a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChannelKind {
+    Collectives,
+    Send,
+    Recv,
+}
+
+/// One call. Times are nanoseconds since 1970.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CallRecord {
+    pub channel: ChannelKind,
+    pub sequence: u64,
+    pub operation: String,
+    pub dtype: Option<String>,
+    /// The number of elements, as the message of a mismatch counts them.
+    pub count: u64,
+    pub reduction: Option<String>,
+    pub root: Option<usize>,
+    /// The rank, in this group, to or from which a message goes.
+    pub peer: Option<usize>,
+    /// What the call is for.
+    pub label: Option<String>,
+    pub state: CallState,
+    pub scheduled_ns: u64,
+    pub started_ns: Option<u64>,
+    /// When it completed or failed, as far as the engine has noticed.
+    pub completed_ns: Option<u64>,
+}
+
+/// One group, as seen by one of its ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupRecord {
+    /// The group's name, the same on all ranks: `world` for the group of all.
+    pub name: String,
+    /// The group's ranks, as they are numbered in the group of all.
+    pub ranks: Vec<usize>,
+    pub failure: Option<String>,
+    /// The calls, channel by channel, the oldest first.
+    pub calls: Vec<CallRecord>,
+}
+
+/// The file of one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankRecord {
+    /// The version of this format.
+    pub version: u32,
+    pub rank: usize,
+    pub world_size: usize,
+    pub host: String,
+    pub pid: u32,
+    /// Why the file was written.
+    pub reason: String,
+    pub written_ns: u64,
+    /// When the group of all was made. Version 1 of the format did not have it at first.
+    #[serde(default)]
+    pub started_ns: u64,
+    pub groups: Vec<GroupRecord>,
+}
+
+impl CallRecord {
+    /// Whether the call agrees with one of another rank in all that ranks must have in common.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.operation == other.operation
+            && self.dtype == other.dtype
+            && self.count == other.count
+            && self.reduction == other.reduction
+            && self.root == other.root
+            && self.label == other.label
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.state == CallState::Completed
+    }
+
+    /// Returns, for example, `reduce(f32[4], sum, root 0) for save_distributed`.
+    pub fn in_words(&self) -> String {
+        let mut text = self.operation.clone();
+        text += "(";
+        if let Some(dtype) = &self.dtype {
+            text += &format!("{dtype}[{}]", self.count);
+        }
+        // Nearly every reduction is a sum.
+        if let Some(reduction) = self.reduction.as_ref().filter(|reduction| *reduction != "sum") {
+            text += &format!(", {reduction}");
+        }
+        if let Some(root) = self.root {
+            text += &format!(", root {root}");
+        }
+        text += ")";
+        if let Some(label) = &self.label {
+            text += &format!(" for {label}");
+        }
+        text
+    }
+}

@@ -1,0 +1,193 @@
+//! The generations of an elastic run: which ranks belong to each, as one log of decisions in the store.
+//!
+//! Entry `n` says what follows generation `n - 1`: new members, or the end of the run. Whoever writes an entry first decides
+//! it, and all others read it; so no two processes ever act on different decisions. Under `ddprun` the launcher decides who
+//! belongs to a generation, and elsewhere the surviving ranks do.
+use super::{PrefixStore, Store};
+use crate::{Error, Result};
+use std::sync::Arc;
+
+/// The variable by which `ddprun` tells its workers that it keeps the log: `RUN_ID/ATTEMPT/INCARNATION/MIN_WORLD_SIZE`.
+pub const AGENT_VARIABLE: &str = "CANDLE_DDP_AGENT";
+
+/// Set in the store of a run when its first ranks have begun to train elastically. Unlike their log, it remains when all
+/// workers are started again.
+pub const BEGUN: &str = "candle_ddp/begun";
+
+/// What `ddprun` tells a worker by [`AGENT_VARIABLE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Told {
+    /// How often it started all workers before.
+    pub attempt: u64,
+    /// How often it replaced this one since.
+    pub incarnation: u64,
+    /// The smallest world size with which the run goes on, unless the program says otherwise.
+    pub min_world_size: usize,
+}
+
+/// A process of a generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its rank in the first generation, which it keeps.
+    pub rank: usize,
+    /// How often the process with this rank was replaced.
+    pub incarnation: u64,
+}
+
+/// An entry of the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// Another generation begins, with these processes in the order of their new ranks.
+    Members(Vec<Member>),
+    /// All ranks have finished.
+    Done,
+    /// The run cannot go on, because of this rank.
+    Failed {
+        /// Its rank in the first generation.
+        rank: usize,
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Decision {
+    /// The members of the first generation of `world_size` ranks.
+    pub fn everyone(world_size: usize) -> Self {
+        Self::Members((0..world_size).map(|rank| Member { rank, incarnation: 0 }).collect())
+    }
+
+    fn encode(&self) -> String {
+        match self {
+            Self::Members(members) => {
+                let list: Vec<String> =
+                    members.iter().map(|Member { rank, incarnation }| format!("{rank}:{incarnation}")).collect();
+                format!("members {}", list.join(" "))
+            }
+            Self::Done => "done".to_string(),
+            Self::Failed { rank, reason } => format!("failed {rank} {reason}"),
+        }
+    }
+
+    fn decode(text: &str) -> Option<Self> {
+        let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
+        match kind {
+            "members" => {
+                let member = |text: &str| {
+                    let (rank, incarnation) = text.split_once(':')?;
+                    Some(Member { rank: rank.parse().ok()?, incarnation: incarnation.parse().ok()? })
+                };
+                rest.split(' ').map(member).collect::<Option<_>>().map(Self::Members)
+            }
+            "done" => Some(Self::Done),
+            "failed" => {
+                let (rank, reason) = rest.split_once(' ')?;
+                Some(Self::Failed { rank: rank.parse().ok()?, reason: reason.to_string() })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The log of a run.
+#[derive(Clone)]
+pub struct Generations {
+    store: PrefixStore,
+}
+
+/// Set by ranks that run elastically, to the smallest world size that they accept.
+const ELASTIC: &str = "elastic";
+
+impl Generations {
+    /// The log under `prefix`.
+    pub fn new(prefix: impl Into<String>, store: Arc<dyn Store>) -> Self {
+        Self { store: PrefixStore::new(prefix, store) }
+    }
+
+    /// The prefix of the log that `ddprun` keeps for its workers; one for each time that it starts all of them.
+    pub fn agent_prefix(attempt: u64) -> String {
+        format!("candle_ddp/agent/{attempt}")
+    }
+
+    /// The key of entry `number`, without the prefix.
+    pub fn key(number: u64) -> String {
+        format!("generation/{number}")
+    }
+
+    /// The prefix, in the log's, of the keys of one generation.
+    pub fn prefix_of(number: u64) -> String {
+        format!("of/{number}")
+    }
+
+    /// The store under the log's prefix.
+    pub fn store(&self) -> &PrefixStore {
+        &self.store
+    }
+
+    /// Writes entry `number` unless it is there already; returns the entry that counts.
+    pub fn decide(&self, number: u64, decision: &Decision) -> Result<Decision> {
+        read(number, &self.store.compare_set(&Self::key(number), b"", decision.encode().as_bytes())?)
+    }
+
+    /// Entry `number`, if it was written.
+    pub fn get(&self, number: u64) -> Result<Option<Decision>> {
+        let key = Self::key(number);
+        if !self.store.check(&[&key])? {
+            return Ok(None);
+        }
+        read(number, &self.store.get(&key)?).map(Some)
+    }
+
+    /// Tells the launcher that a rank runs elastically.
+    pub fn announce(&self, min_world_size: usize) -> Result<()> {
+        self.store.set(ELASTIC, min_world_size.to_string().as_bytes())
+    }
+
+    /// The smallest world size that the ranks accept, if they run elastically.
+    pub fn announced(&self) -> Result<Option<usize>> {
+        if !self.store.check(&[ELASTIC])? {
+            return Ok(None);
+        }
+        Ok(String::from_utf8_lossy(&self.store.get(ELASTIC)?).parse().ok())
+    }
+}
+
+fn read(number: u64, bytes: &[u8]) -> Result<Decision> {
+    let text = String::from_utf8_lossy(bytes);
+    Decision::decode(&text).ok_or_else(|| Error::Store {
+        operation: format!("reading generation {number}"),
+        store: "of the run".to_string(),
+        reason: format!("{text:?} is no entry of the log: another version of candle-ddp has written it"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HashStore;
+    use std::time::Duration;
+
+    #[test]
+    fn the_first_decision_counts() {
+        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(120))));
+        assert_eq!(log.get(1).unwrap(), None);
+        let without = Decision::Members(vec![Member { rank: 0, incarnation: 0 }, Member { rank: 2, incarnation: 3 }]);
+        assert_eq!(log.decide(1, &without).unwrap(), without);
+        assert_eq!(log.decide(1, &Decision::Done).unwrap(), without);
+        assert_eq!(log.get(1).unwrap(), Some(without));
+        for end in [Decision::Done, Decision::Failed { rank: 3, reason: "no disk\nleft".to_string() }] {
+            assert_eq!(Decision::decode(&end.encode()), Some(end));
+        }
+        let Decision::Members(all) = Decision::everyone(2) else { panic!() };
+        assert_eq!(all, [Member { rank: 0, incarnation: 0 }, Member { rank: 1, incarnation: 0 }]);
+        log.store().set("generation/2", b"members 1").unwrap();
+        assert!(log.get(2).unwrap_err().to_string().contains("another version"));
+    }
+
+    #[test]
+    fn ranks_announce_themselves() {
+        let log = Generations::new("log", Arc::new(HashStore::new(Duration::from_secs(120))));
+        assert_eq!(log.announced().unwrap(), None);
+        log.announce(2).unwrap();
+        assert_eq!(log.announced().unwrap(), Some(2));
+    }
+}

@@ -1,0 +1,430 @@
+//! How ranks learn of each other's failures before they are connected.
+//!
+//! A rank whose initialisation fails sets the abort key, which a thread on each rank polls. If its process dies, a store that is
+//! a server of this crate sets the key by the rank's last will. The thread also writes this rank's heartbeat and monitors that
+//! of the next rank, so the store gets only a few requests per rank and second, however many ranks there are. If the next rank's
+//! heartbeat stops, its process is stopped, or died where no last will tells it.
+use super::cancellation::{Cancellation, Reason};
+use super::init_store::{InitStore, REPORTING};
+use super::join::{ARRIVED, host_key};
+use super::{LastWill, PrefixStore, Store};
+use crate::error::Failure;
+use crate::host::host_name;
+use crate::{Error, Result};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The rank that failed first, and the reason.
+const ABORT: &str = "init/abort";
+/// The number of ranks that know of the failure.
+const HEARD: &str = "init/heard";
+const FIRST: &[u8] = b"0";
+/// The final heartbeat of a rank that no longer needs monitoring.
+const DONE: &[u8] = b"done";
+
+fn heartbeat_key(rank: usize) -> String {
+    format!("init/heartbeat/{rank}")
+}
+
+/// The intervals of the thread.
+#[derive(Clone, Copy)]
+struct Pace {
+    /// The interval at which the abort key is polled.
+    tick: Duration,
+    /// The number of ticks between heartbeats.
+    ticks_per_heartbeat: u32,
+    /// The number of this rank's heartbeats without one of the next rank after which that rank is considered dead.
+    /// Counting heartbeats instead of time avoids false alarms when the store or this process is suspended.
+    lost_after: u32,
+}
+
+const PACE: Pace = Pace { tick: Duration::from_millis(500), ticks_per_heartbeat: 2, lost_after: 8 };
+
+/// The number of consecutive failed requests after which the store is considered lost.
+const STORE_LOST_AFTER: u32 = 4;
+/// How long the end of initialisation waits for the thread, which may be blocked in a request.
+const THREAD_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Monitors the initialisation of one rank.
+pub struct InitWatcher {
+    store: Arc<InitStore>,
+    prefix: String,
+    rank: usize,
+    /// Whether this process hosts the store.
+    hosts: bool,
+    /// Whether this rank has been counted in `HEARD`.
+    heard: Arc<AtomicBool>,
+    thread: Option<Thread>,
+    will: Option<LastWill>,
+}
+
+struct Thread {
+    stop: Sender<()>,
+    ended: Receiver<()>,
+    handle: JoinHandle<()>,
+}
+
+impl InitWatcher {
+    /// Creates a watcher that uses the keys of `store` under `prefix`; `hosts` says whether this process hosts the
+    /// store.
+    pub(super) fn new(store: Arc<InitStore>, prefix: &str, rank: usize, hosts: bool) -> Self {
+        Self { store, prefix: prefix.to_string(), rank, hosts, heard: Arc::default(), thread: None, will: None }
+    }
+
+    /// Starts the thread. The key `superseded`, in the store without the prefix, ends the initialisation of all ranks, since
+    /// another one takes its place.
+    pub(super) fn start(&mut self, world_size: usize, superseded: Option<String>) -> Result<()> {
+        self.start_at(PACE, world_size, superseded)
+    }
+
+    fn start_at(&mut self, pace: Pace, world_size: usize, superseded: Option<String>) -> Result<()> {
+        let Some(store) = self.store.in_init().filter(|_| world_size > 1) else { return Ok(()) };
+        let superseded = superseded.map(|key| (Arc::clone(&store), key));
+        let keys = PrefixStore::new(self.prefix.as_str(), store);
+        keys.set(&heartbeat_key(self.rank), FIRST)?;
+        self.leave_will(&keys);
+        let ((stop, stopped), (end, ended)) = (channel(), channel());
+        let (store, heard, rank) = (Arc::clone(&self.store), Arc::clone(&self.heard), self.rank);
+        let body = move || {
+            let _end = end;
+            let cancellation = &store.cancellation;
+            Poller { keys, superseded, cancellation, heard: &heard, rank, world_size }.run(pace, &stopped);
+        };
+        let handle = std::thread::Builder::new()
+            .name(format!("ddp-{rank}-init"))
+            .spawn(body)
+            .map_err(|error| Error::io("starting the thread that monitors initialisation", error))?;
+        self.thread = Some(Thread { stop, ended, handle });
+        Ok(())
+    }
+
+    /// Has the store report to the other ranks that this one failed, if its process ends without doing so.
+    fn leave_will(&mut self, keys: &PrefixStore) {
+        let text = format!(
+            "{} its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
+             error in its output",
+            self.rank,
+            host_name()
+        );
+        match keys.last_will(ABORT, text.as_bytes()) {
+            Ok(will) => self.will = will,
+            Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
+        }
+    }
+
+    /// Returns the deadline of initialisation.
+    pub fn deadline(&self) -> Instant {
+        self.store.deadline
+    }
+
+    /// Returns the failure of another rank or of the store as an error.
+    pub fn check(&self) -> Result<()> {
+        self.store.cancellation.check()
+    }
+
+    /// Ends monitoring with the `result` of initialisation. An error is reported to the other ranks; `failure` is the group's
+    /// failure in it, if there is one.
+    pub fn conclude<T, E: Display>(
+        mut self,
+        result: Result<T, E>,
+        failure: fn(&E) -> Option<&Failure>,
+    ) -> Result<T, E> {
+        self.end_thread();
+        self.withdraw();
+        match &result {
+            Ok(_) => self.store.lift_limits(),
+            Err(error) => match failure(error) {
+                Some(Failure::PeerGone { rank, peer, .. }) => {
+                    self.report(*peer, &format!("it is gone: its connection to rank {rank} closed"));
+                }
+                _ => self.report(self.rank, &format!("{error} (on host {})", host_name())),
+            },
+        }
+        result
+    }
+
+    fn withdraw(&mut self) {
+        if let Some(will) = self.will.take() {
+            will.withdraw();
+        }
+    }
+
+    fn end_thread(&mut self) {
+        let Some(Thread { stop, ended, handle }) = self.thread.take() else { return };
+        drop(stop);
+        if let Err(RecvTimeoutError::Disconnected) = ended.recv_timeout(THREAD_PATIENCE)
+            && handle.join().is_err()
+        {
+            log::error!("rank {}: the thread that monitors initialisation panicked", self.rank);
+        }
+    }
+
+    /// Reports to the other ranks that `culprit` failed, unless another failure was reported first.
+    fn report(&self, culprit: usize, reason: &str) {
+        let report = || -> Result<()> {
+            let end = self.store.deadline.min(Instant::now()) + REPORTING;
+            let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
+            keys.compare_set(ABORT, b"", format!("{culprit} {reason}").as_bytes())?;
+            count(&keys, &self.heard)?;
+            // The store ends with this process, so give the other ranks time to read the reason.
+            while self.hosts && Instant::now() < end && keys.add(HEARD, 0)? < keys.add(&in_join(ARRIVED), 0)? {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Ok(())
+        };
+        if let Err(error) = report() {
+            log::debug!("rank {}: cannot report the failure to the other ranks: {error}", self.rank);
+        }
+    }
+}
+
+impl Drop for InitWatcher {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.end_thread();
+            self.withdraw();
+            if std::thread::panicking() {
+                self.report(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
+            }
+        }
+    }
+}
+
+fn in_join(key: &str) -> String {
+    format!("join/{key}")
+}
+
+/// Counts this rank, once, among those that know of the failure.
+fn count(keys: &dyn Store, heard: &AtomicBool) -> Result<()> {
+    if !heard.swap(true, Ordering::Relaxed) {
+        keys.add(HEARD, 1)?;
+    }
+    Ok(())
+}
+
+/// The data of the thread.
+struct Poller<'a> {
+    keys: PrefixStore,
+    /// The key that ends this initialisation.
+    superseded: Option<(Arc<dyn Store>, String)>,
+    cancellation: &'a Cancellation,
+    heard: &'a AtomicBool,
+    rank: usize,
+    world_size: usize,
+}
+
+/// What is known of the next rank.
+enum Next {
+    /// It has not sent a heartbeat yet.
+    Absent,
+    /// Its last heartbeat, and for how many checks that has not changed.
+    Alive(Vec<u8>, u32),
+    Done,
+}
+
+impl Poller<'_> {
+    fn run(&self, pace: Pace, stopped: &Receiver<()>) {
+        let (mut heartbeats, mut failures, mut next) = (0, 0, Next::Absent);
+        for tick in 1.. {
+            match stopped.recv_timeout(pace.tick) {
+                Err(RecvTimeoutError::Timeout) => {}
+                _ => break,
+            }
+            let look = || -> Result<bool> {
+                if self.check_abort()? || self.check_superseded()? {
+                    return Ok(true);
+                }
+                if tick % pace.ticks_per_heartbeat == 0 {
+                    heartbeats += 1;
+                    self.keys.set(&heartbeat_key(self.rank), format!("{heartbeats}").as_bytes())?;
+                    return self.watch(pace, &mut next);
+                }
+                Ok(false)
+            };
+            match { look }() {
+                Ok(true) => break,
+                Ok(false) => failures = 0,
+                Err(Error::Store { operation, store, reason }) => {
+                    failures += 1;
+                    if failures == STORE_LOST_AFTER {
+                        self.cancellation.cancel(Reason::StoreLost { operation, store, reason });
+                        break;
+                    }
+                }
+                // This includes time-outs; callers that wait for the store have their own deadline.
+                Err(error) => log::debug!("rank {}: polling the store during initialisation: {error}", self.rank),
+            }
+        }
+        if let Err(error) = self.keys.set(&heartbeat_key(self.rank), DONE) {
+            log::debug!("rank {}: sending the last heartbeat of initialisation: {error}", self.rank);
+        }
+    }
+
+    /// Returns whether a rank has failed.
+    fn check_abort(&self) -> Result<bool> {
+        if !self.keys.check(&[ABORT])? {
+            return Ok(false);
+        }
+        self.cancel(&self.keys.get(ABORT)?)?;
+        Ok(true)
+    }
+
+    fn check_superseded(&self) -> Result<bool> {
+        let Some((store, key)) = &self.superseded else { return Ok(false) };
+        let is_superseded = store.check(&[key])?;
+        if is_superseded {
+            self.cancellation.cancel(Reason::Superseded { key: key.clone() });
+        }
+        Ok(is_superseded)
+    }
+
+    fn cancel(&self, abort: &[u8]) -> Result<()> {
+        let abort = String::from_utf8_lossy(abort);
+        let (peer, reason) = abort.split_once(' ').unwrap_or_default();
+        let peer = peer.parse().unwrap_or(self.world_size);
+        self.cancellation.cancel(Reason::PeerFailed { peer, reason: reason.to_string() });
+        count(&self.keys, self.heard)
+    }
+
+    /// Checks the next rank's heartbeat. Returns whether that rank is lost, which is then reported to all ranks.
+    fn watch(&self, pace: Pace, next: &mut Next) -> Result<bool> {
+        let peer = (self.rank + 1) % self.world_size;
+        let key = heartbeat_key(peer);
+        let missed = match next {
+            Next::Done => return Ok(false),
+            Next::Absent if !self.keys.check(&[&key])? => return Ok(false),
+            Next::Absent => {
+                *next = Next::Alive(self.keys.get(&key)?, 0);
+                return Ok(false);
+            }
+            Next::Alive(last, missed) => {
+                let heartbeat = self.keys.get(&key)?;
+                *missed = if heartbeat == *last { *missed + 1 } else { 0 };
+                *last = heartbeat;
+                *missed
+            }
+        };
+        if matches!(next, Next::Alive(last, _) if last == DONE) {
+            *next = Next::Done;
+        }
+        if missed < pace.lost_after || matches!(next, Next::Done) {
+            return Ok(false);
+        }
+        let seconds = (pace.tick * pace.ticks_per_heartbeat * missed).as_secs_f64();
+        let reason = format!(
+            "it gave no sign of life for {seconds} s during initialisation, according to rank {}: its process{} died or is \
+             stopped. Look for the first error in its output",
+            self.rank,
+            self.host_of(peer)
+        );
+        let first = self.keys.compare_set(ABORT, b"", format!("{peer} {reason}").as_bytes())?;
+        self.cancel(&first)?;
+        Ok(true)
+    }
+
+    /// Returns ` on host NAME`, if the rank has reported its host.
+    fn host_of(&self, peer: usize) -> String {
+        let key = in_join(&host_key(peer));
+        let found = self.keys.check(&[&key]).ok().filter(|found| *found).and_then(|_| self.keys.get(&key).ok());
+        let host = String::from_utf8_lossy(&found.unwrap_or_default()).into_owned();
+        host.split(' ')
+            .next()
+            .filter(|name| !name.is_empty())
+            .map_or_else(String::new, |name| format!(" on host {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::FileStore;
+
+    const TIMEOUT: Duration = Duration::from_secs(120);
+    const FAST: Pace = Pace { tick: Duration::from_millis(5), ticks_per_heartbeat: 2, lost_after: 5 };
+    /// A live rank is not taken for lost, however busy the machine is.
+    const PATIENT: Pace = Pace { lost_after: 6000, ..FAST };
+
+    fn watcher(path: &std::path::Path, rank: usize, pace: Pace) -> InitWatcher {
+        let file = Arc::new(FileStore::open(path, TIMEOUT).unwrap());
+        let store = Arc::new(InitStore::new(file, Instant::now() + TIMEOUT));
+        let mut watcher = InitWatcher::new(store, "run", rank, false);
+        watcher.start_at(pace, 2, None).unwrap();
+        watcher
+    }
+
+    fn wait_for_failure(watcher: &InitWatcher) -> (usize, String) {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < TIMEOUT, "the failure was not reported");
+            match watcher.check() {
+                Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+                Err(Error::Group(Failure::PeerFailed { peer, reason })) => return (peer, reason),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_failure_is_reported_and_ends_waits() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
+        let store = Arc::clone(&a.store);
+        let waiting = std::thread::spawn(move || store.get("never set"));
+        let error = b.conclude::<(), _>(Err(Error::invalid("device", "no GPU")), Error::failure).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "a rank's own error must not change: {error}");
+        let (peer, reason) = wait_for_failure(&a);
+        assert!(peer == 1 && reason.starts_with("device: no GPU (on host "), "{reason}");
+        assert!(matches!(waiting.join().unwrap(), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
+        assert!(a.conclude::<(), _>(a_failure(), Error::failure).is_err());
+    }
+
+    fn a_failure<T>() -> Result<T> {
+        Err(Error::invalid("device", "an echo"))
+    }
+
+    #[test]
+    fn a_rank_whose_heartbeat_stops_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let keys = FileStore::open(&path, TIMEOUT).unwrap();
+        let a = watcher(&path, 0, FAST);
+        std::thread::sleep(FAST.tick * 30);
+        a.check().unwrap(); // rank 1 has not arrived yet
+        keys.set("run/join/host/1", b"node7 0123").unwrap();
+        keys.set("run/init/heartbeat/1", FIRST).unwrap();
+        let (peer, reason) = wait_for_failure(&a);
+        assert!(peer == 1 && reason.contains("no sign of life") && reason.contains("on host node7"), "{reason}");
+        assert!(keys.check(&["run/init/abort"]).unwrap());
+    }
+
+    #[test]
+    fn live_or_connected_ranks_are_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        // Three seconds.
+        let slow = Pace { lost_after: 300, ..FAST };
+        let [a, b] = [0, 1].map(|rank| watcher(&path, rank, slow));
+        std::thread::sleep(Duration::from_millis(3500));
+        b.check().unwrap();
+        b.conclude(Ok(()), Error::failure).unwrap();
+        std::thread::sleep(Duration::from_millis(3500));
+        a.conclude(Ok(()), Error::failure).unwrap();
+    }
+
+    #[test]
+    fn a_panic_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b] = [0, 1].map(|rank| watcher(&folder.path().join("store"), rank, PATIENT));
+        let panicked = std::thread::spawn(move || {
+            let _b = b;
+            panic!("out of luck");
+        });
+        panicked.join().unwrap_err();
+        let (peer, reason) = wait_for_failure(&a);
+        assert!(peer == 1 && reason.contains("panicked during initialisation"), "{reason}");
+    }
+}

@@ -1,0 +1,198 @@
+//! The barrier at which all ranks of a run find each other in a store.
+use super::Store;
+use super::store::absent_ranks;
+use crate::error::some;
+use crate::host::{boot_id, host_name};
+use crate::{Error, Result};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// Set, with a reason, by the rank that completes the run or by one that finds that it cannot complete.
+const OUTCOME: &str = "outcome";
+const COMPLETE: &[u8] = b"complete";
+pub(super) const ARRIVED: &str = "arrived";
+const WORLD_SIZE: &str = "world_size";
+/// The store's own address, reported by a rank on another host.
+const STORE_ADDRESS: &str = "store_address";
+
+fn rank_key(rank: usize) -> String {
+    format!("rank/{rank}")
+}
+
+pub(super) fn host_key(rank: usize) -> String {
+    format!("host/{rank}")
+}
+
+/// A rank's request to join the run.
+pub(super) struct Join<'a> {
+    pub(super) store: &'a dyn Store,
+    /// The store's name in messages.
+    pub(super) name: String,
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    /// What the ranks on one host have in common; see [`host`].
+    pub(super) host: String,
+    /// The addresses of this rank's end and of the store's end of their connection.
+    pub(super) addresses: Option<(IpAddr, IpAddr)>,
+    pub(super) deadline: Instant,
+    pub(super) timeout: Duration,
+}
+
+impl Join<'_> {
+    /// Waits until all ranks have arrived.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`Error::Store`] on all ranks if two processes have the same rank or if world sizes differ, and
+    /// [`Error::RanksMissing`] if some have not come by the time-out.
+    pub(super) fn run(&self) -> Result<()> {
+        match self.meet() {
+            Err(Error::StoreTimeout { .. }) => Err(self.incomplete()),
+            result => result,
+        }
+    }
+
+    fn meet(&self) -> Result<()> {
+        let Self { store, rank, world_size, .. } = *self;
+        if store.add(&rank_key(rank), 1)? != 1 {
+            return self.give_up(format!("two processes have rank {rank}: give each process its own rank"));
+        }
+        let agreed = store.compare_set(WORLD_SIZE, b"", world_size.to_string().as_bytes())?;
+        if agreed != world_size.to_string().as_bytes() {
+            let agreed = String::from_utf8_lossy(&agreed);
+            return self.give_up(format!(
+                "rank {rank} was started with world size {world_size}, but another rank with {agreed}"
+            ));
+        }
+        store.set(&host_key(rank), self.host.as_bytes())?;
+        if let Some((local, server)) = self.addresses
+            && !local.is_loopback()
+        {
+            store.set(STORE_ADDRESS, server.to_string().as_bytes())?;
+        }
+        let arrived = store.add(ARRIVED, 1)?;
+        if usize::try_from(arrived).is_ok_and(|arrived| arrived == world_size) {
+            store.compare_set(OUTCOME, b"", COMPLETE)?;
+        }
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        store.wait(&[OUTCOME], Some(left))?;
+        let outcome = store.get(OUTCOME)?;
+        if outcome == COMPLETE { Ok(()) } else { Err(self.failed(String::from_utf8_lossy(&outcome).into_owned())) }
+    }
+
+    /// Returns the address at which other ranks can reach this one: the address of its connection to the store. If that
+    /// works only inside this host and there are other hosts, the store is on this host, and its address as seen from
+    /// other hosts is returned.
+    pub(super) fn address(&self) -> Result<Option<IpAddr>> {
+        let Some((local, _)) = self.addresses else { return Ok(None) };
+        if !local.is_loopback() || !self.store.check(&[STORE_ADDRESS])? {
+            return Ok(Some(local));
+        }
+        let reported = self.store.get(STORE_ADDRESS)?;
+        Ok(Some(String::from_utf8_lossy(&reported).parse().unwrap_or(local)))
+    }
+
+    /// Returns this rank's index among the ranks of its host, and their number.
+    pub(super) fn local_place(&self) -> Result<(usize, usize)> {
+        let keys: Vec<String> = (0..self.world_size).map(host_key).collect();
+        let hosts = self.store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let mine = |hosts: &[Vec<u8>]| hosts.iter().filter(|host| host.as_slice() == self.host.as_bytes()).count();
+        Ok((mine(hosts.get(..self.rank).unwrap_or_default()), mine(&hosts)))
+    }
+
+    fn failed(&self, reason: String) -> Error {
+        Error::Store { operation: format!("rendezvous of rank {}", self.rank), store: self.name.clone(), reason }
+    }
+
+    /// Reports to the waiting ranks why this run cannot complete. Has no effect if all ranks had already arrived.
+    fn give_up(&self, reason: String) -> Result<()> {
+        self.store.compare_set(OUTCOME, b"", reason.as_bytes())?;
+        Err(self.failed(reason))
+    }
+
+    /// Returns an error that names the missing ranks, if the store still answers.
+    fn incomplete(&self) -> Error {
+        let Self { world_size, timeout, .. } = *self;
+        let (operation, store) = (format!("rendezvous of rank {}", self.rank), self.name.clone());
+        match absent_ranks(self.store, 0..world_size, &rank_key) {
+            Ok(ranks) => {
+                let reason = format!(
+                    "{} of {world_size} ranks arrived, missing: {}. Check that they were started, look for the first error in \
+                     their output, or give them more time (timeout)",
+                    world_size - ranks.len(),
+                    some(&ranks.iter().map(usize::to_string).collect::<Vec<_>>())
+                );
+                Error::RanksMissing { operation, store, timeout, ranks, reason }
+            }
+            Err(_) => {
+                let reason = "the store does not answer, so the missing ranks are unknown. Check that the process that hosts \
+                              it (rank 0, or the launcher) is running, and that its host can be reached";
+                Error::StoreTimeout { operation, store, timeout, reason: reason.to_string() }
+            }
+        }
+    }
+}
+
+/// Returns an id of this host: its name, which is different in each container, and its boot id.
+pub fn host() -> String {
+    format!("{} {}", host_name(), boot_id())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HashStore;
+
+    const TIMEOUT: Duration = Duration::from_secs(120);
+
+    /// Returns the results of `local_place` and `address` on ranks with these hosts and addresses.
+    fn meet(ranks: &[(&str, Option<(&str, &str)>)]) -> Vec<((usize, usize), Option<String>)> {
+        let store = HashStore::new(TIMEOUT);
+        let meet = |rank: usize, host: &str, addresses: Option<(&str, &str)>| {
+            let addresses = addresses.map(|(local, server)| (local.parse().unwrap(), server.parse().unwrap()));
+            let join = Join {
+                store: &store,
+                name: String::new(),
+                rank,
+                world_size: ranks.len(),
+                host: host.to_string(),
+                addresses,
+                deadline: Instant::now() + TIMEOUT,
+                timeout: TIMEOUT,
+            };
+            join.run().unwrap();
+            (join.local_place().unwrap(), join.address().unwrap().map(|address| address.to_string()))
+        };
+        std::thread::scope(|scope| {
+            let start = |(rank, (host, addresses)): (usize, &(_, _))| {
+                let (host, addresses) = (*host, *addresses);
+                scope.spawn(move || meet(rank, host, addresses))
+            };
+            let threads: Vec<_> = ranks.iter().enumerate().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn local_ranks() {
+        let places = |hosts: &[&'static str]| {
+            let ranks: Vec<_> = hosts.iter().map(|host| (*host, None)).collect();
+            meet(&ranks).into_iter().map(|met| met.0).collect::<Vec<_>>()
+        };
+        assert_eq!(places(&["a"]), [(0, 1)]);
+        assert_eq!(places(&["a", "a", "b", "b", "b"]), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]);
+        assert_eq!(places(&["a", "b", "a"]), [(0, 2), (0, 1), (1, 2)]);
+    }
+
+    #[test]
+    fn addresses_work_on_other_hosts() {
+        let inside = Some(("127.0.0.1", "127.0.1.1"));
+        let addresses = |ranks: &[(&str, Option<(&str, &str)>)]| {
+            meet(ranks).into_iter().map(|met| met.1.unwrap_or_default()).collect::<Vec<_>>()
+        };
+        assert_eq!(addresses(&[("a", inside), ("a", inside)]), ["127.0.0.1", "127.0.0.1"]);
+        let other = Some(("10.0.0.2", "10.0.0.1"));
+        assert_eq!(addresses(&[("a", inside), ("b", other), ("a", inside)]), ["10.0.0.1", "10.0.0.2", "10.0.0.1"]);
+        assert_eq!(addresses(&[("a", None), ("b", None)]), ["", ""]);
+    }
+}

@@ -1,0 +1,126 @@
+//! How the ranks of a distributed program find each other: launcher environments, init methods, and key-value stores that
+//! PyTorch understands.
+//!
+//! The entry point is [`rendezvous()`]. It returns a store for this run, the rank of this process, and its address.
+//!
+//! This is the part that [candle-ddp](https://docs.rs/candle-ddp) and its launcher, `ddprun`, have in common; programs use it
+//! as `candle_ddp::rendezvous`. It does not depend on candle. What is hidden from the documentation is for these two alone,
+//! and changes with them.
+mod cancellation;
+#[doc(hidden)]
+pub mod deadline;
+#[doc(hidden)]
+pub mod descriptors;
+mod environment;
+pub mod error;
+#[doc(hidden)]
+pub mod file;
+mod file_log;
+mod file_store;
+#[doc(hidden)]
+pub mod flight_record;
+mod generation;
+#[doc(hidden)]
+pub mod hash;
+mod hash_store;
+#[doc(hidden)]
+pub mod host;
+mod hosting;
+mod init_method;
+mod init_store;
+mod init_watcher;
+mod join;
+#[doc(hidden)]
+pub mod json;
+mod last_will;
+mod meeting;
+mod mpi;
+mod options;
+#[doc(hidden)]
+pub mod panic;
+mod plan;
+mod prefix_store;
+mod progress;
+#[doc(hidden)]
+pub mod random;
+mod reports;
+#[doc(hidden)]
+pub mod secret;
+mod slurm;
+mod store;
+mod tcp_store;
+pub mod trace;
+#[doc(hidden)]
+pub mod warnings;
+#[doc(hidden)]
+pub mod wire;
+
+#[doc(hidden)]
+pub use cancellation::{Cancellation, Reason};
+pub use environment::{Environment, Launcher};
+pub use error::{Error, Failure, Result};
+pub use file_store::FileStore;
+#[doc(hidden)]
+pub use generation::{AGENT_VARIABLE, BEGUN, Decision, Generations, Member};
+pub use hash_store::HashStore;
+#[doc(hidden)]
+pub use hosting::{check_room, host as host_store};
+pub use init_method::{InitMethod, Location};
+#[doc(hidden)]
+pub use init_watcher::InitWatcher;
+#[doc(hidden)]
+pub use join::host as host_identity;
+pub use last_will::LastWill;
+#[doc(hidden)]
+pub use meeting::{Meeting, RunStore, meet};
+pub use meeting::{Rendezvous, rendezvous};
+pub use options::RendezvousOptions;
+#[doc(hidden)]
+pub use plan::STORE_VARIABLE;
+pub use prefix_store::PrefixStore;
+#[doc(hidden)]
+pub use progress::{RankStatus, count_step, milliseconds, rank_status_key};
+#[doc(hidden)]
+pub use reports::{Reports, StoreReports, decode_report, decode_reports, encode_report};
+pub use secret::Secret;
+pub use store::Store;
+#[doc(hidden)]
+pub use store::{absent_ranks, discard};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use tcp_store::fuzz_store_protocol;
+#[doc(hidden)]
+pub use tcp_store::{Listening, RUN_ID, loopback};
+pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
+/// The seeds of what the fuzz targets in `fuzz/` read with this crate.
+#[cfg(test)]
+mod fuzz_seeds {
+    use std::path::Path;
+
+    fn seeds(target: &str) -> Vec<Vec<u8>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds").join(target);
+        let seeds: Vec<_> =
+            folder.read_dir().unwrap().map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect();
+        assert!(!seeds.is_empty(), "{} is empty", folder.display());
+        seeds
+    }
+
+    #[test]
+    fn no_seed_fails() {
+        for seed in seeds("store_protocol") {
+            crate::fuzz_store_protocol(&seed);
+        }
+        for seed in seeds("json") {
+            match seed.split_first() {
+                Some((kind, text)) if kind % 3 == 1 => crate::flight_record::fuzz_records(text),
+                Some((kind, text)) if kind % 3 == 2 => crate::trace::fuzz_events(text),
+                _ => {}
+            }
+        }
+    }
+}

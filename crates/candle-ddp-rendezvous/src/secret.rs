@@ -1,0 +1,165 @@
+//! What the processes of a job know and nobody else does.
+use crate::random::random_bytes;
+use crate::{Error, Result};
+use hmac::digest::{Key, KeyInit};
+use hmac::{Hmac, Mac};
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The variable with the secret, and the one with the path of a file that holds it.
+pub const VARIABLE: &str = "CANDLE_DDP_SECRET";
+pub const FILE_VARIABLE: &str = "CANDLE_DDP_SECRET_FILE";
+
+/// The least number of characters: 128 bits as hexadecimal digits.
+const LEAST: usize = 32;
+/// What to do about a secret that cannot be one.
+const HOW: &str = "make one with `openssl rand -hex 32`";
+
+/// The secret of a job, by which its processes prove to each other that they belong to it.
+///
+/// `ddprun` makes one for each run and gives it to its workers in the environment variable `CANDLE_DDP_SECRET`. Where
+/// processes are started in another way, or on several machines, the user gives all of them the same, in that variable or in
+/// a file that `CANDLE_DDP_SECRET_FILE` names.
+///
+/// A secret is never sent. Both ends of a connection show that they know it by HMAC-SHA256 over random numbers that both
+/// have chosen. `Debug` does not show it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Arc<str>);
+
+/// The size of a random number that one end of a connection chooses.
+pub const NONCE: usize = 32;
+/// The size of a proof.
+pub const PROOF: usize = 32;
+
+impl Secret {
+    /// A random secret of 256 bits.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the system has no random numbers.
+    pub fn random() -> Result<Self> {
+        let digits = random_bytes::<32>()?.map(|byte| format!("{byte:02x}")).concat();
+        Ok(Self(digits.into()))
+    }
+
+    /// The secret `text`, without spaces around it.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] if it has fewer than 32 characters.
+    pub fn new(text: &str) -> Result<Self> {
+        Self::checked(text).map_err(|reason| Error::invalid("secret", reason))
+    }
+
+    /// The secret of the environment variable `CANDLE_DDP_SECRET`, or else of the file that `CANDLE_DDP_SECRET_FILE` names.
+    /// An empty variable counts as unset.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidEnvironment`], without the value, if it has fewer than 32 characters, and [`Error::Io`] if
+    /// the file cannot be read.
+    pub fn from_env() -> Result<Option<Self>> {
+        let set = |name| std::env::var_os(name).filter(|value: &std::ffi::OsString| !value.is_empty());
+        let invalid = |variable: &str, value: String, reason| {
+            let variable = variable.to_string();
+            Error::InvalidEnvironment { variable, value, reason }
+        };
+        if let Some(value) = set(VARIABLE) {
+            let secret = value.to_str().ok_or_else(|| "it is not text".to_string()).and_then(Self::checked);
+            return secret.map(Some).map_err(|reason| invalid(VARIABLE, "(hidden)".to_string(), reason));
+        }
+        let Some(path) = set(FILE_VARIABLE) else { return Ok(None) };
+        let path = Path::new(&path);
+        let text =
+            read(path).map_err(|error| Error::io(format!("reading {} ({FILE_VARIABLE})", path.display()), error))?;
+        let shown = path.display().to_string();
+        Self::checked(&text).map(Some).map_err(|reason| invalid(FILE_VARIABLE, shown, reason))
+    }
+
+    fn checked(text: &str) -> std::result::Result<Self, String> {
+        let text = text.trim();
+        match text.chars().count() {
+            length if length < LEAST => {
+                Err(format!("the secret has {length} characters, and needs at least {LEAST}: {HOW}"))
+            }
+            _ if text.contains('\0') => Err(format!("the secret contains a zero byte: {HOW}")),
+            _ => Ok(Self(text.into())),
+        }
+    }
+
+    /// The text itself, for the environment of workers only.
+    #[doc(hidden)]
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+
+    fn mac(&self, role: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
+        // HMAC itself would do this with long keys only.
+        let mut key = Key::<Hmac<Sha256>>::default();
+        key[..32].copy_from_slice(&Sha256::digest(self.0.as_bytes()));
+        let mut mac = <Hmac<Sha256> as KeyInit>::new(&key);
+        for part in std::iter::once(&role.as_bytes()).chain(parts) {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        mac
+    }
+
+    /// What only an end of a connection that knows the secret can calculate. `role` tells the two ends and all protocols
+    /// apart; `parts` contain the random numbers of both ends.
+    #[doc(hidden)]
+    pub fn prove(&self, role: &str, parts: &[&[u8]]) -> [u8; PROOF] {
+        self.mac(role, parts).finalize().into_bytes().into()
+    }
+
+    /// Whether `proof` is the other end's. Takes the same time for every wrong proof.
+    #[doc(hidden)]
+    pub fn verify(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
+        self.mac(role, parts).verify_slice(proof).is_ok()
+    }
+}
+
+/// Shows that there is a secret, and nothing of it.
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(hidden)")
+    }
+}
+
+/// Reads the file of a secret. Warns if other users may read it too.
+fn read(path: &Path) -> std::io::Result<String> {
+    let mode = std::fs::metadata(path)?.mode();
+    if mode & 0o077 != 0 {
+        let path = path.display();
+        log::warn!("other users can read the secret in {path} (mode {:o}): `chmod 600 {path}`", mode & 0o777);
+    }
+    std::fs::read_to_string(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_shows_it() {
+        let secret = Secret::random().unwrap();
+        assert_eq!(format!("{secret:?} {:?}", Some(&secret)), "Secret(hidden) Some(Secret(hidden))");
+        assert_eq!(secret.0.len(), 64);
+        assert_ne!(secret, Secret::random().unwrap());
+        let error = Secret::new("  correct horse battery staple \n").unwrap_err().to_string();
+        assert!(error.contains("28 characters") && !error.contains("horse"), "{error}");
+        assert_eq!(Secret::new(&format!(" {}\n", secret.0)).unwrap(), secret);
+    }
+
+    #[test]
+    fn a_proof_is_for_one_role_and_one_exchange() {
+        let [secret, other] = [(); 2].map(|()| Secret::random().unwrap());
+        let proof = secret.prove("client", &[b"ab", b"c"]);
+        assert!(secret.verify("client", &[b"ab", b"c"], &proof));
+        assert!(!other.verify("client", &[b"ab", b"c"], &proof));
+        assert!(!secret.verify("server", &[b"ab", b"c"], &proof));
+        assert!(!secret.verify("client", &[b"a", b"bc"], &proof));
+        assert!(!secret.verify("client", &[b"ab", b"c"], &proof[..31]));
+        assert!(!secret.verify("client", &[b"ab", b"c"], &[]));
+    }
+}

@@ -1,0 +1,84 @@
+//! Encodes and decodes little-endian fields.
+
+/// Appends fields to a buffer.
+#[derive(Default)]
+pub struct Writer(pub Vec<u8>);
+
+impl Writer {
+    pub fn u8(&mut self, value: u8) -> &mut Self {
+        self.bytes(&[value])
+    }
+
+    pub fn u32(&mut self, value: u32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub fn u64(&mut self, value: u64) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub fn bytes(&mut self, value: &[u8]) -> &mut Self {
+        self.0.extend_from_slice(value);
+        self
+    }
+
+    /// Writes text with its length in front, cut off at [`TEXT_LIMIT`].
+    pub fn text(&mut self, value: &str) -> &mut Self {
+        let mut end = value.len().min(TEXT_LIMIT);
+        while !value.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.u32(end as u32).bytes(&value.as_bytes()[..end])
+    }
+
+    /// Writes ranks with their number in front, at most [`RANKS_LIMIT`] of them.
+    pub fn ranks(&mut self, ranks: &[usize]) -> &mut Self {
+        let ranks = &ranks[..ranks.len().min(RANKS_LIMIT)];
+        ranks.iter().fold(self.u32(ranks.len() as u32), |writer, rank| writer.u32(*rank as u32))
+    }
+}
+
+/// The longest text that is sent, in bytes.
+const TEXT_LIMIT: usize = 16 * 1024;
+/// The most ranks that are sent in one list.
+const RANKS_LIMIT: usize = 256;
+
+/// Reads fields from the front of a buffer; returns `None` if the buffer is too short.
+pub struct Reader<'a>(pub &'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub fn u8(&mut self) -> Option<u8> {
+        self.array().map(u8::from_le_bytes)
+    }
+
+    pub fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub fn rank(&mut self) -> Option<usize> {
+        self.u32().map(|rank| rank as usize)
+    }
+
+    pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, tail) = self.0.split_first_chunk()?;
+        self.0 = tail;
+        Some(*head)
+    }
+
+    pub fn text(&mut self) -> Option<String> {
+        let length = self.u32()? as usize;
+        let (head, tail) = self.0.split_at_checked(length)?;
+        self.0 = tail;
+        Some(String::from_utf8_lossy(head).into_owned())
+    }
+
+    pub fn ranks(&mut self) -> Option<Vec<usize>> {
+        let count = self.u32()? as usize;
+        // Who sends more speaks another protocol.
+        (count <= RANKS_LIMIT).then(|| (0..count).map(|_| self.rank()).collect())?
+    }
+}

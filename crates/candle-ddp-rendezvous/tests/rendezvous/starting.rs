@@ -1,0 +1,108 @@
+//! Processes as users start them: without a launcher, by an MPI, with too few file descriptors, with an address that cannot work.
+use crate::meeting::{all_succeed, launched, start, start_in};
+use crate::process::test_process;
+use std::process::{Child, Command, Stdio};
+
+/// The standard error of a process that fails.
+fn error_of(rank: Child) -> String {
+    let output = rank.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn without_a_launcher_a_process_is_a_world_of_one_and_says_so() {
+    let output = start(&[]).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    let said: Vec<&str> = text.lines().filter(|line| line.contains("without a launcher")).collect();
+    assert!(
+        said.len() == 1 && said[0].contains("world size 1") && said[0].contains("ddprun --nproc-per-node"),
+        "{text}"
+    );
+    // Half of a launcher's variables is an error.
+    assert!(error_of(start(&[("RANK", "0".to_string())])).contains("WORLD_SIZE is not set"));
+    assert!(error_of(start(&[("MASTER_ADDR", "localhost".to_string())])).contains("RANK is not set"));
+}
+
+/// The variables of Open MPI's mpirun.
+fn open_mpi(rank: usize, size: usize, local_size: usize, job: &str) -> Vec<(&'static str, String)> {
+    vec![
+        ("OMPI_COMM_WORLD_RANK", rank.to_string()),
+        ("OMPI_COMM_WORLD_SIZE", size.to_string()),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", rank.to_string()),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", local_size.to_string()),
+        ("PMIX_NAMESPACE", job.to_string()),
+    ]
+}
+
+#[test]
+fn the_ranks_of_an_mpi_job_meet_by_its_id() {
+    let job = format!("prterun-test-{}@1", std::process::id());
+    all_succeed((0..3).map(|rank| start(&open_mpi(rank, 3, 3, &job))).collect());
+    let text = error_of(start(&open_mpi(1, 3, 2, &job)));
+    assert!(text.contains("MASTER_ADDR is not set") && text.contains("-x MASTER_ADDR=HOST"), "{text}");
+}
+
+/// The shell command `before`, and then the process of a rank.
+fn after(before: &str, variables: &[(&str, String)]) -> Child {
+    let rank = test_process("rendezvous::meeting", "rank_process");
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("{before} && exec \"$0\" \"$@\"")).arg(rank.get_program()).args(rank.get_args());
+    start_in(shell, variables)
+}
+
+#[test]
+fn the_soft_limit_of_descriptors_is_raised() {
+    let port = crate::port::free_port();
+    let others = (1..8).map(|rank| start(&launched(rank, 8, port)));
+    let ranks = std::iter::once(after("ulimit -Sn 16", &launched(0, 8, port))).chain(others);
+    all_succeed(ranks.collect());
+}
+
+#[test]
+fn too_low_a_limit_of_descriptors_is_an_error_at_once() {
+    // No other rank ever comes.
+    let text = error_of(after("ulimit -n 64", &launched(0, 16, crate::port::free_port())));
+    assert!(
+        text.contains("ulimit -n: it is 64 ") && text.contains("needs 80: 64 for the store of 16 rank(s)"),
+        "{text}"
+    );
+}
+
+/// Whether a process of this user may have a network of its own.
+fn has_namespaces() -> bool {
+    let tried =
+        Command::new("unshare").args(["-rn", "ip", "link"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    tried.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn an_address_that_cannot_work_is_an_error_at_once() {
+    if !has_namespaces() {
+        return;
+    }
+    // In a new network namespace, the loopback interface is down.
+    for rank in [0, 1] {
+        let mut variables = launched(rank, 2, 29_500);
+        variables.push(("MASTER_ADDR", "127.0.0.1".to_string()));
+        let rank_process = test_process("rendezvous::meeting", "rank_process");
+        let mut command = Command::new("unshare");
+        command.arg("-rn").arg(rank_process.get_program()).args(rank_process.get_args());
+        let text = error_of(start_in(command, &variables));
+        assert!(text.contains("this host's loopback interface is down"), "{text}");
+    }
+}
+
+#[test]
+fn by_default_a_host_with_ipv6_only_uses_its_loopback_address() {
+    if !has_namespaces() || !std::path::Path::new("/proc/net/if_inet6").exists() {
+        return;
+    }
+    let rank = test_process("rendezvous::meeting", "rank_process");
+    let script = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec \"$0\" \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["-rn", "sh", "-c", script]).arg(rank.get_program()).args(rank.get_args());
+    all_succeed(vec![start_in(command, &open_mpi(0, 1, 1, "ipv6"))]);
+}

@@ -1,0 +1,455 @@
+//! The meaning of a command line: fills in defaults and refuses contradictions.
+use super::cargo::CargoTarget;
+use super::cli::Cli;
+use super::error::{Error, Result};
+use super::nodes::{Pace, Terms};
+use super::numa::Binding;
+use super::processes::Host;
+use super::secret::RunSecret;
+use super::signal;
+use super::streams::StreamSelection;
+use super::time;
+use candle_ddp_rendezvous::loopback;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+/// torchrun's default port. All machines of a run must agree on it beforehand.
+const DEFAULT_MASTER_PORT: u16 = 29500;
+/// torchrun's default port with `--rdzv-backend c10d`.
+const DEFAULT_ENDPOINT_PORT: u16 = 29400;
+
+/// How the nodes of a run on several machines meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Rendezvous {
+    /// What all nodes must have in common.
+    pub(super) terms: Terms,
+    pub(super) pace: Pace,
+    /// `--rdzv-backend static`: the number of nodes is fixed, and each knows its rank. Otherwise `c10d`.
+    pub(crate) is_static: bool,
+}
+
+/// The program that every worker runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Program {
+    /// A file, or a name to look up in PATH.
+    Path(OsString),
+    /// A cargo target, which is built first.
+    Cargo(CargoTarget),
+}
+
+/// The ranks of the run, and those on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Topology {
+    /// Number of machines in the run.
+    pub(crate) nodes: usize,
+    /// Rank of this machine.
+    pub(crate) node_rank: usize,
+    /// Number of workers on each machine.
+    pub(crate) local_world_size: usize,
+}
+
+impl Topology {
+    /// Returns the number of workers in the run.
+    pub(crate) fn world_size(&self) -> usize {
+        self.nodes * self.local_world_size
+    }
+
+    /// Returns the global rank of the worker with this `local_rank`.
+    pub(crate) fn rank(&self, local_rank: usize) -> usize {
+        self.node_rank * self.local_world_size + local_rank
+    }
+}
+
+/// The complete configuration of a run, made from a [`Cli`] by [`Config::resolve`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Config {
+    /// The program that every worker runs.
+    pub(crate) program: Program,
+    /// The program's arguments.
+    pub(crate) args: Vec<OsString>,
+    /// The ranks of the run. With `--rdzv-backend c10d`, nodes get other ranks when they meet.
+    pub(crate) topology: Topology,
+    /// How the nodes meet; `None` on a single machine.
+    pub(crate) rendezvous: Option<Rendezvous>,
+    /// The address of the store.
+    pub(crate) master_addr: String,
+    /// The store's port; `None` for a free one.
+    pub(crate) master_port: Option<u16>,
+    /// The run's id.
+    pub(crate) run_id: String,
+    /// The workers' role.
+    pub(crate) role: String,
+    /// Threads per worker; `None` for a single worker.
+    pub(crate) threads: Option<usize>,
+    /// The number of cores that the workers share.
+    pub(crate) cores: usize,
+    /// The folder for log files; `None` for a temporary folder.
+    pub(crate) log_dir: Option<PathBuf>,
+    /// Streams that go only to files.
+    pub(crate) redirects: StreamSelection,
+    /// Streams that go to files and are also shown.
+    pub(crate) tee: StreamSelection,
+    /// The prefix of each line that is shown.
+    pub(crate) prefix: Option<String>,
+    /// The time between asking workers to exit and killing them.
+    pub(crate) shutdown_timeout: Duration,
+    /// Signals that end the run.
+    pub(crate) signals: Vec<i32>,
+    /// How often workers that failed are started again.
+    pub(crate) max_restarts: u32,
+    /// What workers are bound to.
+    pub(crate) numa_binding: Option<Binding>,
+    /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if workers are to see one each.
+    pub(crate) virtual_devices: Option<Vec<String>>,
+    /// What the processes of the run prove to each other.
+    pub(crate) secret: RunSecret,
+    /// Whether the user wants no secret.
+    pub(crate) no_secret: bool,
+}
+
+impl Config {
+    /// Resolves `cli` on `host`.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`Error::Usage`] if options are invalid, unsupported or contradictory.
+    pub(crate) fn resolve(cli: Cli, host: &Host) -> Result<Self> {
+        refuse_what_is_not_supported(&cli)?;
+        let is_static = is_static(&cli)?;
+        let (min_nodes, max_nodes) = node_range(&cli, is_static)?;
+        let topology = topology(&cli, host, max_nodes, is_static)?;
+        let (master_addr, master_port) = master(&cli, &topology, is_static)?;
+        let (redirects, tee) = (cli.redirects.clone(), cli.tee.clone());
+        for (option, selection) in [("--redirects", &redirects), ("--tee", &tee)] {
+            if let Some(rank) = selection.last_named().filter(|&rank| rank >= topology.local_world_size) {
+                let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
+                return Err(Error::usage(option, reason));
+            }
+        }
+        let prefix = cli.log_line_prefix_template.clone();
+        if let Some(template) = &prefix {
+            check_template(template)?;
+        }
+        let run_id = match &cli.run_id {
+            Some(id) if id.is_empty() || id.starts_with('.') || id.contains(|c: char| c == '/' || c.is_control()) => {
+                let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
+                return Err(Error::usage("--run-id", reason));
+            }
+            Some(id) => id.clone(),
+            None if topology.nodes > 1 => "none".into(),
+            None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
+        };
+        let shutdown_timeout = Duration::try_from_secs_f64(cli.shutdown_timeout).map_err(|_| {
+            let reason = format!("{} is not a non-negative number of seconds", cli.shutdown_timeout);
+            Error::usage("--shutdown-timeout", reason)
+        })?;
+        let signals = signal::parse_list(&cli.signals_to_handle)?;
+        let local = topology.local_world_size;
+        let numa_binding = cli.numa_binding;
+        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
+        let threads = (local > 1).then(|| host.threads_each(local));
+        let (role, log_dir, max_restarts) = (cli.role.clone(), cli.log_dir.clone(), cli.max_restarts);
+        let no_secret = cli.no_secret;
+        let secret = RunSecret::resolve(no_secret, topology.nodes)?;
+        let pace = Pace::parse(cli.rdzv_conf.as_deref().unwrap_or_default())?;
+        let terms = Terms { run_id: run_id.clone(), min_nodes, max_nodes, workers: local, max_restarts };
+        let rendezvous = (max_nodes > 1).then_some(Rendezvous { terms, pace, is_static });
+        let (program, args) = program(cli)?;
+        Ok(Self {
+            program,
+            args,
+            topology,
+            rendezvous,
+            master_addr,
+            master_port,
+            run_id,
+            role,
+            threads,
+            cores: host.cores,
+            log_dir,
+            redirects,
+            tee,
+            prefix,
+            shutdown_timeout,
+            signals,
+            max_restarts,
+            numa_binding,
+            virtual_devices,
+            secret,
+            no_secret,
+        })
+    }
+}
+
+fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
+    if cli.module {
+        return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+    }
+    let refused = [
+        ("--local-addr", &cli.local_addr, "ranks detect their own addresses: omit this option"),
+        ("--local-ranks-filter", &cli.local_ranks_filter, "use --redirects to hide the output of ranks, as in 1:3,2:3"),
+    ];
+    // Empty values are torchrun's defaults and match what ddprun does.
+    let given = refused.into_iter().find(|(_, value, _)| value.as_deref().is_some_and(|text| !text.is_empty()));
+    if let Some((option, _, reason)) = given {
+        return Err(Error::usage(option, reason));
+    }
+    Ok(())
+}
+
+/// The GPU of each of `workers` workers, given the value of CUDA_VISIBLE_DEVICES, if it is set.
+fn virtual_devices(visible: Option<&str>, workers: usize) -> Result<Vec<String>> {
+    let Some(list) = visible else { return Ok((0..workers).map(|gpu| gpu.to_string()).collect()) };
+    let devices: Vec<String> = list.split(',').map(|device| device.trim().to_owned()).collect();
+    if list.trim().is_empty() || devices.len() < workers {
+        let reason = format!("each of {workers} workers needs a GPU of its own, but CUDA_VISIBLE_DEVICES is {list:?}");
+        return Err(Error::usage("--virtual-local-rank", reason));
+    }
+    Ok(devices.into_iter().take(workers).collect())
+}
+
+/// Whether the nodes meet as in torchrun's static rendezvous.
+fn is_static(cli: &Cli) -> Result<bool> {
+    match cli.rdzv_backend.as_deref() {
+        None | Some("" | "static") => Ok(true),
+        Some("c10d") => Ok(false),
+        Some(other) => Err(Error::usage("--rdzv-backend", format!("{other:?} is not supported: use static or c10d"))),
+    }
+}
+
+/// The smallest and the largest number of nodes.
+fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
+    let text = cli.nnodes.as_str();
+    let (least, most) = text.split_once(':').unwrap_or((text, text));
+    match (least.parse::<usize>(), most.parse::<usize>()) {
+        (Ok(least), Ok(most)) if least > 0 && least < most && is_static => Err(Error::usage(
+            "--nnodes",
+            format!("the range {text} needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node"),
+        )),
+        (Ok(least), Ok(most)) if least > 0 && least <= most => Ok((least, most)),
+        _ => Err(Error::usage("--nnodes", format!("{text:?} is not a positive number of machines, nor MIN:MAX"))),
+    }
+}
+
+fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Topology> {
+    // Elsewhere, nodes get their ranks when they meet.
+    let node_rank = cli.node_rank.filter(|_| is_static).unwrap_or(0);
+    if node_rank >= nodes {
+        let reason = format!("{node_rank} is not between 0 and {} (--nnodes {nodes})", nodes - 1);
+        return Err(Error::usage("--node-rank", reason));
+    }
+    if nodes > 1 && cli.standalone {
+        let reason = format!("means a single machine, but --nnodes is {}: omit one of the two", cli.nnodes);
+        return Err(Error::usage("--standalone", reason));
+    }
+    if nodes > 1 && is_static && cli.node_rank.is_none() {
+        let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
+        return Err(Error::usage("--node-rank", reason));
+    }
+    let local_world_size = host.count(cli.nproc_per_node)?;
+    if nodes.checked_mul(local_world_size).is_none_or(|ranks| u32::try_from(ranks).is_err()) {
+        return Err(Error::usage("--nnodes", format!("{nodes} × {local_world_size} ranks are too many")));
+    }
+    Ok(Topology { nodes, node_rank, local_world_size })
+}
+
+/// The address of the store, and its port unless any free one will do.
+fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
+    if cli.standalone && (cli.master_port.is_some() || cli.master_addr.is_some()) {
+        let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
+        return Err(Error::usage("--standalone", reason));
+    }
+    // torchrun's `--standalone` ignores these as well.
+    let endpoint = cli.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.standalone);
+    if let Some(endpoint) = endpoint {
+        return master_at(endpoint, topology, is_static);
+    }
+    if !is_static && topology.nodes > 1 {
+        let reason =
+            "is required with --rdzv-backend c10d: HOST[:PORT] of the node that hosts the store, on every node";
+        return Err(Error::usage("--rdzv-endpoint", reason));
+    }
+    if cli.master_port == Some(0) {
+        return Err(Error::usage(
+            "--master-port",
+            "0 is not a port: omit this option on a single machine to get a free port",
+        ));
+    }
+    let address = match &cli.master_addr {
+        Some(address) if address.trim().is_empty() => {
+            return Err(Error::usage(
+                "--master-addr",
+                "is empty: give the name of machine 0, or omit this option on a single machine",
+            ));
+        }
+        // Brackets are only for IPv6 addresses followed by a port.
+        Some(address) => without_brackets(address).into(),
+        None if topology.nodes > 1 => {
+            let reason =
+                "is required for several machines: the name of machine 0, which all of them must be able to resolve";
+            return Err(Error::usage("--master-addr", reason));
+        }
+        None => loopback().to_string(),
+    };
+    let port = cli.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
+    Ok((address, port))
+}
+
+fn without_brackets(address: &str) -> &str {
+    address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address)
+}
+
+/// The store's address from `--rdzv-endpoint HOST[:PORT]`.
+fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
+    let wrong = |reason: &str| Error::usage("--rdzv-endpoint", format!("{endpoint:?} {reason}"));
+    let (host, port) = match endpoint.rsplit_once(':') {
+        // An IPv6 address without brackets has no port.
+        Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, Some(port)),
+        _ => (endpoint, None),
+    };
+    let host = without_brackets(host.trim());
+    if host.is_empty() {
+        return Err(wrong("has no host: give HOST or HOST:PORT"));
+    }
+    let port = port.map(|port| port.parse::<u16>().map_err(|_| wrong("does not end with a port"))).transpose()?;
+    let default = if is_static { DEFAULT_MASTER_PORT } else { DEFAULT_ENDPOINT_PORT };
+    match port {
+        Some(0) if topology.nodes > 1 => Err(wrong("has port 0, which other nodes cannot know")),
+        Some(0) => Ok((host.into(), None)),
+        Some(port) => Ok((host.into(), Some(port))),
+        None => Ok((host.into(), (topology.nodes > 1).then_some(default))),
+    }
+}
+
+fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
+    let Cli { example, bin, package, features, profile, debug, command, .. } = cli;
+    let profile = if debug { Some("dev".into()) } else { profile };
+    let target = match (example, bin) {
+        (Some(name), _) => CargoTarget { name, kind: "example", package, features, profile },
+        (None, Some(name)) => CargoTarget { name, kind: "bin", package, features, profile },
+        (None, None) => {
+            if package.is_some() || !features.is_empty() || profile.is_some() {
+                let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
+                return Err(Error::usage("--package, --features, --profile and --debug", reason));
+            }
+            let mut command = command.into_iter();
+            let program = command.next().filter(|program| !program.is_empty());
+            let program = program.ok_or_else(|| {
+                Error::usage("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME")
+            })?;
+            return Ok((Program::Path(program), command.collect()));
+        }
+    };
+    Ok((Program::Cargo(target), command))
+}
+
+/// The variables that a prefix template may use.
+const VARIABLES: [&str; 3] = ["role_name", "local_rank", "rank"];
+
+fn check_template(template: &str) -> Result<()> {
+    for (start, _) in template.match_indices("${") {
+        let rest = template.get(start + 2..).unwrap_or_default();
+        if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
+            let reason =
+                format!("{template:?} contains a ${{…}} other than ${{role_name}}, ${{local_rank}} and ${{rank}}");
+            return Err(Error::usage("--log-line-prefix-template", reason));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    const HOST: Host = Host { cores: 8, gpus: 2 };
+
+    fn resolve(args: &[&str]) -> Result<Config> {
+        Config::resolve(Cli::try_parse_from([&["ddprun"], args].concat()).unwrap(), &HOST)
+    }
+
+    #[test]
+    fn the_command_line_of_clap_is_consistent() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults() {
+        let config = resolve(&["./train", "--epochs", "3", "--", "-x"]).unwrap();
+        assert_eq!(config.program, Program::Path("./train".into()));
+        assert_eq!(config.args, ["--epochs", "3", "--", "-x"]);
+        assert_eq!(config.topology, Topology { nodes: 1, node_rank: 0, local_world_size: 1 });
+        assert_eq!((config.master_addr.as_str(), config.master_port), ("127.0.0.1", None));
+        assert_eq!((config.threads, config.shutdown_timeout), (None, Duration::from_secs(30)));
+    }
+
+    #[test]
+    fn cargo_targets_take_their_arguments_after_two_dashes() {
+        let config = resolve(&["--example", "digits", "-p", "a", "--features", "x,y", "--", "--epochs", "3"]).unwrap();
+        assert_eq!(config.args, ["--epochs", "3"]);
+        let Program::Cargo(target) = config.program else { panic!("{:?}", config.program) };
+        assert_eq!((target.kind, target.name.as_str(), target.package.as_deref()), ("example", "digits", Some("a")));
+    }
+
+    #[test]
+    fn ranks_of_several_machines() {
+        let args = ["--nnodes=3", "--node_rank=2", "--nproc_per_node=gpu", "--master_addr=a", "./train"];
+        let config = resolve(&args).unwrap();
+        assert_eq!(config.topology.world_size(), 6);
+        assert_eq!([0, 1].map(|local| config.topology.rank(local)), [4, 5]);
+        assert_eq!((config.master_port, config.threads), (Some(29500), Some(4)));
+        assert_eq!(config.run_id, "none");
+    }
+
+    #[test]
+    fn endpoints() {
+        let resolve = |endpoint: &str, nodes: &str| {
+            let args = ["--nnodes", nodes, "--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=a", "x"];
+            let config = resolve(&args).unwrap();
+            (config.master_addr, config.master_port, config.rendezvous.map(|with| with.terms.min_nodes))
+        };
+        assert_eq!(resolve("node0", "1:2"), ("node0".into(), Some(29400), Some(1)));
+        assert_eq!(resolve("[fd00::1]:7", "2"), ("fd00::1".into(), Some(7), Some(2)));
+        assert_eq!(resolve("fd00::1", "2"), ("fd00::1".into(), Some(29400), Some(2)));
+        // The usual command line for one machine.
+        assert_eq!(resolve("localhost:0", "1"), ("localhost".into(), None, None));
+    }
+
+    #[test]
+    fn contradictions_say_what_to_do() {
+        let cases: &[(&[&str], &str)] = &[
+            (&[], "give a program to run"),
+            (&["-m", "train"], "python -m"),
+            (&["--nnodes", "0", "x"], "a positive number of machines"),
+            (&["--nnodes", "1:4", "x"], "--rdzv-backend c10d"),
+            (&["--nnodes", "4:1", "--rdzv-backend", "c10d", "x"], "nor MIN:MAX"),
+            (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "x"], "HOST[:PORT]"),
+            (&["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:0", "x"], "port 0"),
+            (&["--rdzv-backend", "etcd", "x"], "static or c10d"),
+            (&["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x"], "between 0 and 1"),
+            (&["--nnodes", "2", "--node-rank", "1", "x"], "name of machine 0"),
+            (&["--nnodes", "2", "--master-addr", "a", "x"], "--node-rank"),
+            (&["--nnodes", "2", "--node-rank", "0", "--standalone", "x"], "omit one"),
+            (&["--standalone", "--master-port", "1", "x"], "free port"),
+            (&["--master-port", "0", "x"], "not a port"),
+            (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
+            (&["--log-line-prefix-template", "[${host}]", "x"], "${role_name}"),
+            (&["--log-line-prefix-template", "[${rank", "x"], "${role_name}"),
+            (&["--shutdown-timeout=-1", "x"], "seconds"),
+            (&["--shutdown-timeout", "NaN", "x"], "seconds"),
+            (&["--signals-to-handle", "SIGFOO", "x"], "SIGFOO"),
+            (&["--signals-to-handle", "SIGKILL", "x"], "SIGKILL"),
+            (&["--run-id", "a/b", "x"], "folder"),
+            (&["--run-id", "a\u{1b}[31m", "x"], "folder"),
+            (&["--features", "nccl", "x"], "--example NAME"),
+        ];
+        for (args, hint) in cases {
+            let error = resolve(args).unwrap_err();
+            assert!(matches!(error, Error::Usage { .. }), "{args:?}: {error}");
+            assert!(error.to_string().contains(hint), "{args:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The environment variables of a worker, which are torchrun's.
+use super::config::{Config, Topology};
+use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
+use std::ffi::OsString;
+use std::path::Path;
+
+/// What tells apart the workers that get the same rank one after the other.
+#[derive(Debug, Clone)]
+pub(super) struct Incarnation {
+    /// The number of restarts so far.
+    pub(super) restart_count: u32,
+    /// The value of the variable by which elastic workers find their launcher.
+    pub(super) agent: String,
+}
+
+/// Variables that set the number of threads of programs and libraries.
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
+
+/// How long mimalloc keeps freed memory before it returns it to the kernel, in milliseconds. A training step allocates what
+/// the last one freed: with the default of 10 ms, the kernel zeroes it again in every step. If memory were never returned, a
+/// process that frees and allocates in ever new patterns would grow.
+const PURGE_DELAY: (&str, &str) = ("MIMALLOC_PURGE_DELAY", "10000");
+
+/// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
+/// user has not set. Two ranks that each use all cores are slower than a single one.
+pub(super) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
+    let unset = |name: &&'static str| std::env::var_os(name).is_none();
+    config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
+}
+
+/// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment.
+pub(super) fn variables(
+    config: &Config,
+    topology: &Topology,
+    local_rank: usize,
+    master_port: u16,
+    error_file: &Path,
+    incarnation: &Incarnation,
+) -> Vec<(&'static str, OsString)> {
+    let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
+    let mut variables: Vec<(&'static str, OsString)> = vec![
+        ("RANK", rank.clone().into()),
+        ("LOCAL_RANK", if config.virtual_devices.is_some() { 0 } else { local_rank }.to_string().into()),
+        ("WORLD_SIZE", world_size.clone().into()),
+        ("LOCAL_WORLD_SIZE", topology.local_world_size.to_string().into()),
+        ("GROUP_RANK", topology.node_rank.to_string().into()),
+        ("GROUP_WORLD_SIZE", topology.nodes.to_string().into()),
+        // All workers have the same role.
+        ("ROLE_RANK", rank.into()),
+        ("ROLE_WORLD_SIZE", world_size.into()),
+        ("ROLE_NAME", config.role.clone().into()),
+        ("MASTER_ADDR", config.master_addr.clone().into()),
+        ("MASTER_PORT", master_port.to_string().into()),
+        (STORE_VARIABLE, format!("{}:{master_port}", config.master_addr).into()),
+        ("TORCHELASTIC_RESTART_COUNT", incarnation.restart_count.to_string().into()),
+        ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string().into()),
+        ("TORCHELASTIC_RUN_ID", config.run_id.clone().into()),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
+        ("TORCHELASTIC_ERROR_FILE", error_file.into()),
+        (AGENT_VARIABLE, incarnation.agent.clone().into()),
+    ];
+    let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
+    variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
+    let (name, milliseconds) = PURGE_DELAY;
+    if std::env::var_os(name).is_none() {
+        variables.push((name, milliseconds.into()));
+    }
+    variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));
+    variables
+}

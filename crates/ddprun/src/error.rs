@@ -1,0 +1,61 @@
+//! What the launcher itself can fail in. What its workers fail in, they say themselves.
+use std::io::ErrorKind;
+
+/// The launcher's result.
+pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A command line that makes no sense.
+pub(super) const USAGE: u8 = 2;
+/// A program that is there but cannot be run, as shells have it.
+const NOT_EXECUTABLE: u8 = 126;
+/// A program that is not there, as shells have it.
+const NOT_FOUND: u8 = 127;
+
+/// Why the launcher cannot do its work.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    /// An option, or its variable, that cannot be honoured: why, and what would be.
+    #[error("{option}: {reason}")]
+    Usage { option: &'static str, reason: String },
+
+    /// The program cannot be started.
+    #[error("cannot start {program}: {error}. {hint}")]
+    Program { program: String, error: std::io::Error, hint: String },
+
+    /// cargo built a target without naming its file.
+    #[error("cargo built the {kind} {name} but did not say where it is")]
+    NoExecutable { kind: &'static str, name: String },
+
+    /// The system refused something, or the store, or a trace cannot be read.
+    #[error(transparent)]
+    Library(candle_ddp_rendezvous::Error),
+}
+
+impl From<candle_ddp_rendezvous::Error> for Error {
+    fn from(error: candle_ddp_rendezvous::Error) -> Self {
+        match error {
+            candle_ddp_rendezvous::Error::InvalidArgument { argument, reason } => Self::usage(argument, reason),
+            error => Self::Library(error),
+        }
+    }
+}
+
+impl Error {
+    pub(super) fn usage(option: &'static str, reason: impl Into<String>) -> Self {
+        Self::Usage { option, reason: reason.into() }
+    }
+
+    pub(super) fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
+        candle_ddp_rendezvous::Error::io(context, error).into()
+    }
+
+    /// The launcher's exit code.
+    pub(super) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage { .. } => USAGE,
+            Self::Program { error, .. } if error.kind() == ErrorKind::NotFound => NOT_FOUND,
+            Self::Program { .. } => NOT_EXECUTABLE,
+            Self::NoExecutable { .. } | Self::Library(_) => 1,
+        }
+    }
+}

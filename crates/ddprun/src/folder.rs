@@ -1,0 +1,224 @@
+//! The run's folder: log files, and the files to which workers write their errors.
+use super::config::Config;
+use super::console::message;
+use super::error::{Error, Result};
+use super::tail::plain;
+use candle_ddp_rendezvous::error::RankError;
+use candle_ddp_rendezvous::host::boot_id;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// The maximum number of bytes read from an error file.
+const LONGEST_ERROR: u64 = 1 << 20;
+
+/// `LOG_DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/…`, torchrun's layout. Temporary unless it contains log files.
+#[derive(Debug)]
+pub(super) struct RunFolder {
+    path: PathBuf,
+    workers: usize,
+    /// The lock that marks a temporary folder as in use; `None` for a folder that is kept.
+    temporary: Option<File>,
+}
+
+impl RunFolder {
+    /// Creates the folders of all workers.
+    pub(super) fn create(config: &Config) -> Result<Self> {
+        let workers = config.topology.local_world_size;
+        let files = (0..workers).any(|rank| config.redirects.of(rank).any() || config.tee.of(rank).any());
+        let (path, temporary) = match &config.log_dir {
+            Some(dir) => {
+                let dir = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
+                std::fs::create_dir_all(&dir).map_err(|error| io_error(&dir, error))?;
+                (create_new(&dir, &config.run_id, 0o777)?, None)
+            }
+            None if files => (create_new(&std::env::temp_dir(), &format!("ddprun-{}", config.run_id), 0o700)?, None),
+            None => {
+                let prefix = temporary_prefix();
+                remove_stale(&std::env::temp_dir(), &prefix);
+                let (path, lock) = create_locked(&std::env::temp_dir(), &format!("{prefix}{}", config.run_id))?;
+                (path, Some(lock))
+            }
+        };
+        let folder = Self { path, workers, temporary };
+        (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
+        if files {
+            message(format_args!("log files are in {}", folder.path.display()));
+        }
+        Ok(folder)
+    }
+
+    fn worker(&self, restart_count: u32, local_rank: usize) -> PathBuf {
+        self.path.join(format!("attempt_{restart_count}")).join(local_rank.to_string())
+    }
+
+    /// Creates the folder of a worker that is started after `restart_count` restarts.
+    pub(super) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
+        let path = self.worker(restart_count, local_rank);
+        std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
+        // What an earlier worker has written there is not this one's error.
+        match remove_file(self.error_file(restart_count, local_rank)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error(&path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Creates a log file for a worker.
+    pub(super) fn log_file(&self, restart_count: u32, local_rank: usize, name: &str) -> Result<(PathBuf, File)> {
+        let path = self.worker(restart_count, local_rank).join(name);
+        let file = File::create_new(&path).map_err(|error| io_error(&path, error))?;
+        Ok((path, file))
+    }
+
+    /// Returns the path to which a worker may write its error.
+    pub(super) fn error_file(&self, restart_count: u32, local_rank: usize) -> PathBuf {
+        self.worker(restart_count, local_rank).join("error.json")
+    }
+
+    /// Returns the error that a worker wrote.
+    pub(super) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
+        let mut bytes = Vec::new();
+        File::open(self.error_file(restart_count, local_rank))
+            .ok()?
+            .take(LONGEST_ERROR)
+            .read_to_end(&mut bytes)
+            .ok()?;
+        WorkerError::parse(&String::from_utf8_lossy(&bytes))
+    }
+}
+
+/// What a worker wrote to its error file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct WorkerError {
+    pub(super) message: String,
+    /// What caused it, if the worker's program is one of candle-ddp.
+    pub(super) told: Option<RankError>,
+}
+
+impl WorkerError {
+    /// Parses torchrun's format, or takes plain text as it is.
+    fn parse(text: &str) -> Option<Self> {
+        let json: Option<serde_json::Value> = serde_json::from_str(text).ok();
+        let message = json.as_ref().and_then(|json| json.get("message"));
+        let inner = message.and_then(|message| message.get("message")).or(message).and_then(|inner| inner.as_str());
+        let message = plain(inner.unwrap_or(text)).trim().to_owned();
+        let told = json.as_ref().and_then(RankError::of_json);
+        (!message.is_empty()).then_some(Self { message, told })
+    }
+
+    /// The rank because of which the worker failed, if its program knows.
+    pub(super) fn culprit(&self) -> Option<usize> {
+        self.told.as_ref()?.culprit
+    }
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        if self.temporary.is_none() {
+            return;
+        }
+        // `remove_dir_all` needs file descriptors, which may have run out, so remove entries one by one. The next run
+        // removes a folder that cannot be removed now.
+        for rank in 0..self.workers {
+            let _ = remove_file(self.error_file(0, rank));
+            let _ = remove_dir(self.worker(0, rank));
+        }
+        let _ = remove_dir(self.path.join("attempt_0"));
+        if remove_dir(&self.path).is_err() {
+            let _ = remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// Returns the prefix of temporary folders' names. It contains the boot id, because all processes of a boot see the
+/// same locks. A folder that is kept never has this prefix, whatever the run id is.
+fn temporary_prefix() -> String {
+    format!("ddprun.tmp-{}-", boot_id().split('-').next().unwrap_or_default())
+}
+
+/// Removes temporary folders of killed runs: those that are not locked.
+fn remove_stale(parent: &Path, prefix: &str) {
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let ours = entry.file_name().to_string_lossy().starts_with(prefix)
+            && entry
+                .metadata()
+                .is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == rustix::process::geteuid().as_raw());
+        if ours
+            && let Ok(folder) = File::open(entry.path())
+            && flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok()
+        {
+            // The next run tries again to remove what cannot be removed now.
+            let _ = remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Creates a folder and locks it.
+fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
+    loop {
+        let path = create_new(parent, name, 0o700)?;
+        let locked = File::open(&path).and_then(|folder| {
+            // On a file system without locks, no folder is considered stale.
+            let is_taken = flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
+            Ok((is_taken, folder.metadata()?.ino(), folder))
+        });
+        match locked {
+            Ok((false, inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
+                return Ok((path, lock));
+            }
+            // Another ddprun considered the folder stale: it is about to remove it, or has removed it, and perhaps has even
+            // created its own with the same name.
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => {
+                let _ = remove_dir(&path);
+                return Err(io_error(&path, error));
+            }
+        }
+    }
+}
+
+/// Creates `name` in `parent`, or `name_2` and so on if it exists, so that no run overwrites another's files.
+fn create_new(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
+    let mut number = 1_u32;
+    loop {
+        let path = parent.join(if number == 1 { name.to_owned() } else { format!("{name}_{number}") });
+        match DirBuilder::new().mode(mode).create(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && number < 100_000 => number += 1,
+            Err(error) => return Err(io_error(&path, error)),
+        }
+    }
+}
+
+fn io_error(path: &Path, error: std::io::Error) -> Error {
+    Error::io(format!("cannot create {} for the run's log and error files (see --log-dir)", path.display()), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+
+    /// Those that start at once remove each other's folders, which do not look used until they are locked.
+    #[test]
+    fn runs_that_start_at_once_get_folders_of_their_own() {
+        let parent = tempfile::tempdir().unwrap();
+        let all = Barrier::new(4);
+        let create = || {
+            for _ in 0..300 {
+                remove_stale(parent.path(), "run");
+                let (path, lock) = create_locked(parent.path(), "run").unwrap();
+                // Each keeps its folder until all have one.
+                all.wait();
+                remove_dir(&path).unwrap();
+                drop(lock);
+                all.wait();
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(create))));
+    }
+}

@@ -1,0 +1,246 @@
+//! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
+//!
+//! - If the launcher dies, for whatever reason, the kernel kills the workers. The launcher ends all other processes
+//!   that they started, even detached ones. If the launcher is killed by SIGKILL, these survive; use `exec` in wrapper
+//!   scripts.
+//! - The first failure ends the other workers and decides the exit code. They get a second to exit by themselves, then
+//!   SIGTERM, and SIGKILL after a grace period.
+//! - Dedicated threads forward the output line by line. If it is not read, the workers block, as on a full pipe, but
+//!   the launcher does not. If the launcher writes to a terminal, the workers see a pseudo-terminal, so that progress
+//!   bars and colours work as if the program had been started by hand.
+//! - The launcher on machine 0 hosts the rendezvous store, which outlives the workers (TORCHELASTIC_USE_AGENT_STORE). The
+//!   launchers of several machines meet there (`nodes`).
+//!
+//! `Cli` is the command line as typed, `Config` is its meaning, and `run` executes it.
+mod agent;
+mod cargo;
+mod child;
+mod cli;
+mod config;
+mod console;
+mod descendants;
+mod environment;
+mod error;
+mod events;
+mod folder;
+mod lines;
+mod members;
+mod nodes;
+mod numa;
+mod output;
+mod printer;
+mod processes;
+mod report;
+mod root_cause;
+mod secret;
+mod signal;
+mod status;
+mod store;
+mod streams;
+mod summary;
+mod supervisor;
+mod tail;
+mod terminal;
+mod time;
+mod worker;
+
+use agent::Agent;
+use cargo::Built;
+use clap::{CommandFactory, Parser};
+use cli::Cli;
+use config::{Config, Program};
+use console::{Console, Target, message};
+use error::{Error, Result, USAGE};
+use events::Events;
+use folder::RunFolder;
+use processes::Host;
+use rustix::thread::CpuSet;
+use secret::RunSecret;
+use status::RunStatus;
+use std::ffi::OsString;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+use summary::Findings;
+use supervisor::{Outcome, Supervisor};
+use worker::{Exit, Starter, Worker};
+
+/// How long output may stay unread at the end of a run that must end at once.
+const UNREAD: Duration = Duration::from_secs(5);
+
+/// The program `ddprun`: executes the command line of this process and returns when the run has ended.
+pub fn main() -> ExitCode {
+    match parse() {
+        Ok(cli) => run(cli),
+        Err(code) => code,
+    }
+}
+
+/// Parses the command line of this process. On `Err`, it has shown help or an error; the value is the exit code.
+fn parse() -> Result<Cli, ExitCode> {
+    Cli::try_parse().map_err(|error| {
+        // The text is lost if the stream has no reader.
+        let _ = error.print();
+        if error.use_stderr() {
+            list_variables();
+            Console::get().finish(UNREAD, || false);
+        }
+        ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
+    })
+}
+
+/// Executes `cli` and reports errors to the user. Returns when all workers have ended.
+///
+/// Takes over the signals, child processes and output of this process. Call it from a thread that lives as long as the
+/// process, such as the main thread, because the workers die with that thread.
+fn run(cli: Cli) -> ExitCode {
+    console::show_warnings();
+    let result = match (&cli.merge_traces, &cli.explain, &cli.status) {
+        (Some(folder), ..) => merge_traces(folder),
+        (None, Some(folder), _) => explain(folder),
+        (None, None, Some(address)) => show_status(address, cli.no_secret),
+        (None, None, None) => Config::resolve(cli, &Host::detect()).and_then(|config| execute(&config)),
+    };
+    let End { code, patience, events } = result.unwrap_or_else(|error| {
+        message(describe(&error));
+        if matches!(error, Error::Usage { .. }) {
+            list_variables();
+        }
+        End::now(error.exit_code())
+    });
+    Console::get().finish(patience, || events.as_ref().is_some_and(Events::interrupted));
+    ExitCode::from(code)
+}
+
+/// The exit code, and how long to wait for a reader that has stopped reading the output.
+struct End {
+    code: u8,
+    patience: Duration,
+    /// With events, a signal also ends the wait.
+    events: Option<Events>,
+}
+
+impl End {
+    fn now(code: u8) -> Self {
+        Self { code, patience: UNREAD, events: None }
+    }
+}
+
+/// Returns the error's text, with a hint if a resource of the system has run out.
+fn describe(error: &Error) -> String {
+    let hint = match error {
+        Error::Library(candle_ddp_rendezvous::Error::Io { error, .. }) => worker::resource_hint(error),
+        _ => None,
+    };
+    hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Hint: {hint}"))
+}
+
+/// Lists the environment variables that may have set options, because the command line does not show them.
+fn list_variables() {
+    let command = Cli::command();
+    let variables = command.get_arguments().filter_map(|argument| argument.get_env()?.to_str());
+    let set: Vec<String> = variables.filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))).collect();
+    if !set.is_empty() {
+        message(format_args!("options also come from the environment: {}", set.join(" ")));
+    }
+}
+
+fn merge_traces(folder: &Path) -> Result<End> {
+    let (path, ranks, old) = candle_ddp_rendezvous::trace::merge_newest(folder)?;
+    old.iter().for_each(|file| message(candle_ddp_rendezvous::trace::left_out(file)));
+    message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
+    Ok(End::now(0))
+}
+
+fn explain(folder: &Path) -> Result<End> {
+    message(candle_ddp_rendezvous::flight_record::explain_folder(folder)?);
+    Ok(End::now(0))
+}
+
+fn show_status(address: &str, no_secret: bool) -> Result<End> {
+    let text = status::of_run(address, no_secret)?;
+    // The text is lost if stdout has no reader.
+    let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
+    Ok(End::now(0))
+}
+
+fn execute(config: &Config) -> Result<End> {
+    let program: OsString = match &config.program {
+        Program::Path(path) => path.clone(),
+        Program::Cargo(target) => match target.build()? {
+            Built::Executable(path) => path.into(),
+            Built::Failed(status) => {
+                let exit = status.signal().map_or(Exit::Code(status.code().unwrap_or(1)), Exit::Signal);
+                return Ok(End::now(exit.code()));
+            }
+        },
+    };
+    let events = Events::listen(&config.signals)?;
+    store::check_address(config)?;
+    let (server, master_port) = store::host(config, &RunStatus::of(config))?;
+    if config.secret == RunSecret::None && !config.no_secret {
+        secret::say_none(master_port);
+    }
+    let folder = RunFolder::create(config)?;
+    let console = Console::get();
+    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
+    events.forward(incoming)?;
+    let (terminals, cpus) = (Vec::new(), cpus(config)?);
+    let intake = Some(intake);
+    let starter = Starter {
+        config,
+        topology: config.topology,
+        program: &program,
+        folder: &folder,
+        master_port,
+        console,
+        cpus,
+        intake,
+        terminals,
+    };
+    let mut supervisor = Supervisor::new(config.shutdown_timeout);
+    let link = store::link(config, server.as_ref(), master_port, &events)?;
+    let mut agent = Agent::new(starter, server, link);
+    // Before there is output of workers.
+    say_threads(config);
+    if !agent.is_linked() {
+        agent.start_all(|worker| supervisor.workers.push(worker))?;
+    }
+    let (outcome, remains) = supervisor.watch(&events, &mut agent);
+    let patience = config.shutdown_timeout;
+    let (code, patience) = match outcome {
+        Outcome::Success => (0, patience),
+        Outcome::Signalled(signal) => (supervisor.code_after(signal), patience.min(UNREAD)),
+        Outcome::Failure(_) | Outcome::Elsewhere => {
+            let (workers, topology) = (&supervisor.workers, agent.starter.topology);
+            let error = |worker: &Worker| folder.error(worker.restart_count, worker.local_rank);
+            // Who has ended well has told of nothing that counts.
+            let errors: Vec<_> =
+                workers.iter().map(|worker| error(worker).filter(|_| !worker.has_succeeded())).collect();
+            let findings = Findings { workers, remains: &remains, errors: &errors, topology };
+            (report::report(&findings, outcome, &agent), patience)
+        }
+    };
+    agent.leave();
+    Ok(End { code, patience, events: Some(events) })
+}
+
+/// The processors of each worker, if they are to be bound.
+fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
+    let Some(binding) = config.numa_binding else { return Ok(Vec::new()) };
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let listed = visible.map(|list| list.split(',').map_while(|gpu| gpu.trim().parse().ok()).collect::<Vec<usize>>());
+    let workers = config.topology.local_world_size;
+    let gpus = (Host::detect().gpus > 0).then(|| listed.unwrap_or_else(|| (0..workers).collect()));
+    numa::bind(binding, workers, gpus.as_deref())
+}
+
+fn say_threads(config: &Config) {
+    let set = environment::threads(config);
+    if !set.is_empty() {
+        let list: Vec<String> = set.iter().map(|(name, count)| format!("{name}={count}")).collect();
+        let (cores, workers) = (config.cores, config.topology.local_world_size);
+        message(format_args!("{} for each worker: {cores} cores shared by {workers}", list.join(" and ")));
+    }
+}

@@ -1,0 +1,157 @@
+//! The processes of an elastic run, as the launcher decides on them: a generation after the other, in one log.
+use super::console::message;
+use candle_ddp_rendezvous::Result;
+use candle_ddp_rendezvous::{Decision, Generations, Member, Store};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The newest generation that is known here.
+pub(super) struct Members {
+    log: Generations,
+    generation: u64,
+    members: Vec<Member>,
+    /// The last process with each rank.
+    last: BTreeMap<usize, u64>,
+    /// All ranks have ended their training well.
+    all_finished: bool,
+}
+
+/// What follows when the process of a rank has ended.
+pub(super) enum Aftermath {
+    /// Nothing: the ranks go on, or know why they end.
+    GoOn,
+    /// The run has failed.
+    Fail,
+    /// A new process takes its place.
+    Replace { incarnation: u64 },
+    /// The other ranks, so many, go on without it.
+    GoOnWithout { left: usize },
+}
+
+impl Members {
+    /// The first generation after workers of `world_size` ranks were started for the `attempt`th time.
+    pub(super) fn new(store: Arc<dyn Store>, attempt: u64, world_size: usize) -> Self {
+        let members: Vec<Member> = (0..world_size).map(|rank| Member { rank, incarnation: 0 }).collect();
+        let last = members.iter().map(|member| (member.rank, 0)).collect();
+        Self {
+            log: Generations::new(Generations::agent_prefix(attempt), store),
+            generation: 0,
+            members,
+            last,
+            all_finished: false,
+        }
+    }
+
+    /// The smallest world size that the ranks accept, if they run elastically.
+    pub(super) fn announced(&self) -> Result<Option<usize>> {
+        self.log.announced()
+    }
+
+    /// Takes note of what the ranks have decided; false if that was the end of the run.
+    pub(super) fn update(&mut self) -> Result<bool> {
+        while let Some(decision) = self.log.get(self.generation + 1)? {
+            let Decision::Members(members) = decision else {
+                self.all_finished = decision == Decision::Done;
+                return Ok(false);
+            };
+            (self.generation, self.members) = (self.generation + 1, members);
+        }
+        Ok(true)
+    }
+
+    fn contains(&self, rank: usize) -> bool {
+        self.members.iter().any(|member| member.rank == rank)
+    }
+
+    /// The present members without those that are `gone`.
+    pub(super) fn without(&self, gone: impl Fn(usize) -> bool) -> Vec<Member> {
+        self.members.iter().copied().filter(|member| !gone(member.rank)).collect()
+    }
+
+    /// The present members with new processes for `ranks`.
+    pub(super) fn with_new(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<Member> {
+        let new: Vec<Member> = ranks
+            .into_iter()
+            .map(|rank| Member { rank, incarnation: self.last.get(&rank).map_or(0, |last| last + 1) })
+            .collect();
+        let mut members = self.without(|rank| new.iter().any(|member| member.rank == rank));
+        members.extend(new);
+        members.sort_by_key(|member| member.rank);
+        members
+    }
+
+    /// Decides what follows when the process of `rank` has ended, and makes it known to the ranks. `how` says how it ended, and
+    /// `replaced` whether a failed one may be started again.
+    pub(super) fn after_exit(
+        &mut self,
+        rank: usize,
+        how: &str,
+        failed: bool,
+        replaced: bool,
+        max_restarts: u32,
+        min_world_size: usize,
+    ) -> Result<Aftermath> {
+        if !self.update()? {
+            if failed && self.all_finished {
+                message(format_args!(
+                    "all ranks had finished elastic::run when rank {rank} {how}: what its program does after that may be \
+                     missing, and it is not started again"
+                ));
+            }
+            return Ok(if failed { Aftermath::Fail } else { Aftermath::GoOn });
+        }
+        if !self.contains(rank) {
+            return Ok(Aftermath::GoOn);
+        }
+        if !failed {
+            self.fail(rank, format!("its process {how} before all ranks had finished"))?;
+            return Ok(Aftermath::GoOn);
+        }
+        let next = if replaced { self.with_new([rank]) } else { self.without(|gone| gone == rank) };
+        let left = next.len();
+        if !replaced && (left == 0 || left < min_world_size) {
+            self.fail(rank, cannot_go_on(how, max_restarts, left, min_world_size))?;
+            return Ok(Aftermath::Fail);
+        }
+        if !self.change(next)? {
+            return Ok(Aftermath::Fail);
+        }
+        Ok(if replaced {
+            Aftermath::Replace { incarnation: self.incarnation(rank) }
+        } else {
+            Aftermath::GoOnWithout { left }
+        })
+    }
+
+    /// Begins another generation; false if the ranks have decided otherwise in the meantime.
+    pub(super) fn change(&mut self, members: Vec<Member>) -> Result<bool> {
+        let decision = Decision::Members(members.clone());
+        if self.log.decide(self.generation + 1, &decision)? != decision {
+            return Ok(false);
+        }
+        self.last.extend(members.iter().map(|member| (member.rank, member.incarnation)));
+        (self.generation, self.members) = (self.generation + 1, members);
+        Ok(true)
+    }
+
+    /// Ends the run because of `rank`.
+    pub(super) fn fail(&self, rank: usize, reason: String) -> Result<()> {
+        self.log.decide(self.generation + 1, &Decision::Failed { rank, reason }).map(|_| ())
+    }
+
+    /// How often the process of `rank` was replaced.
+    pub(super) fn incarnation(&self, rank: usize) -> u64 {
+        self.last.get(&rank).copied().unwrap_or(0)
+    }
+}
+
+/// Why an elastic run ends with the process of a rank.
+fn cannot_go_on(how: &str, max_restarts: u32, left: usize, min_world_size: usize) -> String {
+    let used = match max_restarts {
+        0 => "ddprun starts none again (--max-restarts 0)".to_string(),
+        _ => format!("all restarts are used up (--max-restarts {max_restarts})"),
+    };
+    format!(
+        "its process {how}, {used}, and the {left} rank(s) that are left are fewer than min_world_size ({min_world_size})"
+    )
+}

@@ -1,0 +1,148 @@
+//! The thread that decides for all nodes of a run. Its state machine is `Run`; this is what connects it to the store.
+use super::message::{Message, Slot, Welcome};
+use super::run::{Action, Run};
+use super::terms::{Pace, Terms};
+use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, welcome_key};
+use crate::error::{Error, Result};
+use crate::status::{RUN_STATUS, RunStatus};
+use candle_ddp_rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long a call of the store in this process may take.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The coordinator's thread.
+pub(crate) struct Coordinator {
+    thread: JoinHandle<()>,
+}
+
+impl Coordinator {
+    /// Coordinates the run whose store is `server`, which wants `secret`.
+    pub(crate) fn start(
+        server: &TcpStoreServer,
+        secret: Option<Secret>,
+        terms: Terms,
+        pace: Pace,
+        is_static: bool,
+    ) -> Result<Self> {
+        let options = TcpStoreOptions { timeout: TIMEOUT, secret };
+        let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
+        let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
+        let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
+        let desk = Desk { store, keys, entries: 0, beats: BTreeMap::new(), told: None };
+        let work = move || serve(desk, run, &pace);
+        let thread = std::thread::Builder::new().name("ddprun-coordinator".into()).spawn(work);
+        Ok(Self { thread: thread.map_err(|error| Error::io("starting a thread", error))? })
+    }
+
+    /// Waits until no agent needs it any more, at most for `patience`.
+    pub(super) fn finish(self, patience: Duration) {
+        let until = Instant::now() + patience;
+        while !self.thread.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace) {
+    let mut tick = Instant::now() + pace.keep_alive_interval;
+    while !run.is_over() {
+        let now = Instant::now();
+        let worked = if now >= tick {
+            tick = now + pace.keep_alive_interval;
+            desk.hear_beats(&mut run, pace.keep_alive_max_attempt)
+        } else {
+            desk.hear_messages(&mut run, tick - now)
+        };
+        run.on_time(Instant::now());
+        if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(run.status())) {
+            // Only the end of the process takes away the store that it hosts.
+            log::debug!("the coordinator: {error}");
+            return;
+        }
+    }
+}
+
+struct Desk {
+    store: Arc<TcpStore>,
+    keys: PrefixStore,
+    /// The number of entries of the log.
+    entries: u64,
+    /// The last sign of life of each node, and how many times in a row there was no newer one.
+    beats: BTreeMap<Slot, (Vec<u8>, u32)>,
+    /// What was last told about the run.
+    told: Option<RunStatus>,
+}
+
+impl Desk {
+    fn hear_messages(&mut self, run: &mut Run, timeout: Duration) -> candle_ddp_rendezvous::Result<()> {
+        match self.keys.wait(&[INBOX], Some(timeout)) {
+            Err(candle_ddp_rendezvous::Error::StoreTimeout { .. }) => return Ok(()),
+            result => result?,
+        }
+        while let Some(bytes) = self.store.queue_pop(&format!("{PREFIX}/{INBOX}"))? {
+            match decode::<(Slot, Message)>(INBOX, &bytes) {
+                Ok((slot, message)) => run.on_message(slot, message),
+                Err(error) => log::warn!("{error}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn hear_beats(&mut self, run: &mut Run, most: u32) -> candle_ddp_rendezvous::Result<()> {
+        let slots: Vec<Slot> = run.nodes().collect();
+        self.beats.retain(|slot, _| slots.contains(slot));
+        let keys: Vec<String> = slots.iter().map(|slot| beat_key(*slot)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        if keys.is_empty() {
+            return Ok(());
+        }
+        // Agents give the first sign of life before they join.
+        for (slot, beat) in slots.into_iter().zip(self.keys.multi_get(&keys)?) {
+            let (last, missed) = self.beats.entry(slot).or_default();
+            if *last == beat {
+                *missed += 1;
+                if *missed >= most {
+                    run.on_silence(slot);
+                }
+            } else {
+                (*last, *missed) = (beat, 0);
+                run.on_beat(slot);
+            }
+        }
+        Ok(())
+    }
+
+    fn carry_out(&mut self, run: &mut Run) -> candle_ddp_rendezvous::Result<()> {
+        for action in run.take_actions() {
+            match action {
+                Action::Write(entry) => {
+                    self.keys.set(&entry_key(self.entries), &encode(&entry))?;
+                    self.entries += 1;
+                }
+                Action::Welcome(slot, refusal) => {
+                    let welcome = match refusal {
+                        None => Welcome::From { entry: self.entries },
+                        Some(reason) => Welcome::Refused { reason },
+                    };
+                    self.keys.set(&welcome_key(slot), &encode(&welcome))?;
+                }
+                Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS, BEGUN])?,
+                Action::Root(report) => self.keys.set(ROOT, &encode(&report))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what there is to tell about the run, if that has changed.
+    fn tell(&mut self, status: RunStatus) -> candle_ddp_rendezvous::Result<()> {
+        if self.told.as_ref() != Some(&status) {
+            self.store.set(RUN_STATUS, &encode(&status))?;
+            self.told = Some(status);
+        }
+        Ok(())
+    }
+}

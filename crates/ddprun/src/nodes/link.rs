@@ -1,0 +1,194 @@
+//! An agent's connection to the coordinator of its run.
+use super::coordinator::Coordinator;
+use super::message::{Entry, Message, Node, Report, Slot, Welcome};
+use super::terms::Pace;
+use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, welcome_key};
+use crate::error::{Error, Result};
+use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long the node that hosts the store waits at the end until the others need it no more.
+const GOODBYE: Duration = Duration::from_secs(5);
+
+/// What an agent learns.
+#[derive(Debug)]
+pub(crate) enum News {
+    /// This node has been given a number, and waits for the others.
+    Joined(Slot),
+    Entry(Entry),
+    /// This node cannot take part.
+    Refused(String),
+    /// The store cannot be reached any more.
+    Lost(String),
+}
+
+/// Where the agents of the run meet.
+pub(crate) struct Address {
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    pub(crate) secret: Option<Secret>,
+}
+
+impl Address {
+    fn connect(&self, timeout: Duration) -> std::result::Result<TcpStore, News> {
+        let options = TcpStoreOptions { timeout, secret: self.secret.clone() };
+        TcpStore::connect_with(&self.host, self.port, options).map_err(|error| lost(&error))
+    }
+}
+
+/// The connection. Its threads end when it is dropped, or with the process.
+pub(crate) struct Link {
+    outbox: Sender<Message>,
+    root: Receiver<Option<Report>>,
+    speaker: JoinHandle<()>,
+    coordinator: Option<Coordinator>,
+}
+
+impl Link {
+    /// Introduces this node. `coordinator` runs in this process if it hosts the store. `tell` gets the news.
+    pub(crate) fn join(
+        address: Address,
+        node: Node,
+        pace: &Pace,
+        coordinator: Option<Coordinator>,
+        tell: impl Fn(News) + Clone + Send + 'static,
+    ) -> Result<Self> {
+        let (outbox, messages) = channel();
+        let (reporter, root) = channel();
+        let pace = pace.clone();
+        let speak = move || {
+            if let Err(news) = speak(&address, node, &pace, &messages, reporter, &tell) {
+                tell(news);
+            }
+        };
+        let thread = std::thread::Builder::new().name("ddprun-speaker".into()).spawn(speak);
+        let speaker = thread.map_err(|error| Error::io("starting a thread", error))?;
+        Ok(Self { outbox, root, speaker, coordinator })
+    }
+
+    /// Tells the coordinator something, as soon as there is a connection.
+    pub(crate) fn tell(&self, message: Message) {
+        // Without a connection, the news have said so.
+        let _ = self.outbox.send(message);
+    }
+
+    /// Reports what has happened on this node in a run that has failed, and returns what has caused it, if any node knows.
+    pub(crate) fn root(&self, own: Option<Report>) -> Option<Report> {
+        self.tell(Message::Report(own));
+        // The reports of the others may take that long, and their way some time.
+        self.root.recv_timeout(super::run::REPORTS + Duration::from_secs(1)).ok().flatten()
+    }
+
+    /// Says goodbye. If this process hosts the store, waits a moment until the others have done so as well.
+    pub(crate) fn leave(self) {
+        self.tell(Message::Bye);
+        let until = Instant::now() + GOODBYE;
+        while !self.speaker.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        if let Some(coordinator) = self.coordinator {
+            coordinator.finish(until.saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+fn lost(error: &candle_ddp_rendezvous::Error) -> News {
+    News::Lost(error.to_string())
+}
+
+/// The loss of a store that was there before.
+fn gone(error: &candle_ddp_rendezvous::Error) -> News {
+    News::Lost(format!(
+        "the store of the run is gone, and with it what connects the nodes: the ddprun that hosts it was killed, or its \
+         machine cannot be reached any more. Start the run again, from its last checkpoint ({error})"
+    ))
+}
+
+/// Joins, then sends messages and signs of life until the agent says goodbye.
+fn speak(
+    address: &Address,
+    node: Node,
+    pace: &Pace,
+    messages: &Receiver<Message>,
+    root: Sender<Option<Report>>,
+    tell: &(impl Fn(News) + Clone + Send + 'static),
+) -> std::result::Result<(), News> {
+    // The host of the store may come late; afterwards, each call has to be answered at once.
+    address.connect(pace.join_timeout)?;
+    // Nobody else uses this client, so all that follows goes over one connection, whose end is that of the agent.
+    let store = Arc::new(address.connect(pace.patience())?);
+    let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
+    let inbox = format!("{PREFIX}/{INBOX}");
+    let join = || -> candle_ddp_rendezvous::Result<(Slot, Welcome)> {
+        let slot = u64::try_from(keys.add(SLOTS, 1)? - 1).unwrap_or(0);
+        keys.add(&beat_key(slot), 1)?;
+        // The coordinator ignores the end of a node that has not joined.
+        store.will_to_queue(&inbox, &encode(&(slot, Message::Gone)))?;
+        store.queue_push(&inbox, &encode(&(slot, Message::Join(node))))?;
+        let key = welcome_key(slot);
+        Ok((slot, decode(&key, &keys.get(&key)?)?))
+    };
+    let (slot, welcome) = join().map_err(|error| lost(&error))?;
+    let from = match welcome {
+        Welcome::From { entry } => entry,
+        Welcome::Refused { reason } => return Err(News::Refused(reason)),
+    };
+    tell(News::Joined(slot));
+    let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
+    let told = tell.clone();
+    let listen = move || {
+        if let Err(error) = listen(&listener, from, &root, &told) {
+            told(gone(&error));
+        }
+    };
+    let thread = std::thread::Builder::new().name("ddprun-listener".into()).spawn(listen);
+    thread.map_err(|error| News::Lost(format!("cannot start a thread: {error}")))?;
+    loop {
+        let message = match messages.recv_timeout(pace.keep_alive_interval) {
+            Ok(message) => Some(message),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        };
+        let is_last = message == Some(Message::Bye);
+        let say = || -> candle_ddp_rendezvous::Result<()> {
+            if let Some(message) = message {
+                store.queue_push(&inbox, &encode(&(slot, message)))?;
+            }
+            keys.add(&beat_key(slot), 1).map(|_| ())
+        };
+        say().map_err(|error| gone(&error))?;
+        if is_last {
+            return Ok(());
+        }
+    }
+}
+
+/// Passes on the log from entry `from` on, until the run has ended.
+fn listen(
+    keys: &PrefixStore,
+    from: u64,
+    root: &Sender<Option<Report>>,
+    tell: &impl Fn(News),
+) -> candle_ddp_rendezvous::Result<()> {
+    let read = |key: &str| {
+        keys.wait(&[key], Some(Duration::MAX))?;
+        keys.get(key)
+    };
+    for number in from.. {
+        let key = entry_key(number);
+        let entry: Entry = decode(&key, &read(&key)?)?;
+        let (is_failure, is_last) = (matches!(entry, Entry::Failed { signal: None, .. }), entry.is_last());
+        tell(News::Entry(entry));
+        if is_failure {
+            // Nobody listens if the agent has ended without it.
+            let _ = root.send(decode(ROOT, &read(ROOT)?)?);
+        }
+        if is_last {
+            break;
+        }
+    }
+    Ok(())
+}

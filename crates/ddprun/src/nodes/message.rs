@@ -1,0 +1,139 @@
+//! What the agents of a run tell its coordinator, and what it tells them. All of it travels as JSON through the store.
+use super::terms::Terms;
+use serde::{Deserialize, Serialize};
+
+/// The number of a node, in the order in which the agents of a run have come. A node that comes back gets a new one.
+pub(crate) type Slot = u64;
+
+/// A node, as its agent introduces itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Node {
+    pub(crate) host: String,
+    /// The rank that its user gave it, where the number of nodes is fixed.
+    pub(crate) node_rank: Option<usize>,
+    /// Whether it hosts the store.
+    pub(crate) hosts: bool,
+    pub(crate) terms: Terms,
+}
+
+/// What an agent tells the coordinator.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// It takes part in the run.
+    Join(Node),
+    /// A worker has ended.
+    Exited(Exited),
+    /// All its workers have exited with 0.
+    Finished,
+    /// None of its workers is left; it waits for the next round.
+    Ended,
+    /// It does not wait any longer for the others, or was told to end, perhaps by a signal.
+    Leave { reason: String, signal: Option<i32> },
+    /// What was the first failure among its workers, after all of them have ended; `None` if only others have failed.
+    Report(Option<Report>),
+    /// It needs the store no more.
+    Bye,
+    /// Its connection has closed: its last will, which the store sends in its name. It means nothing after a goodbye.
+    Gone,
+}
+
+/// How the process of a rank has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Exited {
+    pub(crate) rank: usize,
+    /// How its process ended, as in "exited with code 1".
+    pub(crate) how: String,
+    /// The exit code that ddprun makes of it.
+    pub(crate) code: u8,
+}
+
+/// How a worker failed, from the node on which it ran.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) rank: usize,
+    /// It was killed, and so cannot have failed because of another.
+    pub(crate) killed: bool,
+    /// The rank on another node that its error names.
+    pub(crate) elsewhere: Option<usize>,
+    /// When it ended, in milliseconds since 1970.
+    pub(crate) at: u64,
+    /// The exit code of ddprun.
+    pub(crate) code: u8,
+    /// How it ended, and its last words.
+    pub(crate) text: String,
+}
+
+/// An entry of the coordinator's log, which all agents read in order.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Entry {
+    /// All start their workers.
+    Start(Round),
+    /// All end their workers, to start them again.
+    Restart { reason: String },
+    /// In an elastic run, a process takes the place of one that has ended, and all others go on.
+    Replace(Replacement),
+    /// In an elastic run, the others go on without the process of this rank, or without the whole node.
+    GoOnWithout { slot: Slot, rank: Option<usize>, reason: String },
+    /// In an elastic run, a node starts its workers, and the others go on with them.
+    Admit(Admission),
+    /// All have finished.
+    Done,
+    /// The run has failed, or a signal to one of the nodes has ended it.
+    Failed { reason: String, code: u8, signal: Option<i32> },
+    /// The node that hosts the store leaves; the others go on by themselves.
+    Unattended { reason: String },
+}
+
+impl Entry {
+    /// Whether no more entries follow.
+    pub(super) fn is_last(&self) -> bool {
+        matches!(self, Self::Done | Self::Failed { .. } | Self::Unattended { .. })
+    }
+}
+
+/// The nodes that run workers at the same time: torchelastic's rendezvous round.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Round {
+    /// How often all workers were started before.
+    pub(crate) attempt: u64,
+    /// How often any were started again.
+    pub(crate) restart_count: u32,
+    /// The nodes by their rank.
+    pub(crate) slots: Vec<Slot>,
+}
+
+/// A process that takes the place of one that has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Replacement {
+    pub(crate) slot: Slot,
+    pub(crate) rank: usize,
+    pub(crate) incarnation: u64,
+    pub(crate) restart_count: u32,
+    pub(crate) reason: String,
+}
+
+/// The workers of a node that joins an elastic run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Admission {
+    pub(crate) slot: Slot,
+    pub(crate) node_rank: usize,
+    /// The number of nodes that the run has had at the same time.
+    pub(crate) nodes: usize,
+    pub(crate) attempt: u64,
+    pub(crate) restart_count: u32,
+    /// Of each worker.
+    pub(crate) incarnations: Vec<u64>,
+    pub(crate) reason: String,
+}
+
+/// What an agent learns when it joins.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Welcome {
+    /// It takes part from this entry of the log on.
+    From {
+        entry: u64,
+    },
+    Refused {
+        reason: String,
+    },
+}

@@ -1,0 +1,51 @@
+//! The agents of several nodes. An agent is a `ddprun`; those of one run meet through the store, which one of them hosts.
+//!
+//! - The host of the store also runs the run's [`Coordinator`], a thread that decides everything: when workers start, and
+//!   with which nodes; what follows a failure; when the run is over. So no two agents ever act on different decisions, and
+//!   the run ends with its store.
+//! - An agent tells it what happens on its node by a queue in the store ([`Message`]), and follows its log ([`Entry`]).
+//!   Both arrive at once, since waiting for a key needs no polling.
+//! - Every agent gives signs of life. One that stops giving them is taken for dead, and so is at once one whose connection
+//!   closes without a goodbye: the store then sends its last will ([`Message::Gone`]). An agent that cannot give signs of
+//!   life ends its workers, because the store is gone.
+mod coordinator;
+mod elastic;
+mod link;
+mod message;
+mod run;
+mod status;
+mod terms;
+#[cfg(test)]
+mod tests;
+
+pub(super) use coordinator::Coordinator;
+pub(super) use link::{Address, Link, News};
+pub(super) use message::{Admission, Entry, Exited, Message, Node, Replacement, Report, Round, Slot};
+pub(super) use terms::{Pace, Terms};
+
+use candle_ddp_rendezvous::json::{self, encode};
+
+/// Comes before the keys of the agents.
+const PREFIX: &str = "candle_ddp/nodes";
+/// The counter of nodes.
+const SLOTS: &str = "slots";
+/// The queue of messages to the coordinator.
+const INBOX: &str = "inbox";
+/// The report about the failure that caused the others, after a failed run.
+const ROOT: &str = "root";
+
+fn beat_key(slot: Slot) -> String {
+    format!("beat/{slot}")
+}
+
+fn welcome_key(slot: Slot) -> String {
+    format!("welcome/{slot}")
+}
+
+fn entry_key(number: u64) -> String {
+    format!("log/{number}")
+}
+
+fn decode<T: serde::de::DeserializeOwned>(key: &str, bytes: &[u8]) -> candle_ddp_rendezvous::Result<T> {
+    json::decode(&format!("{PREFIX}/{key}"), bytes)
+}

@@ -1,0 +1,473 @@
+//! What becomes of a run on several nodes: a state machine. What is special about elastic runs is in `elastic`.
+use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
+use super::terms::{Pace, Terms};
+use crate::members::Members;
+use crate::status::LastFailure;
+use crate::worker::Exit;
+use candle_ddp_rendezvous::Store;
+use candle_ddp_rendezvous::error::some;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long the reports of further nodes may take after the first one.
+pub(super) const REPORTS: Duration = Duration::from_secs(2);
+
+/// What the run wants to be done in the store.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Write(Entry),
+    /// Answers a node that wants to join; without a reason it takes part from the next entry on.
+    Welcome(Slot, Option<String>),
+    /// Removes what workers of an earlier round have left in the store.
+    Clear,
+    /// The failure that has caused the others.
+    Root(Option<Report>),
+}
+
+#[derive(Debug)]
+pub(super) enum State {
+    /// No worker runs; nodes come.
+    Meeting { since: Instant, enough_since: Option<Instant> },
+    /// These nodes run workers.
+    Running { members: Vec<Slot>, finished: BTreeSet<Slot>, suspicion: Option<Suspicion> },
+    /// Workers are ended on these nodes, before all are started again.
+    Stopping { awaited: BTreeSet<Slot> },
+    /// The run is over; these nodes have not said goodbye yet.
+    Ending { reports: Option<Reports> },
+}
+
+/// A failure that may be the consequence of the death of another node: nobody has to do with it until these nodes have
+/// given a sign of life.
+#[derive(Debug)]
+pub(super) struct Suspicion {
+    exited: Exited,
+    slot: Slot,
+    /// The other nodes from which a sign of life has not come since, and how many are still needed. The first may be older
+    /// than the failure, since they are looked at from time to time only.
+    silent: BTreeMap<Slot, u32>,
+}
+
+/// The reports of a failed run.
+#[derive(Debug)]
+pub(super) struct Reports {
+    awaited: BTreeSet<Slot>,
+    /// The node of the first failure.
+    first: Option<Slot>,
+    got: Vec<(Slot, Report)>,
+    deadline: Option<Instant>,
+}
+
+/// A run.
+pub(super) struct Run {
+    pub(super) terms: Terms,
+    pace: Pace,
+    /// The number of nodes is fixed, and each knows its rank.
+    pub(super) is_static: bool,
+    store: Arc<dyn Store>,
+    /// The nodes that are alive.
+    pub(super) nodes: BTreeMap<Slot, Node>,
+    /// The hosts of all nodes that have come.
+    pub(super) hosts: BTreeMap<Slot, String>,
+    /// The members of the last round, by their ranks; some may be gone.
+    pub(super) members: Vec<Slot>,
+    pub(super) state: State,
+    /// The number of rounds, and how often any worker was started again.
+    pub(super) rounds: u64,
+    pub(super) restart_count: u32,
+    pub(super) restarts_left: u32,
+    /// The processes of the last round, for the case that they run elastically.
+    pub(super) processes: Option<Members>,
+    pub(super) last_failure: Option<LastFailure>,
+    pub(super) actions: Vec<Action>,
+}
+
+impl Run {
+    pub(super) fn new(terms: Terms, pace: Pace, is_static: bool, store: Arc<dyn Store>) -> Self {
+        let restarts_left = terms.max_restarts;
+        Self {
+            terms,
+            pace,
+            is_static,
+            store,
+            nodes: BTreeMap::new(),
+            hosts: BTreeMap::new(),
+            members: Vec::new(),
+            state: State::Meeting { since: Instant::now(), enough_since: None },
+            rounds: 0,
+            restart_count: 0,
+            restarts_left,
+            processes: None,
+            last_failure: None,
+            actions: Vec::new(),
+        }
+    }
+
+    /// The nodes that are alive.
+    pub(super) fn nodes(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.nodes.keys().copied()
+    }
+
+    pub(super) fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Whether no agent needs the coordinator any more.
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self.state, State::Ending { .. }) && self.nodes.is_empty()
+    }
+
+    fn has_range(&self) -> bool {
+        self.terms.min_nodes < self.terms.max_nodes
+    }
+
+    /// A node in messages.
+    pub(super) fn name(&self, slot: Slot) -> String {
+        let host = self.nodes.get(&slot).map_or("unknown", |node| node.host.as_str());
+        match self.members.iter().position(|member| *member == slot) {
+            Some(node_rank) => format!("node {node_rank} (host {host})"),
+            None => format!("the node on host {host}"),
+        }
+    }
+
+    pub(super) fn on_message(&mut self, slot: Slot, message: Message) {
+        if !matches!(message, Message::Join(_)) && !self.nodes.contains_key(&slot) {
+            // It was taken for dead, and the others have gone on without it, or it has left.
+            return;
+        }
+        match message {
+            Message::Join(node) => self.on_join(slot, node),
+            Message::Exited(exited) => self.on_exited(slot, exited),
+            Message::Finished => self.on_finished(slot),
+            Message::Ended => self.on_ended(slot),
+            Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),
+            Message::Report(report) => self.on_report(slot, report),
+            Message::Bye => {
+                self.nodes.remove(&slot);
+                self.forget(slot);
+            }
+            Message::Gone => self.on_gone(slot),
+        }
+    }
+
+    fn on_join(&mut self, slot: Slot, node: Node) {
+        let twice = |rank: usize| {
+            let other = self.nodes.values().find(|other| other.node_rank == Some(rank))?;
+            Some(format!("--node-rank {rank} is taken by the ddprun on host {}: give each node its own", other.host))
+        };
+        let refusal = match self.terms.difference(&node.terms) {
+            Some(difference) => Some(difference),
+            None if matches!(self.state, State::Ending { .. }) => Some("the run has ended".to_string()),
+            None => node.node_rank.filter(|_| self.is_static).and_then(twice),
+        };
+        let is_refused = refusal.is_some();
+        self.actions.push(Action::Welcome(slot, refusal));
+        if is_refused {
+            return;
+        }
+        let host = node.host.clone();
+        self.nodes.insert(slot, node);
+        self.hosts.insert(slot, host.clone());
+        if let State::Running { members, .. } = &self.state
+            && members.len() < self.terms.max_nodes
+            && !self.admit(slot)
+        {
+            self.restart(format!("a node has come (host {host}): all workers are started again, on {} nodes", {
+                self.nodes.len().min(self.terms.max_nodes)
+            }));
+        }
+    }
+
+    fn on_exited(&mut self, slot: Slot, exited: Exited) {
+        if !matches!(&self.state, State::Running { members, .. } if members.contains(&slot)) {
+            return;
+        }
+        if let Some(min_world_size) = self.elastic() {
+            return self.judge(slot, &exited, min_world_size);
+        }
+        if exited.code != 0 {
+            self.on_failed(slot, exited);
+        }
+    }
+
+    fn on_failed(&mut self, slot: Slot, exited: Exited) {
+        let has_range = self.has_range();
+        let State::Running { members, suspicion, .. } = &mut self.state else { return };
+        if suspicion.is_some() {
+            return;
+        }
+        let silent = members.iter().filter(|member| has_range && **member != slot).map(|member| (*member, 2)).collect();
+        *suspicion = Some(Suspicion { exited, slot, silent });
+        self.settle_suspicion();
+    }
+
+    /// Acts on a failure, once no node is under suspicion of having caused it by its death.
+    fn settle_suspicion(&mut self) {
+        let State::Running { suspicion, .. } = &mut self.state else { return };
+        let nodes = &self.nodes;
+        let is_settled = |suspicion: &mut Suspicion| {
+            // Who has left is not dead.
+            suspicion.silent.retain(|slot, needed| *needed > 0 && nodes.contains_key(slot));
+            suspicion.silent.is_empty()
+        };
+        let Some(Suspicion { exited, slot, .. }) = suspicion.take_if(is_settled) else { return };
+        let what = format!("rank {} on {} {}", exited.rank, self.name(slot), exited.how);
+        self.note_failure(&what);
+        // Where the number of nodes is fixed, none can take the place of one that has finished and left.
+        let can_restart = !self.is_static || self.members.iter().all(|member| self.nodes.contains_key(member));
+        if self.restarts_left == 0 || !can_restart {
+            return self.fail(what, exited.code, Some(slot));
+        }
+        self.restarts_left -= 1;
+        let of = self.terms.max_restarts;
+        let nth = of - self.restarts_left;
+        self.restart(format!("{what}: all workers are started again (restart {nth} of {of})"));
+    }
+
+    fn on_finished(&mut self, slot: Slot) {
+        if let State::Running { finished, .. } = &mut self.state {
+            finished.insert(slot);
+        }
+        self.finish_if_all_have();
+    }
+
+    pub(super) fn finish_if_all_have(&mut self) {
+        let State::Running { members, finished, .. } = &self.state else { return };
+        if members.iter().all(|member| finished.contains(member)) {
+            self.actions.push(Action::Write(Entry::Done));
+            self.state = State::Ending { reports: None };
+        }
+    }
+
+    fn on_ended(&mut self, slot: Slot) {
+        if let State::Stopping { awaited } = &mut self.state {
+            awaited.remove(&slot);
+            self.meet_when_stopped();
+        }
+    }
+
+    fn meet_when_stopped(&mut self) {
+        if matches!(&self.state, State::Stopping { awaited } if awaited.is_empty()) {
+            self.actions.push(Action::Clear);
+            self.state = State::Meeting { since: Instant::now(), enough_since: None };
+        }
+    }
+
+    /// A node leaves by itself.
+    fn on_leave(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
+        let reason = format!("{} leaves: {reason}", self.name(slot));
+        let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
+        let has_finished = matches!(&self.state, State::Running { finished, .. } if finished.contains(&slot));
+        match &self.state {
+            State::Running { .. } if has_finished && hosts => {
+                self.nodes.remove(&slot);
+                self.actions.push(Action::Write(Entry::Unattended { reason }));
+                self.state = State::Ending { reports: None };
+            }
+            State::Running { .. } if has_finished => {
+                self.nodes.remove(&slot);
+            }
+            State::Meeting { .. } if self.is_static => {
+                self.nodes.remove(&slot);
+                self.end(reason, signal);
+            }
+            State::Running { .. } | State::Stopping { .. } | State::Meeting { .. } if hosts => {
+                self.nodes.remove(&slot);
+                self.end(format!("{reason}. It hosts the store"), signal);
+            }
+            _ => self.lose(slot, reason, signal),
+        }
+    }
+
+    pub(super) fn on_beat(&mut self, slot: Slot) {
+        if let State::Running { suspicion: Some(suspicion), .. } = &mut self.state {
+            if let Some(needed) = suspicion.silent.get_mut(&slot) {
+                *needed = needed.saturating_sub(1);
+            }
+            self.settle_suspicion();
+        }
+    }
+
+    /// A node has given no sign of life for too long.
+    pub(super) fn on_silence(&mut self, slot: Slot) {
+        let seconds = self.pace.patience().as_secs_f64();
+        let reason = format!(
+            "{} has given no sign of life for {seconds} s: its machine, its network or its ddprun is gone",
+            self.name(slot)
+        );
+        self.lose(slot, reason, None);
+    }
+
+    /// The connection of a node has closed, although it has not left. If its ddprun lives, it has lost the store by that, and
+    /// ends its workers.
+    fn on_gone(&mut self, slot: Slot) {
+        let reason = format!(
+            "{} is gone: its ddprun has ended without a word, or its connection to the store was cut",
+            self.name(slot)
+        );
+        self.lose(slot, reason, None);
+    }
+
+    /// Goes on without a node, or ends the run. `signal` is what the node was told to end by, if it was.
+    fn lose(&mut self, slot: Slot, reason: String, signal: Option<i32>) {
+        self.nodes.remove(&slot);
+        let is_running = matches!(&self.state, State::Running { members, .. } if members.contains(&slot));
+        if is_running {
+            self.note_failure(&reason);
+        }
+        if is_running && !self.go_on_without(slot, &reason) {
+            self.replace_lost(reason, signal);
+        } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
+            self.end(reason, signal);
+        }
+        self.forget(slot);
+    }
+
+    fn replace_lost(&mut self, reason: String, signal: Option<i32>) {
+        let left = self.nodes.len().min(self.terms.max_nodes);
+        let least = self.terms.min_nodes;
+        if self.is_static {
+            self.end(reason, signal);
+        } else if left >= least {
+            self.restart(format!("{reason}. All workers are started again, on {left} node(s)"));
+        } else if self.restarts_left > 0 {
+            self.restarts_left -= 1;
+            self.restart(format!("{reason}. All workers are started again once {least} node(s) are there"));
+        } else {
+            let few = format!("The {left} node(s) that are left are fewer than --nnodes wants ({least})");
+            self.end(format!("{reason}. {few}"), signal);
+        }
+    }
+
+    /// Waits no longer for a node.
+    fn forget(&mut self, slot: Slot) {
+        match &mut self.state {
+            State::Stopping { awaited } => {
+                awaited.remove(&slot);
+                self.meet_when_stopped();
+            }
+            State::Ending { reports: Some(reports) } => {
+                reports.awaited.remove(&slot);
+                self.publish(Instant::now());
+            }
+            _ => {}
+        }
+    }
+
+    fn on_report(&mut self, slot: Slot, report: Option<Report>) {
+        let State::Ending { reports: Some(reports) } = &mut self.state else { return };
+        reports.awaited.remove(&slot);
+        reports.got.extend(report.map(|report| (slot, report)));
+        let now = Instant::now();
+        reports.deadline.get_or_insert(now + REPORTS);
+        self.publish(now);
+    }
+
+    /// Makes known which failure has caused the others, when all reports are in or it gets late.
+    fn publish(&mut self, now: Instant) {
+        let State::Ending { reports } = &mut self.state else { return };
+        let is_due = |reports: &mut Reports| {
+            reports.awaited.is_empty() || reports.deadline.is_some_and(|deadline| deadline <= now)
+        };
+        if let Some(Reports { first, got, .. }) = reports.take_if(is_due) {
+            self.actions.push(Action::Root(root(first, got)));
+        }
+    }
+
+    /// Acts on the time.
+    pub(super) fn on_time(&mut self, now: Instant) {
+        self.publish(now);
+        self.settle_suspicion();
+        let (least, most) = (self.terms.min_nodes, self.terms.max_nodes);
+        let State::Meeting { since, enough_since } = &mut self.state else { return };
+        let there = self.nodes.len();
+        if there < least {
+            *enough_since = None;
+            if now.duration_since(*since) >= self.pace.join_timeout {
+                let seconds = self.pace.join_timeout.as_secs_f64();
+                self.fail(format!("{there} of {least} nodes have come within {seconds} s{}", self.absent()), 1, None);
+            }
+            return;
+        }
+        // Only the first round waits for more nodes than it needs. Later ones come when they are ready.
+        let since = *enough_since.get_or_insert(now);
+        if there >= most || self.rounds > 0 || now.duration_since(since) >= self.pace.last_call_timeout {
+            self.start();
+        }
+    }
+
+    /// Which nodes have not come, where they are known by rank.
+    fn absent(&self) -> String {
+        if !self.is_static {
+            return String::new();
+        }
+        let is_there = |rank: usize| self.nodes.values().any(|node| node.node_rank == Some(rank));
+        let absent = (0..self.terms.max_nodes).filter(|rank| !is_there(*rank));
+        let absent: Vec<String> = absent.map(|rank| rank.to_string()).collect();
+        format!(": look at the output of ddprun with --node-rank {}", some(&absent))
+    }
+
+    fn start(&mut self) {
+        let mut slots: Vec<Slot> = self.nodes.keys().copied().collect();
+        if self.is_static {
+            slots.sort_by_key(|slot| self.nodes.get(slot).and_then(|node| node.node_rank));
+        }
+        slots.truncate(self.terms.max_nodes);
+        self.members = slots.clone();
+        let round = Round { attempt: self.rounds, restart_count: self.restart_count, slots: slots.clone() };
+        let world_size = slots.len() * self.terms.workers;
+        self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, world_size));
+        self.rounds += 1;
+        self.actions.push(Action::Write(Entry::Start(round)));
+        self.state = State::Running { members: slots, finished: BTreeSet::new(), suspicion: None };
+    }
+
+    /// Ends all workers, and starts them again afterwards.
+    fn restart(&mut self, reason: String) {
+        let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
+        self.restart_count += 1;
+        self.actions.push(Action::Write(Entry::Restart { reason }));
+        self.state = State::Stopping { awaited };
+        self.meet_when_stopped();
+    }
+
+    /// Ends the run. `first` is the node on which a worker has failed.
+    pub(super) fn fail(&mut self, reason: String, code: u8, first: Option<Slot>) {
+        self.end_with(reason, code, first, None);
+    }
+
+    /// Ends the run because of a node, which may have received `signal`.
+    fn end(&mut self, reason: String, signal: Option<i32>) {
+        self.end_with(reason, signal.map_or(1, |signal| Exit::Signal(signal).code()), None, signal);
+    }
+
+    fn end_with(&mut self, reason: String, code: u8, first: Option<Slot>, signal: Option<i32>) {
+        self.note_failure(&reason);
+        self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
+        let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
+        self.state = State::Ending { reports: Some(Reports { awaited, first, got: Vec::new(), deadline: None }) };
+        self.publish(Instant::now());
+    }
+}
+
+/// The failure that has caused the others, in the same way as among the workers of one node: one that was killed comes
+/// first; otherwise the first one, or the one that its error names.
+fn root(first: Option<Slot>, reports: Vec<(Slot, Report)>) -> Option<Report> {
+    let killed = reports.iter().map(|(_, report)| report).filter(|report| report.killed);
+    if let Some(killed) = killed.min_by_key(|report| report.at) {
+        return Some(killed.clone());
+    }
+    // Without a first worker, a node has ended the run.
+    let first = first?;
+    let start = reports.iter().find(|(slot, _)| *slot == first).or(reports.first());
+    let mut root = &start?.1;
+    let mut seen = vec![root.rank];
+    while let Some(named) = root.elsewhere
+        && let Some((_, next)) = reports.iter().find(|(_, report)| report.rank == named)
+        && !seen.contains(&named)
+    {
+        seen.push(named);
+        root = next;
+    }
+    Some(root.clone())
+}

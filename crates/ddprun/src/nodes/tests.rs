@@ -1,0 +1,263 @@
+//! The state machine of a run, without a network: what the coordinator decides about messages, silence and last wills.
+use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
+use super::run::{Action, Run};
+use super::terms::{Pace, Terms};
+use candle_ddp_rendezvous::HashStore;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A run whose nodes have a worker each. With `is_static`, a node's rank is its slot.
+struct Fixture {
+    run: Run,
+    is_static: bool,
+}
+
+impl Fixture {
+    fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts };
+        let store = Arc::new(HashStore::new(Duration::from_secs(1)));
+        Self { run: Run::new(terms, Pace::default(), is_static, store), is_static }
+    }
+
+    /// A run of two nodes, which have met.
+    fn of_two(min_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+        let mut fixture = Self::new(min_nodes, 2, max_restarts, is_static);
+        fixture.join(0);
+        fixture.join(1);
+        assert_eq!(fixture.entries(), [start(0, 0, &[0, 1])]);
+        fixture
+    }
+
+    /// A node comes, and is welcome.
+    fn join(&mut self, slot: Slot) {
+        let node_rank = self.is_static.then_some(usize::try_from(slot).unwrap());
+        let terms = self.run.terms.clone();
+        self.tell(slot, Message::Join(Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms }));
+        assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
+    }
+
+    fn tell(&mut self, slot: Slot, message: Message) {
+        self.run.on_message(slot, message);
+    }
+
+    /// The worker of a node fails.
+    fn fail(&mut self, slot: Slot, code: u8) {
+        let rank = usize::try_from(slot).unwrap();
+        self.tell(slot, Message::Exited(Exited { rank, how: format!("exited with code {code}"), code }));
+    }
+
+    /// What the run wants to be done now.
+    fn actions(&mut self) -> Vec<Action> {
+        self.run.on_time(Instant::now());
+        self.run.take_actions()
+    }
+
+    /// What the nodes are told now.
+    fn entries(&mut self) -> Vec<Entry> {
+        let entry = |action| match action {
+            Action::Write(entry) => Some(entry),
+            _ => None,
+        };
+        self.actions().into_iter().filter_map(entry).collect()
+    }
+
+    /// Asserts that all workers are now started again, and returns the reason.
+    #[track_caller]
+    fn restart_reason(&mut self) -> String {
+        match self.entries().as_slice() {
+            [Entry::Restart { reason }] => reason.clone(),
+            other => panic!("{other:?} instead of a restart"),
+        }
+    }
+
+    /// Asserts that the run has now failed, and returns the reason and the exit code.
+    #[track_caller]
+    fn failure(&mut self) -> (String, u8) {
+        match self.entries().as_slice() {
+            [Entry::Failed { reason, code, .. }] => (reason.clone(), *code),
+            other => panic!("{other:?} instead of a failure"),
+        }
+    }
+}
+
+fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Entry {
+    Entry::Start(Round { attempt, restart_count, slots: slots.to_vec() })
+}
+
+#[test]
+fn nodes_meet_and_finish() {
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    fixture.join(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(0);
+    assert_eq!(fixture.entries(), [start(0, 0, &[0, 1])]);
+    fixture.tell(0, Message::Finished);
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Finished);
+    assert_eq!(fixture.entries(), [Entry::Done]);
+    for slot in [1, 0] {
+        assert!(!fixture.run.is_over());
+        fixture.tell(slot, Message::Bye);
+    }
+    assert!(fixture.run.is_over());
+}
+
+#[test]
+fn the_others_start_again_without_a_silent_node() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.run.on_silence(1);
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
+    assert!(reason.ends_with("All workers are started again, on 1 node(s)"), "{reason}");
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.actions(), [Action::Clear, Action::Write(start(1, 1, &[0]))]);
+}
+
+#[test]
+fn a_last_will_is_as_good_as_silence() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.tell(1, Message::Gone);
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun has ended without a word"), "{reason}");
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.entries(), [start(1, 1, &[0])]);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+
+    let (reason, code) = {
+        let mut fixture = Fixture::of_two(2, 1, true);
+        fixture.tell(1, Message::Gone);
+        fixture.failure()
+    };
+    assert!(reason.starts_with("node 1 (host host1) is gone") && code == 1, "{reason}");
+}
+
+#[test]
+fn a_last_will_after_a_goodbye_means_nothing() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) leaves: ddprun received SIGTERM"), "{reason}");
+    fixture.tell(1, Message::Bye);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+
+    // A node that has finished waits for the others, but not for ever.
+    let mut fixture = Fixture::of_two(2, 0, true);
+    fixture.tell(1, Message::Finished);
+    for message in
+        [Message::Leave { reason: "it has waited long enough".into(), signal: None }, Message::Bye, Message::Gone]
+    {
+        fixture.tell(1, message);
+        assert_eq!(fixture.actions(), []);
+    }
+    fixture.tell(0, Message::Finished);
+    assert_eq!(fixture.entries(), [Entry::Done]);
+    assert!(!fixture.run.is_over(), "the other one still needs the store");
+}
+
+/// All nodes then end in the same way.
+#[test]
+fn a_signal_to_a_node_that_the_run_needs_ends_it_everywhere() {
+    for (is_static, slot) in [(true, 1), (true, 0), (false, 1), (false, 0)] {
+        let mut fixture = Fixture::of_two(2, 0, is_static);
+        fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        let entries = fixture.entries();
+        let [Entry::Failed { reason, code: 143, signal: Some(15) }] = entries.as_slice() else { panic!("{entries:?}") };
+        assert!(
+            reason.starts_with(&format!("node {slot} (host host{slot}) leaves: ddprun received SIGTERM")),
+            "{reason}"
+        );
+    }
+}
+
+#[test]
+fn a_node_that_is_gone_before_the_start_may_come_again() {
+    let mut fixture = Fixture::new(2, 2, 0, false);
+    fixture.join(0);
+    fixture.join(1);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(2);
+    assert_eq!(fixture.entries(), [start(0, 0, &[0, 2])]);
+}
+
+#[test]
+fn a_node_that_is_gone_is_not_waited_for() {
+    // Before the others start again,
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.fail(0, 7);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), [Action::Clear]);
+    fixture.join(2);
+    assert_eq!(fixture.entries(), [start(1, 1, &[0, 2])]);
+    // and for its report.
+    fixture.fail(0, 8);
+    assert_eq!(fixture.failure().1, 8);
+    let report = Report { rank: 0, killed: false, elsewhere: None, at: 0, code: 8, text: "failed".into() };
+    fixture.tell(0, Message::Report(Some(report.clone())));
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(2, Message::Gone);
+    assert_eq!(fixture.actions(), [Action::Root(Some(report))]);
+}
+
+#[test]
+fn too_few_nodes_end_the_run_or_use_up_a_restart() {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    fixture.tell(1, Message::Gone);
+    let (reason, code) = fixture.failure();
+    assert!(reason.ends_with("The 1 node(s) that are left are fewer than --nnodes wants (2)"), "{reason}");
+    assert_eq!(code, 1);
+
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.tell(1, Message::Gone);
+    let reason = fixture.restart_reason();
+    assert!(reason.ends_with("All workers are started again once 2 node(s) are there"), "{reason}");
+    fixture.tell(0, Message::Ended);
+    assert_eq!(fixture.entries(), []);
+    fixture.join(2);
+    assert_eq!(fixture.entries(), [start(1, 1, &[0, 2])]);
+    fixture.tell(2, Message::Gone);
+    fixture.failure();
+}
+
+#[test]
+fn the_last_failure_counts_when_all_restarts_are_used_up() {
+    let mut fixture = Fixture::of_two(2, 1, true);
+    fixture.fail(1, 7);
+    let reason = fixture.restart_reason();
+    let expected = "rank 1 on node 1 (host host1) exited with code 7: all workers are started again (restart 1 of 1)";
+    assert_eq!(reason, expected);
+    for slot in [0, 1] {
+        assert_eq!(fixture.actions(), []);
+        fixture.tell(slot, Message::Ended);
+    }
+    assert_eq!(fixture.actions(), [Action::Clear, Action::Write(start(1, 1, &[0, 1]))]);
+    fixture.fail(0, 9);
+    assert_eq!(fixture.failure(), ("rank 0 on node 0 (host host0) exited with code 9".to_string(), 9));
+}
+
+/// A worker fails because another node has died: no restart is used up, however that becomes known.
+#[test]
+fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
+    for lose in [|run: &mut Run| run.on_message(1, Message::Gone), |run: &mut Run| run.on_silence(1)] {
+        let mut fixture = Fixture::of_two(1, 1, false);
+        fixture.fail(0, 5);
+        fixture.run.on_beat(1);
+        assert_eq!(fixture.actions(), []);
+        lose(&mut fixture.run);
+        assert!(fixture.restart_reason().starts_with("node 1 "));
+        assert_eq!(fixture.run.restarts_left, 1);
+    }
+    let mut fixture = Fixture::of_two(1, 1, false);
+    fixture.fail(0, 5);
+    for _ in 0..2 {
+        assert_eq!(fixture.actions(), []);
+        fixture.run.on_beat(1);
+    }
+    assert!(fixture.restart_reason().starts_with("rank 0 on node 0 (host host0) exited with code 5"));
+    assert_eq!(fixture.run.restarts_left, 0);
+}

@@ -1,0 +1,61 @@
+//! The secret of a run: the user's, or one that ddprun makes.
+use super::console::message;
+use super::error::Result;
+use candle_ddp_rendezvous::Secret;
+use candle_ddp_rendezvous::secret::{FILE_VARIABLE, VARIABLE};
+use std::process::Command;
+
+/// What the processes of a run prove to each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum RunSecret {
+    /// Nothing.
+    None,
+    /// What the user has given to all machines. Only who knows it is served.
+    Given(Secret),
+    /// A secret of this run alone. The workers may be PyTorch's programs, which know none: the store serves those as well,
+    /// until a worker proves that it knows it.
+    Made(Secret),
+}
+
+impl RunSecret {
+    /// Takes the secret of this process's environment, or makes one if the run is on this machine alone.
+    pub(super) fn resolve(no_secret: bool, nodes: usize) -> Result<Self> {
+        if no_secret {
+            return Ok(Self::None);
+        }
+        match Secret::from_env()? {
+            Some(secret) => Ok(Self::Given(secret)),
+            None if nodes == 1 => Ok(Self::Made(Secret::random()?)),
+            None => Ok(Self::None),
+        }
+    }
+
+    pub(super) fn get(&self) -> Option<&Secret> {
+        match self {
+            Self::None => None,
+            Self::Given(secret) | Self::Made(secret) => Some(secret),
+        }
+    }
+
+    /// Whether the store also serves clients that do not know the secret, with keys of their own.
+    pub(super) fn has_guests(&self) -> bool {
+        matches!(self, Self::Made(_))
+    }
+
+    /// Puts the secret, and no other, into the environment of a worker. Nobody but its user can read that.
+    pub(super) fn give(&self, worker: &mut Command) {
+        worker.env_remove(FILE_VARIABLE);
+        match self.get() {
+            Some(secret) => worker.env(VARIABLE, secret.reveal()),
+            None => worker.env_remove(VARIABLE),
+        };
+    }
+}
+
+/// Says that a run over several machines has no secret, unless that is what the user wants.
+pub(super) fn say_none(port: u16) {
+    message(format_args!(
+        "this run has no secret, so anyone who reaches port {port} can use its store: give all machines the same one in \
+         {VARIABLE}, or in a file named by {FILE_VARIABLE} (openssl rand -hex 32), or say --no-secret"
+    ));
+}

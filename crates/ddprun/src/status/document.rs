@@ -1,0 +1,77 @@
+//! What the ddprun that hosts the store writes there about its run, whenever something changes.
+use crate::config::Config;
+use candle_ddp_rendezvous::host::host_name;
+use candle_ddp_rendezvous::milliseconds;
+use serde::{Deserialize, Serialize};
+use std::time::SystemTime;
+
+/// The key of a run's [`RunStatus`].
+pub(crate) const RUN_STATUS: &str = "candle_ddp/status/run";
+
+/// A run, as its launcher knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RunStatus {
+    pub(crate) run_id: String,
+    pub(crate) phase: Phase,
+    /// How often all workers were started again.
+    pub(crate) attempt: u64,
+    /// How many of the restarts are used up.
+    pub(crate) restarts: u32,
+    pub(crate) max_restarts: u32,
+    /// The number of workers on each node.
+    pub(crate) workers: usize,
+    pub(crate) nodes: Vec<NodeStatus>,
+    pub(crate) last_failure: Option<LastFailure>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Phase {
+    Meeting,
+    Running,
+    Restarting,
+    Ending,
+}
+
+/// A node that takes part, has taken part since the last start, or waits until it can.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct NodeStatus {
+    pub(crate) host: String,
+    /// `None` while it waits.
+    pub(crate) node_rank: Option<usize>,
+    pub(crate) is_alive: bool,
+}
+
+/// The failure of a worker or a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LastFailure {
+    /// In milliseconds since 1970.
+    pub(crate) at: u64,
+    pub(crate) text: String,
+}
+
+impl LastFailure {
+    pub(crate) fn now(text: impl Into<String>) -> Self {
+        Self { at: milliseconds(SystemTime::now()), text: text.into() }
+    }
+}
+
+impl RunStatus {
+    /// The beginning of a run. The nodes of a run on several ones have yet to come.
+    pub(crate) fn of(config: &Config) -> Self {
+        let own = NodeStatus { host: host_name(), node_rank: Some(0), is_alive: true };
+        let (phase, nodes) = match config.rendezvous {
+            None => (Phase::Running, vec![own]),
+            Some(_) => (Phase::Meeting, Vec::new()),
+        };
+        Self {
+            run_id: config.run_id.clone(),
+            phase,
+            attempt: 0,
+            restarts: 0,
+            max_restarts: config.max_restarts,
+            workers: config.topology.local_world_size,
+            nodes,
+            last_failure: None,
+        }
+    }
+}

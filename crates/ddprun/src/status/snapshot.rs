@@ -1,0 +1,107 @@
+//! Reading what the store of a run says about it.
+use super::document::{RUN_STATUS, RunStatus};
+use candle_ddp_rendezvous::json::decode;
+use candle_ddp_rendezvous::{Decision, Generations, RankStatus, Store, absent_ranks, rank_status_key};
+use std::sync::Arc;
+
+/// A run at some time.
+pub(super) struct Snapshot {
+    pub(super) run: RunStatus,
+    /// The newest generation, if the ranks run elastically.
+    pub(super) generation: Option<u64>,
+    /// The ranks that take part, with what they have told.
+    pub(super) ranks: Vec<(usize, Option<RankStatus>)>,
+}
+
+/// Reads from the store that is called `name`.
+pub(super) fn read(store: Arc<dyn Store>, name: String) -> candle_ddp_rendezvous::Result<Snapshot> {
+    if !store.check(&[RUN_STATUS])? {
+        let reason = "no ddprun has written there about its run: another launcher hosts this store, or the run has a \
+                      secret that this process does not have (CANDLE_DDP_SECRET, or a file with CANDLE_DDP_SECRET_FILE)";
+        let operation = "reading the status of a run".to_string();
+        return Err(candle_ddp_rendezvous::Error::Store { operation, store: name, reason: reason.to_string() });
+    }
+    let run: RunStatus = decode(RUN_STATUS, &store.get(RUN_STATUS)?)?;
+    let log = Generations::new(Generations::agent_prefix(run.attempt), Arc::clone(&store));
+    let (generation, ranks) = match log.announced()? {
+        None => (None, ranks_of(&run)),
+        Some(_) => {
+            let (mut generation, mut ranks) = (0, ranks_of(&run));
+            while let Some(Decision::Members(members)) = log.get(generation + 1)? {
+                generation += 1;
+                ranks = members.into_iter().map(|member| member.rank).collect();
+            }
+            (Some(generation), ranks)
+        }
+    };
+    let key = |index: usize| rank_status_key(ranks[index]);
+    let absent = absent_ranks(&*store, 0..ranks.len(), &key)?;
+    let present: Vec<usize> = (0..ranks.len()).filter(|index| absent.binary_search(index).is_err()).collect();
+    let keys: Vec<String> = present.iter().map(|index| key(*index)).collect();
+    let values = store.multi_get(&keys.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let mut ranks: Vec<(usize, Option<RankStatus>)> = ranks.into_iter().map(|rank| (rank, None)).collect();
+    for ((index, key), value) in present.into_iter().zip(&keys).zip(values) {
+        ranks[index].1 = Some(decode(key, &value)?);
+    }
+    Ok(Snapshot { run, generation, ranks })
+}
+
+/// The ranks of the nodes that have taken part since the last start.
+fn ranks_of(run: &RunStatus) -> Vec<usize> {
+    let nodes = run.nodes.iter().filter_map(|node| node.node_rank);
+    nodes.flat_map(|node_rank| node_rank * run.workers..(node_rank + 1) * run.workers).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::document::{NodeStatus, Phase};
+    use candle_ddp_rendezvous::json::encode;
+    use candle_ddp_rendezvous::{HashStore, Member};
+    use std::time::Duration;
+
+    fn run() -> RunStatus {
+        let node = |node_rank| NodeStatus { host: "a".to_string(), node_rank, is_alive: true };
+        RunStatus {
+            run_id: "night".to_string(),
+            phase: Phase::Running,
+            attempt: 2,
+            restarts: 2,
+            max_restarts: 3,
+            workers: 2,
+            nodes: vec![node(Some(0)), node(Some(1)), node(None)],
+            last_failure: None,
+        }
+    }
+
+    #[test]
+    fn the_ranks_are_those_of_the_newest_generation() {
+        let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
+        let snapshot = || read(Arc::clone(&store), "a:1".to_string());
+        let error = snapshot().err().unwrap().to_string();
+        assert!(error.contains("a:1") && error.contains("CANDLE_DDP_SECRET"), "{error}");
+        store.set(RUN_STATUS, &encode(&run())).unwrap();
+        let told = RankStatus {
+            host: "b".to_string(),
+            pid: 5,
+            generation: Some(1),
+            steps: 9,
+            steps_per_second: Some(0.1),
+            last_step: Some(1),
+        };
+        store.set(&rank_status_key(3), &encode(&told)).unwrap();
+        let ranks = |snapshot: &Snapshot| snapshot.ranks.iter().map(|(rank, _)| *rank).collect::<Vec<_>>();
+        let plain = snapshot().unwrap();
+        assert_eq!((plain.generation, ranks(&plain), &plain.ranks[2].1), (None, vec![0, 1, 2, 3], &None));
+        assert_eq!(plain.ranks[3].1, Some(told.clone()));
+        let log = Generations::new(Generations::agent_prefix(2), Arc::clone(&store));
+        log.announce(1).unwrap();
+        log.decide(0, &Decision::everyone(4)).unwrap();
+        assert_eq!(snapshot().unwrap().generation, Some(0));
+        let left = [0, 3].map(|rank| Member { rank, incarnation: 0 }).to_vec();
+        log.decide(1, &Decision::Members(left)).unwrap();
+        log.decide(2, &Decision::Done).unwrap();
+        let elastic = snapshot().unwrap();
+        assert_eq!((elastic.generation, ranks(&elastic), &elastic.ranks[1].1), (Some(1), vec![0, 3], &Some(told)));
+    }
+}

@@ -1,0 +1,90 @@
+//! The rendezvous store, which the launcher of machine 0 hosts and which outlives the workers.
+use super::config::{Config, Rendezvous};
+use super::console::message;
+use super::error::{Error, Result};
+use super::events::Events;
+use super::nodes::{Address, Coordinator, Link, Node};
+use super::status::{RUN_STATUS, RunStatus};
+use candle_ddp_rendezvous::host::host_name;
+use candle_ddp_rendezvous::json::encode;
+use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store};
+use std::io::ErrorKind;
+use std::net::{IpAddr, ToSocketAddrs};
+use std::time::Duration;
+
+/// Warns if the store's host name does not resolve on this machine. This is not an error, because the name may appear
+/// later. The lookup runs in a thread, because a name server that does not answer takes long.
+pub(super) fn check_address(config: &Config) -> Result<()> {
+    let host = config.master_addr.clone();
+    if config.topology.node_rank == 0 || host.parse::<IpAddr>().is_ok() {
+        return Ok(());
+    }
+    let look_up = move || {
+        if let Err(error) = (host.as_str(), 0).to_socket_addrs() {
+            message(format_args!(
+                "--master-addr: cannot resolve the name {host} on this machine: {error}. The workers will retry until \
+                 their time-out"
+            ));
+        }
+    };
+    let thread = std::thread::Builder::new().name("ddprun-resolver".into()).spawn(look_up);
+    thread.map(drop).map_err(|error| Error::io("starting a thread", error))
+}
+
+/// Starts the store if this machine hosts it, and returns it with its port. The store serves, and holds its port, until
+/// it is dropped.
+///
+/// It listens only on the master address. Who has the secret can use it, and without one anyone who reaches it. It says
+/// `status` about the run from its beginning.
+pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpStoreServer>, u16)> {
+    let port = config.master_port.unwrap_or(0);
+    let is_told = config.rendezvous.as_ref().and_then(|rendezvous| rendezvous.pace.is_host);
+    let is_static = config.rendezvous.as_ref().is_none_or(|rendezvous| rendezvous.is_static);
+    if is_static && !is_told.unwrap_or(config.topology.node_rank == 0) {
+        let missing =
+            || Error::usage("--master-port", "is required on every machine except the one that hosts the store");
+        return Ok((None, config.master_port.ok_or_else(missing)?));
+    }
+    let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
+    // There is a warning if the address is not known to belong to this machine.
+    if !is_static && !is_told.unwrap_or(listening.warning.is_none()) {
+        return Ok((None, port));
+    }
+    let least = |Rendezvous { terms, .. }: &Rendezvous| terms.min_nodes * terms.workers;
+    check_room(config.rendezvous.as_ref().map_or(config.topology.world_size(), least))?;
+    let secret = &config.secret;
+    let status = String::from_utf8_lossy(&encode(status)).into_owned();
+    let pairs = [(RUN_STATUS, status.as_str())];
+    let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), &pairs) {
+        // Another ddprun of the run is on this machine, and was here first.
+        Err(candle_ddp_rendezvous::Error::Io { error, .. })
+            if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>
+        {
+            return Ok((None, port));
+        }
+        server => server?,
+    };
+    let port = server.port();
+    if let Some(warning) = &listening.warning {
+        message(format_args!("--master-addr: {warning}"));
+    }
+    Ok((Some(server), port))
+}
+
+/// Connects this agent to those of the other nodes, if there are any.
+pub(super) fn link(
+    config: &Config,
+    server: Option<&TcpStoreServer>,
+    port: u16,
+    events: &Events,
+) -> Result<Option<Link>> {
+    let Some(Rendezvous { terms, pace, is_static }) = &config.rendezvous else { return Ok(None) };
+    let secret = config.secret.get().cloned();
+    let start = |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static);
+    let coordinator = server.map(start).transpose()?;
+    let node_rank = is_static.then_some(config.topology.node_rank);
+    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone() };
+    // The host's name may not resolve to this host from inside.
+    let host = server.map_or_else(|| config.master_addr.clone(), TcpStoreServer::own_host);
+    Link::join(Address { host, port, secret }, node, pace, coordinator, events.newsroom()).map(Some)
+}

@@ -1,0 +1,145 @@
+//! What the supervisor does when other nodes have acted.
+use super::{Outcome, Phase, SETTLE, Supervisor};
+use crate::agent::Agent;
+use crate::console::message;
+use crate::nodes::{Entry, Message, News, Replacement};
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+/// How long the workers have to exit by themselves after a failure on another node: their groups fail at once.
+const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
+
+impl Supervisor {
+    /// Acts on what other nodes have done.
+    pub(super) fn on_news(&mut self, news: News, agent: &mut Agent) {
+        if self.is_decided {
+            return;
+        }
+        match news {
+            News::Joined(slot) => agent.joined(slot),
+            News::Entry(Entry::Start(round)) => match agent.enter(round) {
+                Ok(true) => {
+                    if !self.restart(agent) {
+                        self.fail_elsewhere();
+                        agent
+                            .tell(Message::Leave { reason: "its workers cannot be started".to_string(), signal: None });
+                    }
+                }
+                Ok(false) => message("all nodes that the run needs are there: this one waits until one is lost"),
+                Err(reason) => {
+                    agent.set_lost(reason);
+                    self.fail_elsewhere();
+                }
+            },
+            News::Entry(Entry::Restart { reason }) => {
+                message(reason);
+                self.outcome = Outcome::Elsewhere;
+                match self.phase {
+                    Phase::Waiting(_) => {
+                        self.phase = Phase::Waiting(None);
+                        agent.tell(Message::Ended);
+                    }
+                    Phase::Running | Phase::Settling(_) => {
+                        self.restarting = true;
+                        self.end(Signal::TERM);
+                    }
+                    Phase::Ending(_) | Phase::Killed(_) => self.restarting = true,
+                }
+            }
+            News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
+            News::Entry(Entry::GoOnWithout { slot, rank, reason }) => {
+                message(reason);
+                if let Some(worker) = self.workers.iter_mut().find(|worker| Some(worker.rank) == rank)
+                    && agent.is_own(slot)
+                {
+                    worker.given_up = true;
+                    self.resume();
+                }
+            }
+            News::Entry(Entry::Admit(admission)) => {
+                message(&admission.reason);
+                if agent.is_own(admission.slot) {
+                    let mut workers = Vec::new();
+                    let started = agent.start_admitted(&admission, |worker| workers.push(worker));
+                    self.workers = workers;
+                    self.resume();
+                    self.check_started(started, agent);
+                }
+            }
+            News::Entry(Entry::Done) => {
+                (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
+            }
+            News::Entry(Entry::Failed { reason, signal: Some(signal), .. }) => {
+                self.signalled_elsewhere(signal, &reason)
+            }
+            News::Entry(Entry::Failed { reason, code, signal: None }) => {
+                agent.set_failure(reason, code);
+                self.fail_elsewhere();
+            }
+            News::Entry(Entry::Unattended { reason }) => {
+                message(format_args!(
+                    "{reason}. It hosted the store: failures on other nodes go unnoticed from here on"
+                ));
+                self.is_decided = true;
+                if matches!(self.phase, Phase::Waiting(_)) {
+                    self.phase = Phase::Settling(Instant::now());
+                }
+            }
+            News::Refused(reason) | News::Lost(reason) => {
+                agent.set_lost(reason);
+                self.fail_elsewhere();
+            }
+        }
+    }
+
+    /// Starts a process in the place of one that has ended, if that was on this node.
+    fn replace(&mut self, replacement: &Replacement, agent: &mut Agent) {
+        message(&replacement.reason);
+        let found = self.workers.iter_mut().find(|worker| worker.rank == replacement.rank);
+        let Some(worker) = found.filter(|_| agent.is_own(replacement.slot)) else { return };
+        let started = agent.start_again(replacement).map(|new| *worker = new);
+        self.resume();
+        self.check_started(started, agent);
+    }
+
+    /// The workers that are there go on.
+    pub(super) fn resume(&mut self) {
+        (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
+    }
+
+    fn check_started(&mut self, started: crate::error::Result<()>, agent: &mut Agent) {
+        if let Err(error) = started {
+            let reason = format!("its workers cannot be started: {error}");
+            agent.tell(Message::Leave { reason: reason.clone(), signal: None });
+            agent.set_failure(reason, 1);
+            self.fail_elsewhere();
+        }
+    }
+
+    /// Ends the workers as if this node had received the signal that ended the run.
+    fn signalled_elsewhere(&mut self, signal: i32, reason: &str) {
+        message(reason);
+        (self.outcome, self.is_decided, self.restarting) = (Outcome::Signalled(signal), true, false);
+        match self.phase {
+            Phase::Waiting(_) => self.phase = Phase::Settling(Instant::now()),
+            Phase::Running | Phase::Settling(_) => self.forward_end(signal),
+            Phase::Ending(_) | Phase::Killed(_) => {}
+        }
+    }
+
+    /// Ends the workers because the run has failed on some node.
+    fn fail_elsewhere(&mut self) {
+        self.is_decided = true;
+        self.restarting = false;
+        let now = Instant::now();
+        let settle = if matches!(self.outcome, Outcome::Failure(_)) { SETTLE } else { SETTLE_ELSEWHERE };
+        if self.outcome == Outcome::Success {
+            self.outcome = Outcome::Elsewhere;
+        }
+        match self.phase {
+            Phase::Waiting(_) => self.phase = Phase::Settling(now),
+            Phase::Running => self.phase = Phase::Settling(now + settle),
+            Phase::Settling(_) | Phase::Ending(_) | Phase::Killed(_) => {}
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! `--nnodes MIN:MAX` with `--rdzv-backend c10d`: nodes come and go.
+use crate::nodes::finish;
+use crate::status::status_when;
+use crate::{Ran, Running, Sandbox, free_port, wait_until};
+use candle_ddp_rendezvous::TcpStore;
+use rustix::process::Signal;
+
+/// Each worker says which round it is in, and waits for the end.
+const SCRIPT: &str = ": >here-$TORCHELASTIC_RESTART_COUNT-$RANK-of-$WORLD_SIZE-$GROUP_RANK
+    while [ ! -e end ]; do sleep 0.02; done";
+
+/// Nodes with two workers each, which are all on this machine.
+struct Nodes {
+    sandbox: Sandbox,
+    port: u16,
+    nnodes: &'static str,
+    /// How many seconds a round waits for more nodes, once the smallest number is there.
+    last_call: &'static str,
+}
+
+impl Nodes {
+    /// The first round waits long enough for a second node, however busy the machine is.
+    fn new(nnodes: &'static str) -> Self {
+        Self { sandbox: Sandbox::new(), port: free_port(), nnodes, last_call: "8" }
+    }
+
+    fn start(&self, args: &[&str], script: &str) -> Running {
+        let options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=a", "--nnodes", self.nnodes];
+        let pace = "keep_alive_interval=0.1,keep_alive_max_attempt=40";
+        let conf = format!("--rdzv-conf={pace},last_call_timeout={}", self.last_call);
+        let endpoint = format!("localhost:{}", self.port);
+        let node = self.sandbox.start(&[&options[..], &["--rdzv-endpoint", &endpoint, &conf], args].concat(), script);
+        // The first one hosts the store.
+        TcpStore::connect("localhost", self.port, crate::PATIENCE).unwrap();
+        node
+    }
+
+    /// Waits until a round has begun on `nodes` nodes, and returns its workers' ranks with those of their nodes.
+    fn wait_for_round(&self, restart_count: usize, nodes: usize) -> Vec<String> {
+        let prefix = format!("here-{restart_count}-");
+        let mut found = Vec::new();
+        wait_until(&format!("round {restart_count} on {nodes} nodes"), || {
+            let names = std::fs::read_dir(self.sandbox.path("")).unwrap();
+            found = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            found.retain(|name| name.starts_with(&prefix));
+            found.len() == 2 * nodes
+        });
+        found.sort();
+        found.into_iter().map(|name| name.split_once(&prefix).unwrap().1.to_string()).collect()
+    }
+
+    fn end(&self, nodes: Vec<Running>) -> Vec<Ran> {
+        std::fs::write(self.sandbox.path("end"), "").unwrap();
+        finish(nodes)
+    }
+}
+
+#[test]
+fn nodes_get_their_ranks_when_they_meet() {
+    let nodes = Nodes::new("2");
+    let running = vec![nodes.start(&[], SCRIPT), nodes.start(&[], SCRIPT)];
+    assert_eq!(nodes.wait_for_round(0, 2), ["0-of-4-0", "1-of-4-0", "2-of-4-1", "3-of-4-1"]);
+    for ran in nodes.end(running) {
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+    }
+}
+
+#[test]
+fn the_others_go_on_without_a_dead_node_and_admit_one_that_comes() {
+    let nodes = Nodes { last_call: "0.1", ..Nodes::new("1:2") };
+    let first = nodes.start(&[], SCRIPT);
+    nodes.wait_for_round(0, 1);
+    let mut second = nodes.start(&[], SCRIPT);
+    assert_eq!(nodes.wait_for_round(1, 2), ["0-of-4-0", "1-of-4-0", "2-of-4-1", "3-of-4-1"]);
+    let status = |attempt| {
+        let first = format!("run a: running, attempt {attempt}, 0 of 0 restarts used");
+        status_when(&nodes.sandbox, nodes.port, &first)
+    };
+    let both = status(1);
+    assert!(both.matches("  alive\n").count() == 2 && both.contains("\n3  ") && both.contains("no failure"), "{both}");
+    second.send(Signal::KILL);
+    assert_eq!(nodes.wait_for_round(2, 1), ["0-of-2-0", "1-of-2-0"]);
+    let one = status(2);
+    assert!(one.matches("  alive\n").count() == 1 && !one.contains("\n2  "), "{one}");
+    assert!(
+        one.contains("UTC: node 1 (host ") && one.contains("is gone: its ddprun has ended without a word"),
+        "{one}"
+    );
+    let third = nodes.start(&[], SCRIPT);
+    nodes.wait_for_round(3, 2);
+    let all = nodes.end(vec![first, third]);
+    assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+    all[0].says("a node has come (host ");
+    all[0].says("node 1 (host ");
+    all[0].says("is gone: its ddprun has ended without a word");
+    all[0].says("All workers are started again, on 1 node(s)");
+}
+
+/// The workers that are left fail because those of the other node are gone: that is no failure of their own. As long as a
+/// ddprun is stopped, its node is as silent as a machine without power.
+#[test]
+fn a_failure_because_of_a_silent_node_uses_up_no_restart() {
+    let nodes = Nodes::new("1:2");
+    let script =
+        SCRIPT.replace("do sleep", "do [ $TORCHELASTIC_RESTART_COUNT = 1 ] || [ ! -e killed ] || exit 5; sleep");
+    let running = nodes.start(&[], &script);
+    let mut second = nodes.start(&[], &script);
+    nodes.wait_for_round(0, 2);
+    second.send(Signal::STOP);
+    std::fs::write(nodes.sandbox.path("killed"), "").unwrap();
+    nodes.wait_for_round(1, 1);
+    let ran = nodes.end(vec![running]).remove(0);
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    assert!(!ran.stderr.contains("restart 1"), "{ran:?}");
+    ran.says("has given no sign of life for 4 s");
+}
+
+#[test]
+fn a_failure_of_a_worker_counts_where_all_nodes_live() {
+    let nodes = Nodes::new("1:2");
+    let script = format!("{SCRIPT}; [ $RANK != 3 ] || exit 9; sleep 1000");
+    let running = vec![nodes.start(&[], &script), nodes.start(&[], &script)];
+    nodes.wait_for_round(0, 2);
+    for ran in nodes.end(running) {
+        assert_eq!(ran.code, Some(9), "{ran:?}");
+        ran.says("rank 3 on host ");
+    }
+}
+
+#[test]
+fn too_few_nodes_end_the_run() {
+    let nodes = Nodes { last_call: "0.1", ..Nodes::new("2:3") };
+    let first = nodes.start(&[], SCRIPT);
+    let mut second = nodes.start(&[], SCRIPT);
+    nodes.wait_for_round(0, 2);
+    second.send(Signal::KILL);
+    let ran = finish(vec![first]).remove(0);
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    ran.says("The 1 node(s) that are left are fewer than --nnodes wants (2)");
+}
+
+/// With restarts, the run waits until there are enough nodes again.
+#[test]
+fn a_restart_waits_for_a_node_in_place_of_a_dead_one() {
+    let nodes = Nodes::new("2");
+    let first = nodes.start(&["--max-restarts=1"], SCRIPT);
+    let mut second = nodes.start(&["--max-restarts=1"], SCRIPT);
+    nodes.wait_for_round(0, 2);
+    second.send(Signal::KILL);
+    let third = nodes.start(&["--max-restarts=1"], SCRIPT);
+    nodes.wait_for_round(1, 2);
+    let all = nodes.end(vec![first, third]);
+    assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+}
+
+#[test]
+fn a_node_that_leaves_by_a_signal_is_no_failure_and_a_spare_takes_its_place() {
+    let nodes = Nodes::new("1:2");
+    let first = nodes.start(&[], SCRIPT);
+    let mut second = nodes.start(&[], SCRIPT);
+    nodes.wait_for_round(0, 2);
+    let spare = nodes.start(&[], SCRIPT);
+    // The spare is there once it has been told that it is not needed yet.
+    second.send(Signal::TERM);
+    let ran = finish(vec![second]).remove(0);
+    assert_eq!(ran.code, Some(128 + 15), "{ran:?}");
+    wait_until("the spare", || {
+        nodes.sandbox.path("here-2-3-of-4-1").exists() || nodes.sandbox.path("here-1-3-of-4-1").exists()
+    });
+    let all = nodes.end(vec![first, spare]);
+    assert!(all.iter().all(|ran| ran.code == Some(0)), "{all:?}");
+    all[0].says("leaves: ddprun received SIGTERM");
+}

@@ -1,4 +1,0 @@
-//! `ddprun`: starts and supervises the ranks of a distributed program.
-fn main() -> std::process::ExitCode {
-    candle_ddp::launch::main()
-}
