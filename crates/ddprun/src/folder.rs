@@ -162,10 +162,10 @@ fn remove_stale(parent: &Path, prefix: &str) {
 fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
     loop {
         let path = create_new(parent, name, 0o700)?;
-        let locked = File::open(&path).and_then(|folder| {
+        let locked = File::open(&path).map(|folder| {
             // On a file system without locks, no folder is considered stale.
             let is_taken = flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
-            Ok((is_taken, folder))
+            (is_taken, folder)
         });
         match locked {
             Ok((false, lock)) if is_at(&lock, &path) => return Ok((path, lock)),

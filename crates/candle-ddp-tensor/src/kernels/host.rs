@@ -1,5 +1,7 @@
 //! The kernels on the CPU, for tests: the system's C++ compiler compiles the same `.cu` files, and they execute the
 //! same launches. See `host.h`.
+// It is compiled for tests alone, which panic where something is wrong.
+#![allow(clippy::unwrap_used)]
 use super::program::Machine;
 use super::source::Kernel;
 use super::table::THREADS;
