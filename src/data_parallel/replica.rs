@@ -2,13 +2,14 @@
 use super::device::device_name;
 use super::scatter_gather::transfer_whole;
 use crate::kernels;
+use crate::panic::lock;
 use crate::tensor::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// A model on one of several devices.
 pub struct Replica<M> {
@@ -94,7 +95,7 @@ where
             registered: Arc::default(),
         };
         let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
-            .map_err(|error| builder.lock().failure.take().unwrap_or_else(|| error.into()))?;
+            .map_err(|error| lock(&builder.registered).failure.take().unwrap_or_else(|| error.into()))?;
         let local_variables = DeviceVariables { device: device.clone(), variables: builder.seal() };
         if let Some(replica) = replicas.first() {
             check_same(&replica.local_variables, &local_variables)?;
@@ -189,19 +190,15 @@ struct Registered {
 }
 
 impl Builder {
-    fn lock(&self) -> MutexGuard<'_, Registered> {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the requested variables once the model is built. From now on, only known names are returned.
     fn seal(&self) -> Vec<Variable> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         registered.sealed = true;
         std::mem::take(&mut registered.variables)
     }
 
     fn known(&self, name: &str) -> Option<Var> {
-        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+        lock(self.varmap.data()).get(name).cloned()
     }
 
     fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
@@ -243,7 +240,7 @@ impl SimpleBackend for Builder {
         dtype: DType,
         _: &Device,
     ) -> candle_core::Result<Tensor> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         if let Some(var) = registered.handed_out.get(name) {
             check_shared(name, var, dtype, &shape)?;
             return Ok(var.as_tensor().clone());
@@ -255,7 +252,7 @@ impl SimpleBackend for Builder {
 
     /// Works for variables that are already in the VarMap.
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         if let Some(var) = registered.handed_out.get(name) {
             return Ok(var.as_tensor().clone());
         }

@@ -110,9 +110,10 @@ impl Drop for Segment {
 #[cfg(thread_sanitizer)]
 mod aliases {
     use super::{OwnedFd, Segment};
+    use crate::panic::lock;
     use rustix::fd::AsRawFd;
     use std::collections::HashMap;
-    use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+    use std::sync::{Arc, LazyLock, Mutex, Weak};
 
     pub(super) type Users = Arc<()>;
     /// The address of a mapping, its size and its users.
@@ -123,12 +124,12 @@ mod aliases {
     pub(super) fn add(fd: &OwnedFd, segment: &Segment) {
         let users = segment.users.as_ref().map(Users::downgrade).unwrap_or_default();
         let alias = (segment.base.as_ptr().expose_provenance(), segment.size, users);
-        ALIASES.lock().unwrap_or_else(PoisonError::into_inner).insert(fd.as_raw_fd(), alias);
+        lock(&ALIASES).insert(fd.as_raw_fd(), alias);
     }
 
     /// The segment that this process created as `fd`.
     pub(super) fn find(pid: u32, fd: i32) -> Option<Segment> {
-        let aliases = ALIASES.lock().unwrap_or_else(PoisonError::into_inner);
+        let aliases = lock(&ALIASES);
         let (address, size, users) = aliases.get(&fd).filter(|_| pid == std::process::id())?;
         let users = users.upgrade();
         let base = super::NonNull::new(std::ptr::with_exposed_provenance_mut(*address))?;
