@@ -94,8 +94,8 @@ where
             is_first: index == 0,
             registered: Arc::default(),
         };
-        let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
-            .map_err(|error| lock(&builder.registered).failure.take().unwrap_or_else(|| error.into()))?;
+        let module =
+            build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone())).map_err(Error::from)?;
         let local_variables = DeviceVariables { device: device.clone(), variables: builder.seal() };
         if let Some(replica) = replicas.first() {
             check_same(&replica.local_variables, &local_variables)?;
@@ -185,8 +185,6 @@ struct Registered {
     /// The variables returned so far, by name, so that repeated requests (tied weights) get the same tensor.
     handed_out: HashMap<String, Var>,
     sealed: bool,
-    /// The first error, in case the model's code does not pass it on.
-    failure: Option<Error>,
 }
 
 impl Builder {
@@ -202,11 +200,7 @@ impl Builder {
     }
 
     fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
-        if let Err(error) = check_device(name, self.first.location(), var.device().location()) {
-            let text = error.to_string();
-            registered.failure = Some(error);
-            return Err(candle_core::Error::Msg(text));
-        }
+        check_device(name, self.first.location(), var.device().location())?;
         // Even if both devices are the CPU, the replica needs its own storage, because its forward pass may write to
         // buffers.
         let local = if self.is_first {

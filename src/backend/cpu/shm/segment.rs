@@ -138,7 +138,6 @@ mod aliases {
 }
 
 /// Memory as a file that is in no file system.
-#[cfg(target_os = "linux")]
 mod file {
     use super::OwnedFd;
     use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
@@ -193,27 +192,7 @@ mod file {
     }
 }
 
-/// Other systems have no such files; their ranks use TCP.
-#[cfg(not(target_os = "linux"))]
-mod file {
-    use super::OwnedFd;
-    use std::io::{Error, ErrorKind, Result};
-
-    pub(super) fn create(_: &str) -> Result<OwnedFd> {
-        Err(Error::new(ErrorKind::Unsupported, "this system has no memory files"))
-    }
-
-    pub(super) fn reserve(_: &OwnedFd, _: usize) -> Result<()> {
-        create("").map(drop)
-    }
-
-    pub(super) fn open(_: u32, _: i32, _: &str, _: usize) -> Result<OwnedFd> {
-        create("")
-    }
-}
-
 #[cfg(test)]
-#[cfg(target_os = "linux")]
 mod tests {
     use super::*;
     use rustix::fd::AsRawFd;
