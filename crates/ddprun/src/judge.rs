@@ -1,7 +1,7 @@
 //! What follows when the process of a rank has ended, on one machine and on several: who is started again, and with whom the
 //! others go on.
 use super::console::message;
-use super::members::Members;
+use super::members::{Members, Ranks};
 use candle_ddp_rendezvous::Result;
 
 /// How often workers may be started again, and how often they were.
@@ -28,19 +28,7 @@ pub(super) struct End<'a> {
     pub(super) failed: bool,
 }
 
-/// The ranks of a run at that moment.
-#[derive(Clone, Copy)]
-pub(super) enum Ranks {
-    /// They do not run elastically.
-    Fixed,
-    /// They run elastically, and have ended their run; `finished` says whether they have all done their work.
-    Over { finished: bool },
-    /// They run elastically, and have gone on without this rank already.
-    Without,
-    /// They run elastically with this rank, `others` and no fewer than `least`.
-    With { others: usize, least: usize },
-}
-
+/// What follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Nothing: the rank has done its work, or is not missed.

@@ -1,5 +1,4 @@
 //! The processes of an elastic run, as the launcher decides on them: a generation after the other, in one log.
-use super::judge::Ranks;
 use candle_ddp_rendezvous::Result;
 use candle_ddp_rendezvous::{Decision, Generations, Member, Store};
 use std::collections::BTreeMap;
@@ -14,6 +13,19 @@ pub(super) struct Members {
     last: BTreeMap<usize, u64>,
     /// All ranks have ended their training well.
     all_finished: bool,
+}
+
+/// The ranks of a run when the process of one of them has ended.
+#[derive(Clone, Copy)]
+pub(super) enum Ranks {
+    /// They do not run elastically.
+    Fixed,
+    /// They run elastically, and have ended their run; `finished` says whether they have all done their work.
+    Over { finished: bool },
+    /// They run elastically, and have gone on without this rank already.
+    Without,
+    /// They run elastically with this rank, `others` and no fewer than `least`.
+    With { others: usize, least: usize },
 }
 
 impl Members {
