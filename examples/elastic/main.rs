@@ -13,8 +13,8 @@ mod dataset;
 mod net;
 
 use candle_core::{DType, Device};
-use candle_ddp::data::{DataLoader, LoaderOptions};
-use candle_ddp::elastic::{self, ElasticOptions, Parts, Progress, State};
+use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState};
+use candle_ddp::elastic::{self, ElasticOptions, Parts, State};
 use candle_ddp::error::Context;
 use candle_ddp::nn;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsWarmupCosine, StateDict, WarmupCosine};
@@ -72,7 +72,7 @@ struct Training {
     varmap: VarMap,
     optimizer: AdamW,
     schedule: WarmupCosine,
-    progress: Progress,
+    progress: LoaderState,
 }
 
 impl Parts for Training {
@@ -87,7 +87,8 @@ impl Parts for Training {
 }
 
 impl Training {
-    fn new(options: &Options) -> Result<Self> {
+    /// `samples` is the length of the dataset.
+    fn new(options: &Options, samples: usize) -> Result<Self> {
         let varmap = VarMap::new();
         // The model that DDP builds later finds these variables.
         Net::new(var_builder(&varmap, options.seed, DType::F32, &Device::Cpu))?;
@@ -101,7 +102,8 @@ impl Training {
             &mut optimizer,
             ParamsWarmupCosine { warmup_steps: 0, total_steps, start_factor: 0., eta_min: options.learning_rate / 10. },
         )?;
-        Ok(Self { varmap, optimizer, schedule, progress: Progress::default() })
+        let progress = LoaderState { seed: options.seed, dataset_len: samples, ..Default::default() };
+        Ok(Self { varmap, optimizer, schedule, progress })
     }
 }
 
@@ -111,7 +113,7 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     let data = Dataset::digits(&Device::Cpu)?;
-    let mut state = State::new(Training::new(options)?);
+    let mut state = State::new(Training::new(options, data.0.len())?);
     if let Some(path) = options.checkpoint.as_ref().filter(|path| path.exists()) {
         state.load(path)?;
     }
@@ -139,14 +141,14 @@ fn train(
     while state.progress.epoch < options.epochs {
         // What is left of the epoch is dealt out to the ranks that are there now.
         let epoch = state.progress.epoch;
-        let indices = state.progress.indices(train.len(), options.seed, rank, world_size)?;
+        let indices = state.progress.indices(rank, world_size)?;
         for batch in loader.iter(indices) {
             let (count, (images, labels)) = batch?;
             let loss = nn::cross_entropy(&ddp.forward_t(&images, true)?, &labels)?;
             let gradients = ddp.backward(&loss)?;
             let Training { optimizer, schedule, progress, .. } = &mut **state;
             optimizer.step(&gradients)?;
-            progress.advance(count * world_size, train.len());
+            progress.advance(count * world_size);
             if progress.epoch > epoch {
                 schedule.step(optimizer)?;
             }
@@ -172,14 +174,14 @@ fn train(
 fn report(options: &Options, pg: &ProcessGroup, event: &str, state: &State<Training>) -> Result<()> {
     let Some(path) = options.events.as_ref().filter(|_| pg.rank() == 0) else { return Ok(()) };
     let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0., |since| since.as_secs_f64());
-    let Progress { epoch, samples } = state.progress;
+    let LoaderState { epoch, consumed, .. } = state.progress;
     let line = serde_json::json!({
         "event": event,
         "time": time,
         "world_size": pg.world_size(),
         "commits": state.commits(),
         "epoch": epoch,
-        "samples": samples,
+        "samples": consumed,
     });
     let file = File::options().create(true).append(true).open(path);
     file.and_then(|mut file| writeln!(file, "{line}")).with_context(|| format!("cannot write to {}", path.display()))

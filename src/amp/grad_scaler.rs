@@ -1,5 +1,4 @@
 //! Scales losses, and skips steps that overflow.
-use super::state::GradScalerState;
 use super::unscale::unscale;
 use crate::backend::Label;
 use crate::process_group::{Operation, ProcessGroup};
@@ -32,6 +31,26 @@ impl Default for GradScalerOptions {
     }
 }
 
+impl GradScalerOptions {
+    /// `scale` is the name of `init_scale` in errors.
+    fn check(&self, scale: &'static str) -> Result<()> {
+        let refuse = |argument, value: f64, rule| Err(Error::invalid(argument, format!("{value} is not {rule}")));
+        if !(self.init_scale > 0.0 && self.init_scale.is_finite()) {
+            return refuse(scale, self.init_scale, "positive and finite");
+        }
+        if !(self.growth_factor >= 1.0 && self.growth_factor.is_finite()) {
+            return refuse("growth_factor", self.growth_factor, "at least 1 and finite");
+        }
+        if !(self.backoff_factor > 0.0 && self.backoff_factor <= 1.0) {
+            return refuse("backoff_factor", self.backoff_factor, "above 0 and at most 1");
+        }
+        if self.growth_interval == 0 {
+            return Err(Error::invalid("growth_interval", "it must be at least 1"));
+        }
+        Ok(())
+    }
+}
+
 /// Multiplies losses by a scale, so that small gradients do not vanish in f16, and divides the gradients by it again.
 /// If gradients overflow, all ranks skip the step. PyTorch's `GradScaler`.
 ///
@@ -43,8 +62,7 @@ impl Default for GradScalerOptions {
 /// [`step_with`](Self::step_with), which divides all gradients at once; a second `step` before `update` (PyTorch's way,
 /// one per optimizer) is refused. An overflow skips the step of all optimizers, where PyTorch decides for each.
 ///
-/// Save and load it like an optimizer, through [`StateDict`](crate::optim::StateDict), or as text, through
-/// [`state`](Self::state).
+/// Save and load it like an optimizer, through [`StateDict`](crate::optim::StateDict).
 #[derive(Debug)]
 pub struct GradScaler {
     group: ProcessGroup,
@@ -73,14 +91,7 @@ impl GradScaler {
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Var)>, options: GradScalerOptions) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
         let parameters = parameters.into_iter().filter(|(_, var)| seen.insert(var.id())).collect();
-        let state = GradScalerState {
-            scale: options.init_scale,
-            growth_factor: options.growth_factor,
-            backoff_factor: options.backoff_factor,
-            growth_interval: options.growth_interval,
-            growth_tracker: 0,
-        };
-        state.check()?;
+        options.check("init_scale")?;
         let (scale, stage) = (options.init_scale, Stage::Scaled);
         Ok(Self { group: group.clone(), parameters, options, scale, clean_steps: 0, stage })
     }
@@ -250,29 +261,6 @@ impl GradScaler {
     pub fn current_scale(&self) -> f64 {
         if self.options.enabled { self.scale } else { 1.0 }
     }
-
-    /// The state for a checkpoint; its `Display` writes text that its `FromStr` reads.
-    pub fn state(&self) -> GradScalerState {
-        GradScalerState {
-            scale: self.scale,
-            growth_factor: self.options.growth_factor,
-            backoff_factor: self.options.backoff_factor,
-            growth_interval: self.options.growth_interval,
-            growth_tracker: self.clean_steps,
-        }
-    }
-
-    /// Restores a saved state. Call it between training steps.
-    pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
-        state.check()?;
-        if self.stage != Stage::Scaled {
-            return Err(misuse("load_state", "a training step is under way: call `update` first"));
-        }
-        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = state;
-        self.options = GradScalerOptions { growth_factor, backoff_factor, growth_interval, ..self.options };
-        (self.scale, self.clean_steps) = (scale, growth_tracker);
-        Ok(())
-    }
 }
 
 /// Does not only say "call `update` first": a second optimizer would then divide the same gradients again.
@@ -284,18 +272,18 @@ fn misuse(call: &'static str, reason: &str) -> Error {
     Error::GradScaler { call, reason }
 }
 
-/// The fields of [`GradScalerState`]; they are the same on every rank.
+/// The names of PyTorch's `state_dict`; the same on every rank.
 impl StateDict for GradScaler {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = self.state();
+        let GradScalerOptions { growth_factor, backoff_factor, growth_interval, .. } = self.options;
         // An interval of usize::MAX, which means never, is too large for a file.
         let count = |value: usize| state::count(value.min(i64::MAX as usize) as u64);
         let mut dict = state::begin("GradScaler")?;
-        dict.insert("scale".to_string(), state::list(&[scale])?);
+        dict.insert("scale".to_string(), state::list(&[self.scale])?);
         dict.insert("growth_factor".to_string(), state::list(&[growth_factor])?);
         dict.insert("backoff_factor".to_string(), state::list(&[backoff_factor])?);
         dict.insert("growth_interval".to_string(), count(growth_interval)?);
-        dict.insert("growth_tracker".to_string(), count(growth_tracker)?);
+        dict.insert("growth_tracker".to_string(), count(self.clean_steps)?);
         Ok(dict)
     }
 
@@ -303,14 +291,20 @@ impl StateDict for GradScaler {
     /// in the middle of a training step.
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "GradScaler")?;
-        let state = GradScalerState {
-            scale: loader.list("scale", 1)?[0],
+        let options = GradScalerOptions {
+            init_scale: loader.list("scale", 1)?[0],
             growth_factor: loader.list("growth_factor", 1)?[0],
             backoff_factor: loader.list("backoff_factor", 1)?[0],
             growth_interval: loader.count("growth_interval")? as usize,
-            growth_tracker: loader.count("growth_tracker")? as usize,
+            enabled: self.options.enabled,
         };
+        let clean_steps = loader.count("growth_tracker")? as usize;
         loader.finish()?;
-        self.load_state(state)
+        options.check("scale")?;
+        if self.stage != Stage::Scaled {
+            return Err(misuse("load_state_dict", "a training step is under way: call `update` first"));
+        }
+        (self.scale, self.clean_steps, self.options) = (options.init_scale, clean_steps, options);
+        Ok(())
     }
 }

@@ -76,9 +76,7 @@
 //! constant loss scale has a `growth_factor` and a `backoff_factor` of 1; steps with an overflow are still skipped,
 //! unlike in Apex.
 mod grad_scaler;
-mod state;
 mod unscale;
 
 pub use crate::ddp::MixedPrecision;
 pub use grad_scaler::{GradScaler, GradScalerOptions};
-pub use state::GradScalerState;

@@ -1,8 +1,9 @@
 //! The purpose of a collective, as messages show it: `all_gather(i64[1]) for save_distributed`.
+use crate::panic::lock;
 use candle_ddp_rendezvous::hash::fnv1a_32;
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// The purpose of a call. It is sent with the call as a number, which every rank turns into text: all ranks know the
 /// fixed texts, and register the same other texts.
@@ -75,7 +76,7 @@ impl Label {
     /// A label with a text of this run. Every rank must register the same text before any rank makes a call with it.
     pub(crate) fn register(text: String) -> Self {
         let label = Self::of(&text);
-        let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = lock(&REGISTERED);
         registered.get_or_insert_default().entry(label).or_insert(text);
         label
     }
@@ -106,7 +107,7 @@ impl Label {
         if let Some(text) = FIXED.iter().find(|text| Self::of(text) == self) {
             return Some(text.to_string());
         }
-        let registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        let registered = lock(&REGISTERED);
         registered.as_ref()?.get(&self).cloned()
     }
 

@@ -2,6 +2,7 @@
 use super::error::unreadable;
 use super::{own_names, read_file};
 use crate::error::describe;
+use crate::panic::lock;
 use crate::state::file::Readable;
 use crate::variables::NamePredicate;
 use crate::{Error, Result};
@@ -10,7 +11,7 @@ use candle_nn::VarMap;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// A map from names in a checkpoint to those of the model.
 pub type Rename = Arc<dyn Fn(&str) -> String + Send + Sync>;
@@ -147,7 +148,7 @@ impl Prepared {
 
     /// Of the tensors of the file `path`.
     fn of(varmap: &VarMap, path: &Path, file: HashMap<String, Readable>, options: &LoadOptions) -> Result<Self> {
-        let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let vars = lock(varmap.data()).clone();
         let mut file = own_names(path, file, |name| vars.contains_key(name), options.rename.as_ref())?;
         let vars: BTreeMap<String, Var> = vars.into_iter().collect();
         let (mut report, mut different, mut values) = (LoadReport::default(), Vec::new(), Vec::new());

@@ -66,6 +66,7 @@ pub use distributed::{load_distributed, save_distributed};
 pub(crate) use fuzz::{checkpoint_file as fuzz_checkpoint_file, pickle as fuzz_pickle};
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 
+use crate::panic::lock;
 use crate::state::file::{Parsed, Readable, parse_safetensors, require_all, write_safetensors};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -75,7 +76,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::path::Path;
-use std::sync::PoisonError;
 
 /// Writes the variables of `varmap` to a safetensors file: to a temporary one in the same folder first, which then takes
 /// its name, so that there is never half a file, and the old one stays if something fails. What killed saves to the same
@@ -110,7 +110,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<HashMap<String, Tensor>> {
 }
 
 fn tensors(varmap: &VarMap) -> HashMap<String, Tensor> {
-    let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+    let vars = lock(varmap.data());
     vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
 }
 

@@ -1,11 +1,36 @@
 //! Where a data loader is, for checkpoints.
+use super::{DistributedSampler, SamplerIter, SamplerOptions};
 use crate::Result;
 use crate::state::{self, Loader, StateDict};
 use candle_core::Tensor;
 use std::collections::HashMap;
 
-/// How far a training run has come in its data. It says nothing of ranks and batches, so that it fits any number and any
+/// How far a training run has come in its data: the state of a [`StatefulDataLoader`](super::StatefulDataLoader), or that of a
+/// loop that reads the samples itself, with [`indices`](Self::indices) and [`advance`](Self::advance). It says nothing of ranks and batches, so that it fits any number and any
 /// size of them. It fits a dataset of another length between two epochs only, since the order of the samples is another.
+///
+/// The order of an epoch's samples does not depend on the number of ranks, which take turns in it. So all ranks together have
+/// consumed the beginning of that order, and any number of ranks can continue from there: every sample of the epoch is seen,
+/// also when ranks are lost in the middle of it.
+///
+/// ```
+/// use candle_ddp::data::LoaderState;
+///
+/// // Of 10 samples, two ranks have consumed 4; three continue.
+/// let begin = LoaderState { seed: 42, epoch: 3, consumed: 0, dataset_len: 10 };
+/// let mut state = LoaderState { consumed: 4, ..begin };
+/// let mut seen = Vec::new();
+/// for rank in 0..3 {
+///     seen.extend(state.indices(rank, 3)?);
+/// }
+/// seen.extend(begin.indices(0, 1)?.take(4));
+/// seen.sort();
+/// assert_eq!(seen, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+///
+/// state.advance(6);
+/// assert_eq!((state.epoch, state.consumed), (4, 0));
+/// # Ok::<(), candle_ddp::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LoaderState {
     /// The seed of the permutations and of the augmentation.
@@ -21,6 +46,30 @@ pub struct LoaderState {
     pub consumed: usize,
     /// How many samples the dataset has.
     pub dataset_len: usize,
+}
+
+impl LoaderState {
+    /// The part of rank `rank` of `world_size` in what is left of the epoch: the indices of a shuffling and padding
+    /// [`DistributedSampler`], [after](DistributedSampler::iter_after) the samples that have been consumed. If they cannot be
+    /// split evenly, the head of the epoch is repeated.
+    ///
+    /// # Errors
+    /// Those of [`DistributedSampler::new`].
+    pub fn indices(&self, rank: usize, world_size: usize) -> Result<SamplerIter> {
+        let options = SamplerOptions { seed: self.seed, ..Default::default() };
+        let mut sampler = DistributedSampler::new(self.dataset_len, world_size, rank, options)?;
+        sampler.set_epoch(self.epoch);
+        Ok(sampler.iter_after(self.consumed))
+    }
+
+    /// Counts samples that all ranks together have consumed, and begins the next epoch after the last one. In a training loop:
+    /// the batch's number of samples times the world size.
+    pub fn advance(&mut self, samples: usize) {
+        self.consumed += samples;
+        if self.consumed >= self.dataset_len {
+            (self.epoch, self.consumed) = (self.epoch + 1, 0);
+        }
+    }
 }
 
 /// `seed`, `epoch`, `consumed` and `dataset_len`.
@@ -43,5 +92,41 @@ impl StateDict for LoaderState {
         loader.finish()?;
         *self = Self { seed, epoch, consumed, dataset_len };
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_continues_where_it_was() {
+        for (dataset_len, world_size) in [(10, 4), (7, 3), (2, 5), (12, 4)] {
+            for rank in 0..world_size {
+                let begin = LoaderState { seed: 5, epoch: 2, consumed: 0, dataset_len };
+                let options = SamplerOptions { seed: 5, ..Default::default() };
+                let mut sampler = DistributedSampler::new(dataset_len, world_size, rank, options).unwrap();
+                sampler.set_epoch(2);
+                let whole: Vec<usize> = sampler.iter().collect();
+                for steps in (0..=whole.len()).filter(|steps| steps * world_size <= dataset_len) {
+                    let state = LoaderState { consumed: steps * world_size, ..begin };
+                    let rest: Vec<usize> = state.indices(rank, world_size).unwrap().collect();
+                    assert_eq!(
+                        rest,
+                        whole[steps..],
+                        "{dataset_len} samples, rank {rank} of {world_size}, after {steps}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_next_epoch_begins_after_the_last_sample() {
+        let mut state = LoaderState { seed: 1, epoch: 3, consumed: 8, dataset_len: 10 };
+        state.advance(1);
+        assert_eq!((state.epoch, state.consumed), (3, 9));
+        state.advance(3);
+        assert_eq!((state.epoch, state.consumed), (4, 0));
     }
 }

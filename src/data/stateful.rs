@@ -1,13 +1,14 @@
 //! A data loader with worker threads and a state.
 use super::batch::{Batch, to_device};
 use super::recipe::Recipe;
-use super::stateful_iter::{Inline, Position, Source, lock};
+use super::stateful_iter::{Inline, Position, Source};
 #[cfg(feature = "cuda")]
 use super::upload::{Staged, Uploads};
 use super::workers::Workers;
 use super::{Dataset, DistributedSampler, LoaderIter, LoaderOptions, LoaderState};
 #[cfg(feature = "cuda")]
 use crate::kernels::Uploader;
+use crate::panic::lock;
 use crate::state::StateDict;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -242,7 +243,7 @@ impl<D: Dataset, C> StatefulDataLoader<D, C> {
 
     #[cfg(feature = "cuda")]
     fn uploader(&self, gpu: &candle_core::CudaDevice) -> Result<Arc<Uploader>> {
-        let mut kept = self.uploader.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut kept = lock(&self.uploader);
         if let Some(uploader) = kept.as_ref().filter(|uploader| uploader.device().id() == gpu.id()) {
             return Ok(uploader.clone());
         }

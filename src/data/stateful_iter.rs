@@ -1,8 +1,9 @@
 //! The batches of an epoch, and how far the program has come in them.
 use super::recipe::Recipe;
 use super::{Dataset, DistributedSampler, LoaderOptions, SamplerIter};
+use crate::panic::lock;
 use crate::{Error, Result};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Where a loader is.
 #[derive(Clone, Copy)]
@@ -12,10 +13,6 @@ pub(super) struct Position {
     pub(super) consumed: usize,
     /// The next iterator begins there, and not at the beginning of the epoch.
     pub(super) resume: bool,
-}
-
-pub(super) fn lock(position: &Mutex<Position>) -> MutexGuard<'_, Position> {
-    position.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Batches.

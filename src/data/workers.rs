@@ -5,9 +5,10 @@
 //! and the delivery of those after it. The window bounds how many batches are begun and not yet delivered.
 use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions, SamplerIter};
+use crate::panic::{lock, wait};
 use crate::{Error, Result};
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// The batches of one epoch. Dropping it ends the workers: each after the sample or
 /// the batch that it is working on, which nobody waits for.
@@ -116,14 +117,9 @@ where
 }
 
 impl<S, T> Shared<S, T> {
-    fn lock(&self) -> MutexGuard<'_, Window<S, T>> {
-        // No code of the program runs under the lock.
-        self.window.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The next sample to read, when there is room for it. None when there is nothing left to do.
     fn take(&self) -> Option<Job> {
-        let mut window = self.lock();
+        let mut window = lock(&self.window);
         loop {
             if window.closed || window.exhausted {
                 return None;
@@ -139,13 +135,13 @@ impl<S, T> Shared<S, T> {
                 }
                 return Some(window.job());
             }
-            window = self.moved.wait(window).unwrap_or_else(PoisonError::into_inner);
+            window = wait(&self.moved, window);
         }
     }
 
     /// Hands a sample in. Returns the samples of its batch if it was the last one.
     fn put(&self, job: &Job, sample: Result<S>) -> Option<Complete<S>> {
-        let mut window = self.lock();
+        let mut window = lock(&self.window);
         // Unless the window was closed, the batch is still there: it is not made without this sample.
         let number = job.batch - window.first;
         let batch = window.batches.get_mut(number)?;
@@ -160,7 +156,7 @@ impl<S, T> Shared<S, T> {
 
     /// Hands a batch in.
     fn deliver(&self, number: usize, made: Result<T>) {
-        let mut window = self.lock();
+        let mut window = lock(&self.window);
         let first = window.first;
         if let Some(batch) = window.batches.get_mut(number - first) {
             batch.batch = Some(made);
@@ -204,7 +200,7 @@ impl<S, T> Workers<S, T> {
     /// Whether [`next`](Iterator::next) would return a batch at once.
     #[cfg(any(feature = "cuda", test))]
     pub(super) fn is_ready(&self) -> bool {
-        self.0.lock().is_ready()
+        lock(&self.0.window).is_ready()
     }
 }
 
@@ -212,12 +208,12 @@ impl<S, T> Iterator for Workers<S, T> {
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Result<T>> {
-        let mut window = self.0.lock();
+        let mut window = lock(&self.0.window);
         while !window.is_ready() {
             if window.exhausted && window.batches.is_empty() {
                 return None;
             }
-            window = self.0.made.wait(window).unwrap_or_else(PoisonError::into_inner);
+            window = wait(&self.0.made, window);
         }
         let batch = window.batches.pop_front()?.batch;
         window.first += 1;
@@ -228,7 +224,7 @@ impl<S, T> Iterator for Workers<S, T> {
 
 impl<S, T> Drop for Workers<S, T> {
     fn drop(&mut self) {
-        let mut window = self.0.lock();
+        let mut window = lock(&self.0.window);
         window.closed = true;
         let batches = std::mem::take(&mut window.batches);
         self.0.moved.notify_all();

@@ -41,12 +41,9 @@ fn run(loss: &Tensor) -> Result<(GradStore, Gradients)> {
         let _pass = function::Pass::begin();
         loss.backward()
     };
-    let Backward { found, failure, .. } = BACKWARD.take().unwrap_or_default();
+    let Backward { found, .. } = BACKWARD.take().unwrap_or_default();
     drop(guard);
-    match grads {
-        Ok(grads) => Ok((grads, found)),
-        Err(error) => Err(failure.unwrap_or_else(|| error.into())),
-    }
+    Ok((grads?, found))
 }
 
 thread_local! {
@@ -62,8 +59,6 @@ struct Backward {
     /// The gradients of inputs, in the replicas' parts, by pass and input index.
     inputs: HashMap<(usize, usize), Vec<Tensor>>,
     found: Gradients,
-    /// The first error. candle passes errors on only as text.
-    failure: Option<Error>,
 }
 
 /// Restores the enclosing backward pass of this thread, if there is one.
@@ -85,15 +80,6 @@ fn with_backward<T>(work: impl FnOnce(&mut Backward) -> T) -> Result<T> {
         reached: "its output, so that its replicas' parameters would get no gradients".to_string(),
     };
     BACKWARD.with_borrow_mut(|backward| backward.as_mut().map(work)).ok_or_else(outside)
-}
-
-/// Stores the typed error of an operation and converts it to candle's.
-fn keep(error: Error) -> candle_core::Error {
-    let text = error.to_string();
-    match with_backward(|backward| backward.failure.get_or_insert(error).to_string()) {
-        Ok(_) => candle_core::Error::Msg(text),
-        Err(outside) => outside.into(),
-    }
 }
 
 /// A forward pass's inputs: their parts for each replica, and what the gradients need.
@@ -341,7 +327,7 @@ impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
     }
 
     fn bwd(&self, arg: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        (self.backward)(arg).map_err(keep)
+        Ok((self.backward)(arg)?)
     }
 }
 
@@ -385,7 +371,7 @@ impl CustomOp2 for GatheredOutput {
         gradient: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let key = (self.pass.id(), self.number);
-        with_backward(|backward| backward.outputs.insert(key, gradient.clone())).map_err(keep)?;
+        with_backward(|backward| backward.outputs.insert(key, gradient.clone()))?;
         Ok((None, Some(token.zeros_like()?)))
     }
 }

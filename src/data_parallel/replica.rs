@@ -2,13 +2,14 @@
 use super::device::device_name;
 use super::scatter_gather::transfer_whole;
 use crate::kernels;
+use crate::panic::lock;
 use crate::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// A model on one of several devices.
 pub struct Replica<M> {
@@ -93,8 +94,8 @@ where
             is_first: index == 0,
             registered: Arc::default(),
         };
-        let module = build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone()))
-            .map_err(|error| builder.lock().failure.take().unwrap_or_else(|| error.into()))?;
+        let module =
+            build(VarBuilder::from_backend(Box::new(builder.clone()), dtype, device.clone())).map_err(Error::from)?;
         let local_variables = DeviceVariables { device: device.clone(), variables: builder.seal() };
         if let Some(replica) = replicas.first() {
             check_same(&replica.local_variables, &local_variables)?;
@@ -184,32 +185,22 @@ struct Registered {
     /// The variables returned so far, by name, so that repeated requests (tied weights) get the same tensor.
     handed_out: HashMap<String, Var>,
     sealed: bool,
-    /// The first error, in case the model's code does not pass it on.
-    failure: Option<Error>,
 }
 
 impl Builder {
-    fn lock(&self) -> MutexGuard<'_, Registered> {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the requested variables once the model is built. From now on, only known names are returned.
     fn seal(&self) -> Vec<Variable> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         registered.sealed = true;
         std::mem::take(&mut registered.variables)
     }
 
     fn known(&self, name: &str) -> Option<Var> {
-        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+        lock(self.varmap.data()).get(name).cloned()
     }
 
     fn hand_out(&self, registered: &mut Registered, name: &str, var: Var) -> candle_core::Result<Tensor> {
-        if let Err(error) = check_device(name, self.first.location(), var.device().location()) {
-            let text = error.to_string();
-            registered.failure = Some(error);
-            return Err(candle_core::Error::Msg(text));
-        }
+        check_device(name, self.first.location(), var.device().location())?;
         // Even if both devices are the CPU, the replica needs its own storage, because its forward pass may write to
         // buffers.
         let local = if self.is_first {
@@ -243,7 +234,7 @@ impl SimpleBackend for Builder {
         dtype: DType,
         _: &Device,
     ) -> candle_core::Result<Tensor> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         if let Some(var) = registered.handed_out.get(name) {
             check_shared(name, var, dtype, &shape)?;
             return Ok(var.as_tensor().clone());
@@ -255,7 +246,7 @@ impl SimpleBackend for Builder {
 
     /// Works for variables that are already in the VarMap.
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        let mut registered = self.lock();
+        let mut registered = lock(&self.registered);
         if let Some(var) = registered.handed_out.get(name) {
             return Ok(var.as_tensor().clone());
         }

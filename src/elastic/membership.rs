@@ -2,12 +2,13 @@
 use super::options::ElasticOptions;
 use crate::deadline::deadline_after;
 use crate::error::Failure;
+use crate::panic::lock;
 use crate::process_group::{Joining, ProcessGroup, job};
 use crate::rendezvous::{
     self, AGENT_VARIABLE, BEGUN, Decision, Generations, LastWill, Meeting, Member, RunStore, Store, absent_ranks,
 };
 use crate::{Error, Result};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Why a group is aborted that has not failed.
@@ -62,12 +63,6 @@ enum Watched {
     Superseded,
     /// This process has left the group.
     Left,
-}
-
-impl Watch {
-    fn lock(&self) -> MutexGuard<'_, Watched> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Membership {
@@ -337,7 +332,7 @@ impl Membership {
                 Ok(Some(Decision::Failed { rank, reason })) => format!("rank {rank} has ended the run: {reason}"),
                 _ => return,
             };
-            let mut watched = watch.lock();
+            let mut watched = lock(&watch.0);
             if *watched == Watched::Waiting {
                 *watched = Watched::Superseded;
                 if let Some(pg) = group.upgrade() {
@@ -351,7 +346,7 @@ impl Membership {
 
     /// Whether the present group was aborted because of what follows this generation.
     pub(super) fn is_superseded(&self) -> bool {
-        *self.watch.lock() == Watched::Superseded
+        *lock(&self.watch.0) == Watched::Superseded
     }
 
     /// Waits until all ranks have finished, and returns whether they have; false if the group has failed before.
@@ -396,7 +391,7 @@ impl Membership {
     /// Ends the run because of this process.
     pub(super) fn fail(&self, reason: &str) {
         // The group gets the reason from this rank itself.
-        *self.watch.lock() = Watched::Left;
+        *lock(&self.watch.0) = Watched::Left;
         let decision = Decision::Failed { rank: self.own.rank, reason: reason.to_string() };
         let mut number = self.generation() + 1;
         // Where the others have gone on already, they learn of it in their next generation.
@@ -407,7 +402,7 @@ impl Membership {
 
     /// Leaves the group of a generation that has ended.
     pub(super) fn leave(&mut self, pg: ProcessGroup) {
-        *self.watch.lock() = Watched::Left;
+        *lock(&self.watch.0) = Watched::Left;
         pg.goes_on();
         // Nobody is waited for, where this rank has learned of the end from the log alone.
         pg.abort(OTHER_GENERATION);

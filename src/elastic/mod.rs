@@ -6,7 +6,8 @@
 //! models and data stay where they are. `docs/elastic.md` has a whole program.
 //!
 //! ```no_run
-//! use candle_ddp::elastic::{self, Parts, Progress};
+//! use candle_ddp::data::LoaderState;
+//! use candle_ddp::elastic::{self, Parts};
 //! use candle_ddp::optim::{AdamW, StateDict};
 //! use candle_ddp::{InitOptions, ProcessGroup, Result};
 //! use candle_nn::VarMap;
@@ -14,7 +15,7 @@
 //! struct Training {
 //!     varmap: VarMap,
 //!     optimizer: AdamW,
-//!     progress: Progress,
+//!     progress: LoaderState,
 //! }
 //!
 //! impl Parts for Training {
@@ -41,7 +42,6 @@
 mod membership;
 mod options;
 mod placement;
-mod progress;
 mod shard;
 mod shards;
 mod state;
@@ -50,7 +50,6 @@ mod synchronise;
 mod tests;
 
 pub use options::ElasticOptions;
-pub use progress::Progress;
 pub use state::{Parts, State};
 
 use crate::backend::Label;

@@ -80,15 +80,16 @@ impl<S: Parts> State<S> {
     /// ranks only, all get what these have loaded.
     ///
     /// ```
-    /// use candle_ddp::elastic::{Progress, Parts, State};
+    /// use candle_ddp::elastic::{Parts, State};
+    /// # use candle_ddp::data::LoaderState;
     /// # use candle_ddp::optim::StateDict;
-    /// # struct Training(Progress);
+    /// # struct Training(LoaderState);
     /// # impl Parts for Training {
     /// #     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
     /// #         vec![("progress", &mut self.0)]
     /// #     }
     /// # }
-    /// # let training = Training(Progress::default());
+    /// # let training = Training(LoaderState::default());
     /// let path = std::path::PathBuf::from("/scratch/run7/state.safetensors"); // from state.save(path)
     /// let state = State::new(training).on_total_loss(move |state, _| match path.try_exists() {
     ///     Ok(false) => Ok(false),

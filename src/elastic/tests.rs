@@ -3,9 +3,9 @@
 mod shards;
 
 use super::synchronise::{Entrance, synchronise};
-use super::{Parts, Progress, State};
+use super::{Parts, State};
 use crate::amp::{GradScaler, GradScalerOptions};
-use crate::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use crate::data::{Dataset, DistributedSampler, LoaderOptions, LoaderState, SamplerOptions, StatefulDataLoader};
 use crate::process_group::{ProcessGroup, spawn};
 use crate::seed::Generator;
 use crate::state::{RankZero, StateDict};
@@ -16,7 +16,7 @@ use std::sync::Mutex;
 struct Training {
     varmap: VarMap,
     noise: Generator,
-    progress: Progress,
+    progress: LoaderState,
 }
 
 impl Parts for Training {
@@ -29,7 +29,8 @@ fn state(value: f32) -> State<Training> {
     let varmap = VarMap::new();
     let var = Var::from_tensor(&Tensor::new(&[value, value], &Device::Cpu).unwrap()).unwrap();
     varmap.data().lock().unwrap().insert("w".to_string(), var);
-    let mut state = State::new(Training { varmap, noise: Generator::new(1), progress: Progress::default() });
+    let progress = LoaderState { dataset_len: 10, ..Default::default() };
+    let mut state = State::new(Training { varmap, noise: Generator::new(1), progress });
     state.commit_first().unwrap();
     state
 }
@@ -50,14 +51,14 @@ fn get(state: &State<Training>) -> f32 {
 fn a_commit_is_a_copy_to_which_the_state_goes_back() {
     let mut state = state(1.);
     set(&state, 2.);
-    state.progress.advance(3, 10);
+    state.progress.advance(3);
     state.commit().unwrap();
     let offset = state.noise.offset();
     set(&state, 3.);
-    state.progress.advance(3, 10);
+    state.progress.advance(3);
     state.noise.next_u64();
     state.roll_back().unwrap();
-    assert_eq!((get(&state), state.progress.samples, state.noise.offset(), state.commits()), (2., 3, offset, 1));
+    assert_eq!((get(&state), state.progress.consumed, state.noise.offset(), state.commits()), (2., 3, offset, 1));
     // Of the first commit as well.
     let mut first = self::state(1.);
     set(&first, 5.);
@@ -185,7 +186,7 @@ fn parts_of_a_group_are_committed_with_the_others() {
         synchronise(&mut state, &pg, entrance(pg.rank() == 1))?;
         let mut second = scaler(2.)?;
         assert!(state.restore("scaler", &mut second)?);
-        Ok(second.state().scale)
+        Ok(second.current_scale())
     });
     assert_eq!(scales.unwrap(), [8., 8.]);
 }
@@ -316,7 +317,7 @@ fn a_loader_goes_on_in_the_middle_of_an_epoch_with_other_ranks() {
 
 #[test]
 fn names_that_cannot_be_told_apart_are_refused() {
-    struct Wrong(&'static [&'static str], Vec<Progress>);
+    struct Wrong(&'static [&'static str], Vec<LoaderState>);
     impl Parts for Wrong {
         fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
             self.0.iter().copied().zip(self.1.iter_mut().map(|part| part as &mut dyn StateDict)).collect()
@@ -327,9 +328,9 @@ fn names_that_cannot_be_told_apart_are_refused() {
         (&["a/b", "c"][..], "\"a/b\" is not a valid part name"),
         (&["", "c"][..], "\"\" is not a valid part name"),
     ] {
-        let mut state = State::new(Wrong(names, vec![Progress::default(); 2]));
+        let mut state = State::new(Wrong(names, vec![LoaderState::default(); 2]));
         let error = state.commit().unwrap_err().to_string();
         assert!(error.contains(expected) && state.commits() == 0, "{error}");
     }
-    assert_eq!(DType::I64, Progress::default().state_dict().unwrap()["epoch"].dtype());
+    assert_eq!(DType::I64, LoaderState::default().state_dict().unwrap()["epoch"].dtype());
 }

@@ -2,6 +2,7 @@
 use super::ProcessGroup;
 use crate::rendezvous::{self, absent_ranks};
 use crate::{Error, Result};
+use candle_ddp_rendezvous::json::{decide, read};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -27,28 +28,23 @@ impl ProcessGroup {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         // The key under which the first rank that gives up says which ranks it missed.
         let verdict = format!("monitored_barrier/{number}/missing");
-        let missing = match store.wait_cancellable(&keys, Some(timeout), &|| Ok(self.failed()?)) {
-            Ok(()) if !store.check(&[&verdict])? => {
-                if let Some(past) = number.checked_sub(1) {
+        let missing: Option<Vec<usize>> = match store.wait_cancellable(&keys, Some(timeout), &|| Ok(self.failed()?)) {
+            Ok(()) => {
+                let given_up = read(store, &verdict)?;
+                if let Some(past) = number.checked_sub(1).filter(|_| given_up.is_none()) {
                     // All ranks have come here, so they have left the barrier before it.
                     store.delete(&key(past, self.rank()))?;
                 }
-                return Ok(());
+                given_up
             }
-            Ok(()) => store.get(&verdict)?,
-            Err(late @ rendezvous::Error::StoreTimeout { .. }) => {
+            Err(rendezvous::Error::StoreTimeout { .. }) => {
                 let missing = absent_ranks(store, 0..self.world_size(), &|rank| key(number, rank))?;
-                if missing.is_empty() {
-                    // The rank came at the last moment, unless others had given up already.
-                    if store.check(&[&verdict])? { store.get(&verdict)? } else { return Ok(()) }
-                } else {
-                    let list = serde_json::to_vec(&missing).map_err(|_| late)?;
-                    store.compare_set(&verdict, b"", &list)?
-                }
+                // Where none is missing, the last rank came at the last moment, unless others had given up already.
+                if missing.is_empty() { read(store, &verdict)? } else { Some(decide(store, &verdict, &missing)?) }
             }
             Err(error) => return Err(error.into()),
         };
-        let mut missing: Vec<usize> = serde_json::from_slice(&missing).unwrap_or_default();
+        let Some(mut missing) = missing else { return Ok(()) };
         if !wait_all_ranks {
             missing.truncate(1);
         }

@@ -2,7 +2,6 @@
 use crate::{Error, Result};
 
 /// Makes the kernel kill this process when its parent dies.
-#[cfg(target_os = "linux")]
 pub(super) fn die_with_parent() -> Result<()> {
     use rustix::process::{Signal, getppid, set_parent_process_death_signal};
     let parent = getppid();
@@ -13,12 +12,4 @@ pub(super) fn die_with_parent() -> Result<()> {
         return Ok(());
     }
     Err(Error::io("the parent process has just died (InitOptions.die_with_parent)", rustix::io::Errno::SRCH))
-}
-
-#[cfg(not(target_os = "linux"))]
-pub(super) fn die_with_parent() -> Result<()> {
-    Err(Error::Unavailable {
-        what: "InitOptions.die_with_parent".to_string(),
-        hint: "only Linux tells processes of the death of their parent: leave it false".to_string(),
-    })
 }

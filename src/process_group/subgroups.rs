@@ -4,11 +4,12 @@ use super::{Backend, ProcessGroup};
 use crate::backend::{Communicator, Construction, Split};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
+use crate::panic::lock;
 use crate::rendezvous::{PrefixStore, Store};
 use crate::{Error, Result};
 use candle_core::Device;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 
 impl ProcessGroup {
     /// Creates a group of some of this group's ranks. Rank `i` of the new group is rank `ranks[i]` of this one.
@@ -52,7 +53,7 @@ impl ProcessGroup {
     /// same order. All layers share it. The first call creates it and waits for all other ranks; it ends with this
     /// group.
     pub(crate) fn companion(&self) -> Result<Self> {
-        let mut companion = self.0.companion.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut companion = lock(&self.0.companion);
         if let Some(companion) = &*companion {
             return Ok(companion.clone());
         }
@@ -79,7 +80,7 @@ impl ProcessGroup {
         if self.device().is_cpu() {
             return Ok(self.clone());
         }
-        let mut cpu = self.0.cpu.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cpu = lock(&self.0.cpu);
         if let Some(cpu) = &*cpu {
             return Ok(cpu.clone());
         }

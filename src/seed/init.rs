@@ -1,13 +1,13 @@
 //! Initial values from a seed.
 use super::Generator;
 use crate::error::describe;
+use crate::panic::lock;
 use crate::variables::not_in_varmap;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candle_ddp_rendezvous::hash::fnv1a_64;
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
-use std::sync::PoisonError;
 
 /// A `VarBuilder` that makes variables in `varmap` as candle's `VarBuilder::from_varmap` does, but with values that can be
 /// repeated: those of [`init`]. Variables that are there already are handed out as they are.
@@ -77,7 +77,7 @@ pub(crate) fn get(
     device: &Device,
 ) -> Result<Tensor> {
     let Some(seed) = seed else { return varmap.get(shape, name, hint, dtype, device) };
-    let mut vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut vars = lock(varmap.data());
     if let Some(var) = vars.get(name) {
         if var.shape() != &shape {
             let (is, needed) = (describe(var.dtype(), var.shape()), describe(dtype, &shape));
@@ -102,12 +102,12 @@ impl SimpleBackend for Seeded {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
-        let vars = self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+        let vars = lock(self.varmap.data());
         vars.get(name).map(|var| var.as_tensor().clone()).ok_or_else(|| not_in_varmap(name))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).contains_key(name)
+        lock(self.varmap.data()).contains_key(name)
     }
 }
 

@@ -10,6 +10,7 @@
 //!
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 use crate::backend::Work;
+use crate::panic::lock;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
 #[doc(inline)]
@@ -19,7 +20,7 @@ use std::fmt::Display;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// The environment variable for the trace folder, used if the options do not set one.
@@ -50,7 +51,7 @@ impl Trace {
     pub(crate) fn open(folder: &Path, rank: usize) -> Result<Arc<Self>> {
         static OPEN: Mutex<BTreeMap<PathBuf, Weak<Trace>>> = Mutex::new(BTreeMap::new());
         let path = folder.join(format!("rank{rank}.trace.json"));
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&OPEN);
         if let Some(trace) = open.get(&path).and_then(Weak::upgrade) {
             return Ok(trace);
         }
@@ -121,7 +122,7 @@ impl Trace {
     }
 
     fn with_file(&self, action: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>) {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(&self.file);
         if let Some(open) = file.as_mut()
             && let Err(error) = action(open)
         {

@@ -4,7 +4,8 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
 use crate::common::{fill, floats, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
-use candle_ddp::elastic::{self, ElasticOptions, Parts, Progress, State};
+use candle_ddp::data::LoaderState;
+use candle_ddp::elastic::{self, ElasticOptions, Parts, State};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StateDict, StepLr};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, InitOptions, ProcessGroup, Result};
@@ -47,7 +48,7 @@ pub(crate) struct Training {
     optimizer: AdamW,
     schedule: StepLr,
     noise: Generator,
-    progress: Progress,
+    progress: LoaderState,
 }
 
 impl Parts for Training {
@@ -71,7 +72,8 @@ impl Training {
         named.sort_by(|(name, _), (other, _)| name.cmp(other));
         let mut optimizer = AdamW::from_named(named, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
         let schedule = StepLr::new(&mut optimizer, ParamsStepLr { step_size: 5, gamma: 0.7 }).unwrap();
-        Self { varmap, optimizer, schedule, noise: Generator::new(7), progress: Progress::default() }
+        let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
+        Self { varmap, optimizer, schedule, noise: Generator::new(7), progress }
     }
 }
 
@@ -143,7 +145,7 @@ pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) 
     let ddp = DistributedDataParallel::new(pg, &state.varmap, DType::F32, |vb| Net::new(vb), DdpOptions::default())?;
     let data = tensor(&[SAMPLES, 4], 1).to_device(pg.device())?;
     while state.progress.epoch < EPOCHS {
-        let mine: Vec<usize> = state.progress.indices(SAMPLES, 11, pg.rank(), pg.world_size())?.take(BATCH).collect();
+        let mine: Vec<usize> = state.progress.indices(pg.rank(), pg.world_size())?.take(BATCH).collect();
         let rows: Vec<Tensor> = mine.iter().map(|index| data.i(*index)).collect::<candle_core::Result<_>>()?;
         let noise = state.noise.randn(0., 0.01, (1, 4), DType::F32, pg.device())?;
         let loss = ddp.forward(&Tensor::stack(&rows, 0)?.broadcast_add(&noise)?)?.sqr()?.mean_all()?;
@@ -156,7 +158,7 @@ pub(crate) fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) 
         let Training { optimizer, schedule, progress, .. } = &mut **state;
         optimizer.step(&grads)?;
         schedule.step(optimizer)?;
-        progress.advance(mine.len() * pg.world_size(), SAMPLES);
+        progress.advance(mine.len() * pg.world_size());
         event("step", own, state.commits())?;
         state.commit()?;
         if pg.rank() == 0 && all_lost("load") {

@@ -2,7 +2,8 @@
 use crate::common::{floats, tensor};
 use crate::elastic_ranks::{BATCH, Net, Run, SAMPLES, event, result, run_as_rank, variables};
 use candle_core::{DType, Device, IndexOp, Tensor};
-use candle_ddp::elastic::{Parts, Progress, State};
+use candle_ddp::data::LoaderState;
+use candle_ddp::elastic::{Parts, State};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, StateDict, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result};
@@ -14,7 +15,7 @@ struct Training {
     varmap: VarMap,
     /// Of each rank, which draws as many numbers in each step as no other.
     noise: Generator,
-    progress: Progress,
+    progress: LoaderState,
 }
 
 impl Parts for Training {
@@ -29,7 +30,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
     let data = tensor(&[SAMPLES, 4], 1);
     while state.progress.epoch < EPOCHS {
-        let mine: Vec<usize> = state.progress.indices(SAMPLES, 11, pg.rank(), pg.world_size())?.take(BATCH).collect();
+        let mine: Vec<usize> = state.progress.indices(pg.rank(), pg.world_size())?.take(BATCH).collect();
         let rows: Vec<Tensor> = mine.iter().map(|index| data.i(*index)).collect::<candle_core::Result<_>>()?;
         let noise = state.noise.randn(0., 0.1, (1 + pg.rank(), 4), DType::F32, pg.device())?.mean_keepdim(0)?;
         let loss = ddp.forward(&Tensor::stack(&rows, 0)?.broadcast_add(&noise)?)?.sqr()?.mean_all()?;
@@ -39,7 +40,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
         optimizer.step(&grads)?;
         // Other learning rates in each step: they have to come back as well.
         optimizer.set_learning_rate(optimizer.learning_rate() * 0.99)?;
-        state.progress.advance(mine.len() * pg.world_size(), SAMPLES);
+        state.progress.advance(mine.len() * pg.world_size());
         event("step", own, state.commits())?;
         state.commit_with(&[("optimizer", &optimizer)])?;
         event("commit", own, state.commits())?;
@@ -53,7 +54,8 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
 fn rank_of_another_test() {
     let new = |own, device: &Device| {
         let noise = Generator::for_rank(13, own);
-        State::new(Training { varmap: variables(own, device), noise, progress: Progress::default() })
+        let progress = LoaderState { seed: 11, dataset_len: SAMPLES, ..Default::default() };
+        State::new(Training { varmap: variables(own, device), noise, progress })
     };
     run_as_rank(new, train);
 }

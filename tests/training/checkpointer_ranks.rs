@@ -129,6 +129,27 @@ fn a_checkpoint_is_loaded_by_its_step() {
 }
 
 #[test]
+fn whole_checkpoints_are_listed_by_their_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |pg| {
+        let options = CheckpointerOptions { keep: 9, resume: true, ..Default::default() };
+        let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+        assert!(checkpointer.steps()?.is_empty());
+        for step in [8, 30, 30, 200_000_000] {
+            checkpointer.save(step, &[("value", &(step as f64))])?;
+        }
+        assert_eq!(checkpointer.steps()?, [8, 30, 200_000_000]);
+        if pg.rank() == 0 {
+            std::fs::remove_file(folder.path().join("step-00000008/checkpoint.json")).unwrap();
+            std::fs::create_dir(folder.path().join("step-00000009")).unwrap();
+        }
+        assert_eq!(checkpointer.steps()?, [30, 200_000_000]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_run_from_scratch_does_not_begin_among_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {

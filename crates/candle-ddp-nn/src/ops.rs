@@ -8,14 +8,13 @@ use crate::attention::{AttentionOptions, scaled_dot_product_attention};
 use crate::row_norm::row_norm;
 use candle_core::{Result, Tensor};
 use candle_ddp_tensor::Error;
-use candle_ddp_tensor::seed::default_generator;
 
 /// [`dropout`](crate::dropout()) with the process's generator.
 ///
 /// # Errors
 /// As [`dropout`](crate::dropout()).
 pub fn dropout(x: &Tensor, drop_p: f32) -> Result<Tensor> {
-    crate::dropout(x, drop_p, &mut default_generator().lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    Dropout::new(drop_p).forward(x, true)
 }
 
 /// silu(a) × b of the two halves of the last dimension.

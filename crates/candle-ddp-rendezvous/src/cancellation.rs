@@ -1,6 +1,7 @@
 use crate::error::Failure;
+use crate::panic::lock;
 use crate::{Error, Result};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// A shared cancellation signal: ends all waits that use it, with a single reason.
 #[derive(Default)]
@@ -35,12 +36,12 @@ pub enum Reason {
 impl Cancellation {
     /// Cancels with `reason`, unless already cancelled.
     pub fn cancel(&self, reason: Reason) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+        lock(&self.0).get_or_insert(reason);
     }
 
     /// Returns the reason as an error if this was cancelled.
     pub fn check(&self) -> Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), |reason| Err(reason.into_error()))
+        lock(&self.0).clone().map_or(Ok(()), |reason| Err(reason.into_error()))
     }
 }
 

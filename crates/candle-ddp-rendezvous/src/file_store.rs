@@ -2,10 +2,11 @@ use super::Store;
 use super::file_log::{Access, FileLog};
 use super::hash_store::parse_counter;
 use crate::deadline::deadline_after;
+use crate::panic::lock;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The maximum length of a key, as in a [`TcpStore`](super::TcpStore).
@@ -56,11 +57,6 @@ impl FileStore {
         Self { state: Arc::clone(state), path: path.clone(), timeout: *timeout, deadline: Some(deadline) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock in the middle of a change.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn failed(&self, operation: &str, error: std::io::Error) -> Error {
         let (operation, store) = (operation.to_string(), self.path.clone());
         match error.kind() {
@@ -76,7 +72,7 @@ impl FileStore {
 
     /// Reads the current map and appends the changes that `body` returns.
     fn access<T>(&self, operation: &str, body: impl FnOnce(&Map) -> Result<(T, Vec<Change>)>) -> Result<T> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let State { log, map } = &mut *state;
         let deadline = deadline_after(self.timeout);
         let deadline = self.deadline.map_or(deadline, |end| end.min(deadline));
@@ -117,7 +113,7 @@ impl FileStore {
         let mut seen = 0;
         loop {
             if look {
-                seen = self.lock().log.offset();
+                seen = lock(&self.state).log.offset();
                 let found = self.access(operation, |map| {
                     let missing = missing(map, keys);
                     Ok((if missing.is_empty() { Ok(read(map)) } else { Err(missing) }, Vec::new()))
@@ -139,7 +135,7 @@ impl FileStore {
             std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
             pause = (pause * 2).min(LATER_LOOK);
             // Another thread may have read the new records, so checking the file's length is not enough.
-            let log = &self.lock().log;
+            let log = &lock(&self.state).log;
             look = log.has_grown().map_err(|error| self.failed(operation, error))?
                 || log.offset() != seen
                 || Instant::now() >= deadline;

@@ -4,7 +4,9 @@
 //! it, and all others read it; so no two processes ever act on different decisions. Under `ddprun` the launcher decides who
 //! belongs to a generation, and elsewhere the surviving ranks do.
 use super::{PrefixStore, Store};
-use crate::{Error, Result};
+use crate::Result;
+use crate::json::{decide, encode, read};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The variable by which `ddprun` tells its workers that it keeps the log: `RUN_ID/ATTEMPT/INCARNATION/MIN_WORLD_SIZE`.
@@ -26,7 +28,7 @@ pub struct Told {
 }
 
 /// A process of a generation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// Its rank in the first generation, which it keeps.
     pub rank: usize,
@@ -35,7 +37,7 @@ pub struct Member {
 }
 
 /// An entry of the log.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Decision {
     /// Another generation begins, with these processes in the order of their new ranks.
     Members(Vec<Member>),
@@ -54,37 +56,6 @@ impl Decision {
     /// The members of the first generation of `world_size` ranks.
     pub fn everyone(world_size: usize) -> Self {
         Self::Members((0..world_size).map(|rank| Member { rank, incarnation: 0 }).collect())
-    }
-
-    fn encode(&self) -> String {
-        match self {
-            Self::Members(members) => {
-                let list: Vec<String> =
-                    members.iter().map(|Member { rank, incarnation }| format!("{rank}:{incarnation}")).collect();
-                format!("members {}", list.join(" "))
-            }
-            Self::Done => "done".to_string(),
-            Self::Failed { rank, reason } => format!("failed {rank} {reason}"),
-        }
-    }
-
-    fn decode(text: &str) -> Option<Self> {
-        let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
-        match kind {
-            "members" => {
-                let member = |text: &str| {
-                    let (rank, incarnation) = text.split_once(':')?;
-                    Some(Member { rank: rank.parse().ok()?, incarnation: incarnation.parse().ok()? })
-                };
-                rest.split(' ').map(member).collect::<Option<_>>().map(Self::Members)
-            }
-            "done" => Some(Self::Done),
-            "failed" => {
-                let (rank, reason) = rest.split_once(' ')?;
-                Some(Self::Failed { rank: rank.parse().ok()?, reason: reason.to_string() })
-            }
-            _ => None,
-        }
     }
 }
 
@@ -125,39 +96,23 @@ impl Generations {
 
     /// Writes entry `number` unless it is there already; returns the entry that counts.
     pub fn decide(&self, number: u64, decision: &Decision) -> Result<Decision> {
-        read(number, &self.store.compare_set(&Self::key(number), b"", decision.encode().as_bytes())?)
+        decide(&self.store, &Self::key(number), decision)
     }
 
     /// Entry `number`, if it was written.
     pub fn get(&self, number: u64) -> Result<Option<Decision>> {
-        let key = Self::key(number);
-        if !self.store.check(&[&key])? {
-            return Ok(None);
-        }
-        read(number, &self.store.get(&key)?).map(Some)
+        read(&self.store, &Self::key(number))
     }
 
     /// Tells the launcher that a rank runs elastically.
     pub fn announce(&self, min_world_size: usize) -> Result<()> {
-        self.store.set(ELASTIC, min_world_size.to_string().as_bytes())
+        self.store.set(ELASTIC, &encode(&min_world_size))
     }
 
     /// The smallest world size that the ranks accept, if they run elastically.
     pub fn announced(&self) -> Result<Option<usize>> {
-        if !self.store.check(&[ELASTIC])? {
-            return Ok(None);
-        }
-        Ok(String::from_utf8_lossy(&self.store.get(ELASTIC)?).parse().ok())
+        read(&self.store, ELASTIC)
     }
-}
-
-fn read(number: u64, bytes: &[u8]) -> Result<Decision> {
-    let text = String::from_utf8_lossy(bytes);
-    Decision::decode(&text).ok_or_else(|| Error::Store {
-        operation: format!("reading generation {number}"),
-        store: "of the run".to_string(),
-        reason: format!("{text:?} is no entry of the log: another version of candle-ddp has written it"),
-    })
 }
 
 #[cfg(test)]
@@ -174,9 +129,9 @@ mod tests {
         assert_eq!(log.decide(1, &without).unwrap(), without);
         assert_eq!(log.decide(1, &Decision::Done).unwrap(), without);
         assert_eq!(log.get(1).unwrap(), Some(without));
-        for end in [Decision::Done, Decision::Failed { rank: 3, reason: "no disk\nleft".to_string() }] {
-            assert_eq!(Decision::decode(&end.encode()), Some(end));
-        }
+        let failed = Decision::Failed { rank: 3, reason: "no disk\nleft".to_string() };
+        assert_eq!(log.decide(3, &failed).unwrap(), failed);
+        assert_eq!(log.get(3).unwrap(), Some(failed));
         let Decision::Members(all) = Decision::everyone(2) else { panic!() };
         assert_eq!(all, [Member { rank: 0, incarnation: 0 }, Member { rank: 1, incarnation: 0 }]);
         log.store().set("generation/2", b"members 1").unwrap();

@@ -1,8 +1,9 @@
 use super::Store;
 use crate::deadline::deadline_after;
+use crate::panic::{lock, wait_timeout};
 use crate::{Error, Result};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// A store inside one process, for ranks that are threads; like PyTorch's `HashStore`.
@@ -29,13 +30,8 @@ impl HashStore {
         Self { shared: Arc::clone(&self.shared), timeout: self.timeout.min(left) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<u8>>> {
-        // No code panics while it holds the lock in the middle of a change.
-        self.shared.map.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn write<T>(&self, change: impl FnOnce(&mut HashMap<String, Vec<u8>>) -> T) -> T {
-        let result = change(&mut self.lock());
+        let result = change(&mut lock(&self.shared.map));
         self.shared.changed.notify_all();
         result
     }
@@ -49,7 +45,7 @@ impl HashStore {
         read: impl FnOnce(&HashMap<String, Vec<u8>>) -> T,
     ) -> Result<T> {
         let deadline = deadline_after(timeout);
-        let mut map = self.lock();
+        let mut map = lock(&self.shared.map);
         loop {
             let missing: Vec<&str> = keys.iter().copied().filter(|key| !map.contains_key(*key)).collect();
             if missing.is_empty() {
@@ -64,7 +60,7 @@ impl HashStore {
                     reason: format!("no rank set {missing:?}"),
                 });
             }
-            map = self.shared.changed.wait_timeout(map, left).unwrap_or_else(PoisonError::into_inner).0;
+            map = wait_timeout(&self.shared.changed, map, left);
         }
     }
 }
@@ -113,7 +109,7 @@ impl Store for HashStore {
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
-        let map = self.lock();
+        let map = lock(&self.shared.map);
         Ok(keys.iter().all(|key| map.contains_key(*key)))
     }
 
@@ -136,7 +132,7 @@ impl Store for HashStore {
     }
 
     fn num_keys(&self) -> Result<usize> {
-        Ok(self.lock().len())
+        Ok(lock(&self.shared.map).len())
     }
 
     fn timeout(&self) -> Duration {

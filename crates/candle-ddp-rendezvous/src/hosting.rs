@@ -2,9 +2,10 @@
 use super::tcp_store::{Listening, RUN_ID};
 use super::{Secret, Store, TcpStoreServer, TcpStoreServerOptions};
 use crate::descriptors::check_limit;
+use crate::panic::lock;
 use crate::{Error, Result};
 use std::io::ErrorKind;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// The run id that torchrun and ddprun use for runs on several nodes by default. It does not distinguish runs.
@@ -50,7 +51,7 @@ pub(super) fn host_shared(
     run_id: Option<&str>,
     secret: Option<&Secret>,
 ) -> Result<Arc<TcpStoreServer>> {
-    let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut servers = lock(&SERVERS);
     servers.retain(|server| server.strong_count() > 0);
     let there = |server: &Arc<TcpStoreServer>| server.listens_on(&listening.addresses);
     if let Some(server) = servers.iter().filter_map(Weak::upgrade).find(there) {

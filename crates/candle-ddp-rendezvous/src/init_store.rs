@@ -1,8 +1,9 @@
 use super::cancellation::Cancellation;
 use super::progress::Reporter;
 use super::{FileStore, HashStore, LastWill, Store, TcpStore};
+use crate::panic::lock;
 use crate::{Error, Result};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long after the deadline the store may still be used, to find missing ranks and to report a failure.
@@ -37,7 +38,7 @@ impl LimitedStore for HashStore {
 pub(super) struct InitStore {
     plain: Arc<dyn LimitedStore>,
     /// `None` after initialisation.
-    limited: RwLock<Option<Arc<dyn Store>>>,
+    limited: Mutex<Option<Arc<dyn Store>>>,
     pub(super) cancellation: Cancellation,
     pub(super) deadline: Instant,
     /// Works as long as the group that uses this store.
@@ -46,7 +47,7 @@ pub(super) struct InitStore {
 
 impl InitStore {
     pub(super) fn new(plain: Arc<dyn LimitedStore>, deadline: Instant) -> Self {
-        let limited = RwLock::new(Some(plain.limited(deadline + REPORTING)));
+        let limited = Mutex::new(Some(plain.limited(deadline + REPORTING)));
         Self { plain, limited, cancellation: Cancellation::default(), deadline, _reporter: None }
     }
 
@@ -62,12 +63,12 @@ impl InitStore {
 
     /// Lifts the limits at the end of initialisation.
     pub(super) fn lift_limits(&self) {
-        *self.limited.write().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.limited) = None;
     }
 
     /// Returns the limited store, unless the limits have been lifted.
     pub(super) fn in_init(&self) -> Option<Arc<dyn Store>> {
-        self.limited.read().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.limited).clone()
     }
 
     fn call<T>(&self, call: impl FnOnce(&dyn Store) -> Result<T>) -> Result<T> {

@@ -10,7 +10,9 @@ use super::join::{ARRIVED, host_key};
 use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::host::host_name;
+use crate::json::{decide, encode, read};
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +20,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The rank that failed first, and the reason.
+/// The first [`Abort`].
 const ABORT: &str = "init/abort";
 /// The number of ranks that know of the failure.
 const HEARD: &str = "init/heard";
@@ -28,6 +30,13 @@ const DONE: &[u8] = b"done";
 
 fn heartbeat_key(rank: usize) -> String {
     format!("init/heartbeat/{rank}")
+}
+
+/// The rank that failed, and why.
+#[derive(Serialize, Deserialize)]
+struct Abort {
+    peer: usize,
+    reason: String,
 }
 
 /// The intervals of the thread.
@@ -104,13 +113,12 @@ impl InitWatcher {
 
     /// Has the store report to the other ranks that this one failed, if its process ends without doing so.
     fn leave_will(&mut self, keys: &PrefixStore) {
-        let text = format!(
-            "{} its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
+        let reason = format!(
+            "its process on host {} ended during initialisation (its connection to the store closed). Look for the first \
              error in its output",
-            self.rank,
             host_name()
         );
-        match keys.last_will(ABORT, text.as_bytes()) {
+        match keys.last_will(ABORT, &encode(&Abort { peer: self.rank, reason })) {
             Ok(will) => self.will = will,
             Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
         }
@@ -139,9 +147,9 @@ impl InitWatcher {
             Ok(_) => self.store.lift_limits(),
             Err(error) => match failure(error) {
                 Some(Failure::PeerGone { rank, peer, .. }) => {
-                    self.report(*peer, &format!("it is gone: its connection to rank {rank} closed"));
+                    self.report(*peer, format!("it is gone: its connection to rank {rank} closed"));
                 }
-                _ => self.report(self.rank, &format!("{error} (on host {})", host_name())),
+                _ => self.report(self.rank, format!("{error} (on host {})", host_name())),
             },
         }
         result
@@ -163,12 +171,12 @@ impl InitWatcher {
         }
     }
 
-    /// Reports to the other ranks that `culprit` failed, unless another failure was reported first.
-    fn report(&self, culprit: usize, reason: &str) {
+    /// Reports to the other ranks that `peer` failed, unless another failure was reported first.
+    fn report(&self, peer: usize, reason: String) {
         let report = || -> Result<()> {
             let end = self.store.deadline.min(Instant::now()) + REPORTING;
             let keys = PrefixStore::new(self.prefix.as_str(), self.store.limited(end));
-            keys.compare_set(ABORT, b"", format!("{culprit} {reason}").as_bytes())?;
+            decide(&keys, ABORT, &Abort { peer, reason })?;
             count(&keys, &self.heard)?;
             // The store ends with this process, so give the other ranks time to read the reason.
             while self.hosts && Instant::now() < end && keys.add(HEARD, 0)? < keys.add(&in_join(ARRIVED), 0)? {
@@ -188,7 +196,7 @@ impl Drop for InitWatcher {
             self.end_thread();
             self.withdraw();
             if std::thread::panicking() {
-                self.report(self.rank, &format!("it panicked during initialisation (on host {})", host_name()));
+                self.report(self.rank, format!("it panicked during initialisation (on host {})", host_name()));
             }
         }
     }
@@ -266,10 +274,8 @@ impl Poller<'_> {
 
     /// Returns whether a rank has failed.
     fn check_abort(&self) -> Result<bool> {
-        if !self.keys.check(&[ABORT])? {
-            return Ok(false);
-        }
-        self.cancel(&self.keys.get(ABORT)?)?;
+        let Some(abort) = read(&self.keys, ABORT)? else { return Ok(false) };
+        self.cancel(abort)?;
         Ok(true)
     }
 
@@ -282,11 +288,8 @@ impl Poller<'_> {
         Ok(is_superseded)
     }
 
-    fn cancel(&self, abort: &[u8]) -> Result<()> {
-        let abort = String::from_utf8_lossy(abort);
-        let (peer, reason) = abort.split_once(' ').unwrap_or_default();
-        let peer = peer.parse().unwrap_or(self.world_size);
-        self.cancellation.cancel(Reason::PeerFailed { peer, reason: reason.to_string() });
+    fn cancel(&self, Abort { peer, reason }: Abort) -> Result<()> {
+        self.cancellation.cancel(Reason::PeerFailed { peer, reason });
         count(&self.keys, self.heard)
     }
 
@@ -321,8 +324,7 @@ impl Poller<'_> {
             self.rank,
             self.host_of(peer)
         );
-        let first = self.keys.compare_set(ABORT, b"", format!("{peer} {reason}").as_bytes())?;
-        self.cancel(&first)?;
+        self.cancel(decide(&self.keys, ABORT, &Abort { peer, reason })?)?;
         Ok(true)
     }
 

@@ -3,13 +3,14 @@ use super::Store;
 use super::store::absent_ranks;
 use crate::error::some;
 use crate::host::{boot_id, host_name};
+use crate::json::{decide, decode};
 use crate::{Error, Result};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Set, with a reason, by the rank that completes the run or by one that finds that it cannot complete.
+/// Decided by the rank that completes the run (`None`), or by one that finds why it cannot complete.
 const OUTCOME: &str = "outcome";
-const COMPLETE: &[u8] = b"complete";
+type Outcome = Option<String>;
 pub(super) const ARRIVED: &str = "arrived";
 const WORLD_SIZE: &str = "world_size";
 /// The store's own address, reported by a rank on another host.
@@ -57,9 +58,8 @@ impl Join<'_> {
         if store.add(&rank_key(rank), 1)? != 1 {
             return self.give_up(format!("two processes have rank {rank}: give each process its own rank"));
         }
-        let agreed = store.compare_set(WORLD_SIZE, b"", world_size.to_string().as_bytes())?;
-        if agreed != world_size.to_string().as_bytes() {
-            let agreed = String::from_utf8_lossy(&agreed);
+        let agreed = decide(store, WORLD_SIZE, &world_size)?;
+        if agreed != world_size {
             return self.give_up(format!(
                 "rank {rank} was started with world size {world_size}, but another rank with {agreed}"
             ));
@@ -72,12 +72,11 @@ impl Join<'_> {
         }
         let arrived = store.add(ARRIVED, 1)?;
         if usize::try_from(arrived).is_ok_and(|arrived| arrived == world_size) {
-            store.compare_set(OUTCOME, b"", COMPLETE)?;
+            decide(store, OUTCOME, &Outcome::None)?;
         }
         let left = self.deadline.saturating_duration_since(Instant::now());
         store.wait(&[OUTCOME], Some(left))?;
-        let outcome = store.get(OUTCOME)?;
-        if outcome == COMPLETE { Ok(()) } else { Err(self.failed(String::from_utf8_lossy(&outcome).into_owned())) }
+        decode::<Outcome>(OUTCOME, &store.get(OUTCOME)?)?.map_or(Ok(()), |reason| Err(self.failed(reason)))
     }
 
     /// Returns the address at which other ranks can reach this one: the address of its connection to the store. If that
@@ -106,7 +105,7 @@ impl Join<'_> {
 
     /// Reports to the waiting ranks why this run cannot complete. Has no effect if all ranks had already arrived.
     fn give_up(&self, reason: String) -> Result<()> {
-        self.store.compare_set(OUTCOME, b"", reason.as_bytes())?;
+        decide(self.store, OUTCOME, &Outcome::Some(reason.clone()))?;
         Err(self.failed(reason))
     }
 

@@ -9,11 +9,12 @@ use super::progress::{Place, Reporter};
 use super::tcp_store::Listening;
 use super::{FileStore, HashStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use crate::deadline::deadline_after;
+use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
 /// Separates this crate's keys from those of other users of the same store.
@@ -287,7 +288,7 @@ fn reporter(plan: &Plan, secret: Option<&Secret>) -> Option<Arc<Reporter>> {
 /// may still hold those of earlier calls. Threads of one process may be several ranks.
 fn count_call(store: &str, rank: usize) -> u64 {
     static CALLS: Mutex<BTreeMap<(String, usize), u64>> = Mutex::new(BTreeMap::new());
-    let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut calls = lock(&CALLS);
     let count = calls.entry((store.to_string(), rank)).or_default();
     *count += 1;
     *count - 1

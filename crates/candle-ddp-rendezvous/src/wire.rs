@@ -24,24 +24,22 @@ impl Writer {
 
     /// Writes text with its length in front, cut off at [`TEXT_LIMIT`].
     pub fn text(&mut self, value: &str) -> &mut Self {
-        let mut end = value.len().min(TEXT_LIMIT);
-        while !value.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.u32(end as u32).bytes(&value.as_bytes()[..end])
-    }
-
-    /// Writes ranks with their number in front, at most [`RANKS_LIMIT`] of them.
-    pub fn ranks(&mut self, ranks: &[usize]) -> &mut Self {
-        let ranks = &ranks[..ranks.len().min(RANKS_LIMIT)];
-        ranks.iter().fold(self.u32(ranks.len() as u32), |writer, rank| writer.u32(*rank as u32))
+        let value = cut(value);
+        self.u32(value.len() as u32).bytes(value.as_bytes())
     }
 }
 
 /// The longest text that is sent, in bytes.
 const TEXT_LIMIT: usize = 16 * 1024;
-/// The most ranks that are sent in one list.
-const RANKS_LIMIT: usize = 256;
+
+/// As much of a text as is sent.
+pub fn cut(text: &str) -> &str {
+    let mut end = text.len().min(TEXT_LIMIT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
 
 /// Reads fields from the front of a buffer; returns `None` if the buffer is too short.
 pub struct Reader<'a>(pub &'a [u8]);
@@ -74,11 +72,5 @@ impl<'a> Reader<'a> {
         let (head, tail) = self.0.split_at_checked(length)?;
         self.0 = tail;
         Some(String::from_utf8_lossy(head).into_owned())
-    }
-
-    pub fn ranks(&mut self) -> Option<Vec<usize>> {
-        let count = self.u32()? as usize;
-        // Who sends more speaks another protocol.
-        (count <= RANKS_LIMIT).then(|| (0..count).map(|_| self.rank()).collect())?
     }
 }

@@ -3,7 +3,8 @@ use super::config::Topology;
 use super::console::message;
 use super::environment::Incarnation;
 use super::error::Result;
-use super::members::{Aftermath, Members};
+use super::judge::{self, End, Restarts};
+use super::members::Members;
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Report, Round, Slot};
 use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus};
 use super::store;
@@ -49,7 +50,7 @@ pub(super) struct Agent<'a> {
     /// The members of an elastic run on this machine alone, once there was a reason to look.
     members: Option<Members>,
     run_id: String,
-    restarts_left: u32,
+    restarts: Restarts,
     restart_count: u32,
     /// How often all workers were started again.
     attempt: u64,
@@ -61,7 +62,8 @@ pub(super) struct Agent<'a> {
 impl<'a> Agent<'a> {
     /// `server` is the store that this machine hosts, if it does; `link` connects it to other nodes.
     pub(super) fn new(starter: Starter<'a>, server: Option<TcpStoreServer>, link: Option<Link>) -> Self {
-        let (run_id, restarts_left) = (starter.config.run_id.clone(), starter.config.max_restarts);
+        let run_id = starter.config.run_id.clone();
+        let restarts = Restarts { most: starter.config.max_restarts, used: 0 };
         Self {
             starter,
             server,
@@ -72,7 +74,7 @@ impl<'a> Agent<'a> {
             failure: None,
             is_lost: false,
             run_id,
-            restarts_left,
+            restarts,
             restart_count: 0,
             attempt: 0,
             phase: Phase::Running,
@@ -177,12 +179,11 @@ impl<'a> Agent<'a> {
         Ok(Some(Arc::clone(store)))
     }
 
-    /// The members of an elastic run on this machine alone, and the smallest world size that they accept.
-    fn elastic(&mut self) -> Result<Option<(&mut Members, usize)>> {
+    /// The smallest world size that an elastic run on this machine alone accepts.
+    fn elastic(&mut self) -> Result<Option<usize>> {
         let Some(store) = self.own_store()? else { return Ok(None) };
         let (attempt, world_size) = (self.attempt, self.starter.topology.world_size());
-        let members = self.members.get_or_insert_with(|| Members::new(store, attempt, world_size));
-        Ok(members.announced()?.map(|min_world_size| (members, min_world_size)))
+        Ok(self.members.get_or_insert_with(|| Members::new(store, attempt, world_size)).announced()?)
     }
 
     fn start(&mut self, local_rank: usize, incarnation: u64) -> Result<Worker> {
@@ -277,7 +278,7 @@ impl<'a> Agent<'a> {
         RunStatus {
             phase: self.phase,
             attempt: self.attempt,
-            restarts: config.max_restarts - self.restarts_left,
+            restarts: self.restarts.used,
             last_failure: self.last_failure.clone(),
             ..RunStatus::of(config)
         }
@@ -293,46 +294,38 @@ impl<'a> Agent<'a> {
     }
 
     fn judge(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Verdict> {
-        let rank = worker.rank;
-        let end = |failed| if failed { Verdict::Fail } else { Verdict::GoOn };
-        let (max_restarts, replaced) = (self.starter.config.max_restarts, self.restarts_left > 0);
+        let (rank, how) = (worker.rank, how.to_string());
         // Without a connection, the workers cannot have one either.
-        let elastic = self.elastic().unwrap_or_else(|error| {
+        let min_world_size = self.elastic().unwrap_or_else(|error| {
             log::debug!("no connection to the own store: {error}");
             None
         });
-        let Some((members, min_world_size)) = elastic else {
-            if !failed || !replaced {
-                return Ok(end(failed));
+        let elastic = self.members.as_mut().zip(min_world_size);
+        let end = End { rank, how: &how, what: &format!("rank {rank} {how}"), failed };
+        let (verdict, reason) = judge::on_exit(elastic, end, &mut self.restarts)?;
+        Ok(match verdict {
+            judge::Verdict::GoOn | judge::Verdict::EndRanks => Verdict::GoOn,
+            judge::Verdict::Fail => Verdict::Fail,
+            judge::Verdict::RestartAll => {
+                message(reason);
+                self.restart_count = self.restarts.used;
+                Verdict::RestartAll
             }
-            self.count_restart();
-            let (nth, of) = (self.restart_count, max_restarts);
-            message(format_args!("rank {rank} {how}: all workers are started again (restart {nth} of {of})"));
-            return Ok(Verdict::RestartAll);
-        };
-        match members.after_exit(rank, &how.to_string(), failed, replaced, max_restarts, min_world_size)? {
-            Aftermath::GoOn => Ok(Verdict::GoOn),
-            Aftermath::Fail => Ok(Verdict::Fail),
-            Aftermath::GoOnWithout { left } => {
+            judge::Verdict::GoOnWithout => {
+                message(reason);
                 worker.given_up = true;
-                message(format_args!("rank {rank} {how}: the other {left} rank(s) go on without it"));
-                Ok(Verdict::GoOn)
+                Verdict::GoOn
             }
-            Aftermath::Replace { incarnation } => {
-                self.count_restart();
-                let (nth, of) = (self.restart_count, max_restarts);
-                message(format_args!("rank {rank} {how}: a new process takes its place (restart {nth} of {of})"));
+            judge::Verdict::Replace => {
+                message(reason);
+                self.restart_count = self.restarts.used;
+                let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
                 self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
                     let reason = format!("its process {how}, and cannot be started again: {error}");
                     // The workers are ended in any case.
                     let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
-                })
+                })?
             }
-        }
-    }
-
-    fn count_restart(&mut self) {
-        self.restarts_left -= 1;
-        self.restart_count += 1;
+        })
     }
 }

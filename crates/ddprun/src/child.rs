@@ -8,23 +8,18 @@ use std::process::Command;
 /// The kernel watches the forking thread, not the process, so call `spawn` on a thread that lives as long as the
 /// process: the main thread. The standard library resets the signal mask and SIGPIPE to their defaults.
 pub(super) fn bind_to_launcher(command: &mut Command) {
-    #[cfg(target_os = "linux")]
-    {
-        use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
-        let launcher = getpid();
-        // SAFETY: between fork and exec only async-signal-safe calls are allowed, because other threads of the parent
-        // may have held locks. The closure makes two system calls and, on failure, builds an `io::Error` from a number,
-        // which does not allocate.
-        unsafe {
-            command.pre_exec(move || {
-                set_parent_process_death_signal(Some(Signal::KILL))?;
-                // The launcher may have died before the call above; then no signal will come.
-                if getppid() == Some(launcher) { Ok(()) } else { Err(rustix::io::Errno::SRCH.into()) }
-            });
-        }
+    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+    let launcher = getpid();
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed, because other threads of the parent
+    // may have held locks. The closure makes two system calls and, on failure, builds an `io::Error` from a number,
+    // which does not allocate.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // The launcher may have died before the call above; then no signal will come.
+            if getppid() == Some(launcher) { Ok(()) } else { Err(rustix::io::Errno::SRCH.into()) }
+        });
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = command;
 }
 
 /// Lets the child run only on the processors of `cpus`.

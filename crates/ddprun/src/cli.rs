@@ -102,7 +102,7 @@ pub(crate) struct Cli {
     #[arg(long, alias = "no_secret", help_heading = RANKS)]
     pub(crate) no_secret: bool,
 
-    /// Role of the workers: ROLE_NAME in their environment, and ${role_name} in prefixes.
+    /// Role of the workers: ROLE_NAME in their environment, and the prefix of --tee.
     #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default", help_heading = RANKS)]
     pub(crate) role: String,
 
@@ -142,14 +142,10 @@ pub(crate) struct Cli {
     #[arg(short, long, env = "PET_REDIRECTS", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
     pub(crate) redirects: StreamSelection,
 
-    /// Output to write to log files and also show, each line with a prefix; same values as --redirects.
+    /// Output to write to log files and also show, each line with a prefix of the role and local rank, `[default0]:`; same
+    /// values as --redirects.
     #[arg(short, long, env = "PET_TEE", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
     pub(crate) tee: StreamSelection,
-
-    /// Prefix of each line that is shown; ${role_name}, ${local_rank} and ${rank} are replaced. [default: none, or
-    /// `[${role_name}${local_rank}]:` for --tee]
-    #[arg(long, alias = "log_line_prefix_template", value_name = "TEMPLATE", help_heading = OUTPUT)]
-    pub(crate) log_line_prefix_template: Option<String>,
 
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.

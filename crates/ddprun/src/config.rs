@@ -90,8 +90,6 @@ pub(crate) struct Config {
     pub(crate) redirects: StreamSelection,
     /// Streams that go to files and are also shown.
     pub(crate) tee: StreamSelection,
-    /// The prefix of each line that is shown.
-    pub(crate) prefix: Option<String>,
     /// The time between asking workers to exit and killing them.
     pub(crate) shutdown_timeout: Duration,
     /// Signals that end the run.
@@ -126,10 +124,6 @@ impl Config {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
                 return Err(Error::usage(option, reason));
             }
-        }
-        let prefix = cli.log_line_prefix_template.clone();
-        if let Some(template) = &prefix {
-            check_template(template)?;
         }
         let run_id = match &cli.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(|c: char| c == '/' || c.is_control()) => {
@@ -171,7 +165,6 @@ impl Config {
             log_dir,
             redirects,
             tee,
-            prefix,
             shutdown_timeout,
             signals,
             max_restarts,
@@ -345,21 +338,6 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
     Ok((Program::Cargo(target), command))
 }
 
-/// The variables that a prefix template may use.
-const VARIABLES: [&str; 3] = ["role_name", "local_rank", "rank"];
-
-fn check_template(template: &str) -> Result<()> {
-    for (start, _) in template.match_indices("${") {
-        let rest = template.get(start + 2..).unwrap_or_default();
-        if !rest.split_once('}').is_some_and(|(name, _)| VARIABLES.contains(&name)) {
-            let reason =
-                format!("{template:?} contains a ${{…}} other than ${{role_name}}, ${{local_rank}} and ${{rank}}");
-            return Err(Error::usage("--log-line-prefix-template", reason));
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -436,8 +414,6 @@ mod tests {
             (&["--standalone", "--master-port", "1", "x"], "free port"),
             (&["--master-port", "0", "x"], "not a port"),
             (&["--redirects", "0:1,1:3", "x"], "local rank 1"),
-            (&["--log-line-prefix-template", "[${host}]", "x"], "${role_name}"),
-            (&["--log-line-prefix-template", "[${rank", "x"], "${role_name}"),
             (&["--shutdown-timeout=-1", "x"], "seconds"),
             (&["--shutdown-timeout", "NaN", "x"], "seconds"),
             (&["--signals-to-handle", "SIGFOO", "x"], "SIGFOO"),

@@ -23,6 +23,7 @@ mod environment;
 mod error;
 mod events;
 mod folder;
+mod judge;
 mod lines;
 mod members;
 mod nodes;

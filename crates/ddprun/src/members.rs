@@ -1,5 +1,4 @@
 //! The processes of an elastic run, as the launcher decides on them: a generation after the other, in one log.
-use super::console::message;
 use candle_ddp_rendezvous::Result;
 use candle_ddp_rendezvous::{Decision, Generations, Member, Store};
 use std::collections::BTreeMap;
@@ -16,16 +15,17 @@ pub(super) struct Members {
     all_finished: bool,
 }
 
-/// What follows when the process of a rank has ended.
-pub(super) enum Aftermath {
-    /// Nothing: the ranks go on, or know why they end.
-    GoOn,
-    /// The run has failed.
-    Fail,
-    /// A new process takes its place.
-    Replace { incarnation: u64 },
-    /// The other ranks, so many, go on without it.
-    GoOnWithout { left: usize },
+/// The ranks of a run when the process of one of them has ended.
+#[derive(Clone, Copy)]
+pub(super) enum Ranks {
+    /// They do not run elastically.
+    Fixed,
+    /// They run elastically, and have ended their run; `finished` says whether they have all done their work.
+    Over { finished: bool },
+    /// They run elastically, and have gone on without this rank already.
+    Without,
+    /// They run elastically with this rank, `others` and no fewer than `least`.
+    With { others: usize, least: usize },
 }
 
 impl Members {
@@ -59,8 +59,13 @@ impl Members {
         Ok(true)
     }
 
-    fn contains(&self, rank: usize) -> bool {
-        self.members.iter().any(|member| member.rank == rank)
+    /// How the run stands when the process of `rank` has ended; it goes on with no fewer ranks than `least`.
+    pub(super) fn ranks(&mut self, rank: usize, least: usize) -> Result<Ranks> {
+        if !self.update()? {
+            return Ok(Ranks::Over { finished: self.all_finished });
+        }
+        let others = self.without(|gone| gone == rank).len();
+        Ok(if others < self.members.len() { Ranks::With { others, least } } else { Ranks::Without })
     }
 
     /// The present members without those that are `gone`.
@@ -78,49 +83,6 @@ impl Members {
         members.extend(new);
         members.sort_by_key(|member| member.rank);
         members
-    }
-
-    /// Decides what follows when the process of `rank` has ended, and makes it known to the ranks. `how` says how it ended, and
-    /// `replaced` whether a failed one may be started again.
-    pub(super) fn after_exit(
-        &mut self,
-        rank: usize,
-        how: &str,
-        failed: bool,
-        replaced: bool,
-        max_restarts: u32,
-        min_world_size: usize,
-    ) -> Result<Aftermath> {
-        if !self.update()? {
-            if failed && self.all_finished {
-                message(format_args!(
-                    "all ranks had finished elastic::run when rank {rank} {how}: what its program does after that may be \
-                     missing, and it is not started again"
-                ));
-            }
-            return Ok(if failed { Aftermath::Fail } else { Aftermath::GoOn });
-        }
-        if !self.contains(rank) {
-            return Ok(Aftermath::GoOn);
-        }
-        if !failed {
-            self.fail(rank, format!("its process {how} before all ranks had finished"))?;
-            return Ok(Aftermath::GoOn);
-        }
-        let next = if replaced { self.with_new([rank]) } else { self.without(|gone| gone == rank) };
-        let left = next.len();
-        if !replaced && (left == 0 || left < min_world_size) {
-            self.fail(rank, cannot_go_on(how, max_restarts, left, min_world_size))?;
-            return Ok(Aftermath::Fail);
-        }
-        if !self.change(next)? {
-            return Ok(Aftermath::Fail);
-        }
-        Ok(if replaced {
-            Aftermath::Replace { incarnation: self.incarnation(rank) }
-        } else {
-            Aftermath::GoOnWithout { left }
-        })
     }
 
     /// Begins another generation; false if the ranks have decided otherwise in the meantime.
@@ -143,15 +105,4 @@ impl Members {
     pub(super) fn incarnation(&self, rank: usize) -> u64 {
         self.last.get(&rank).copied().unwrap_or(0)
     }
-}
-
-/// Why an elastic run ends with the process of a rank.
-fn cannot_go_on(how: &str, max_restarts: u32, left: usize, min_world_size: usize) -> String {
-    let used = match max_restarts {
-        0 => "ddprun starts none again (--max-restarts 0)".to_string(),
-        _ => format!("all restarts are used up (--max-restarts {max_restarts})"),
-    };
-    format!(
-        "its process {how}, {used}, and the {left} rank(s) that are left are fewer than min_world_size ({min_world_size})"
-    )
 }

@@ -1,10 +1,11 @@
 //! A thread that writes to stdout or stderr, so that nothing else blocks if the output is not read.
+use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// One of the two standard streams.
@@ -70,13 +71,9 @@ impl Printer {
             // No more threads can be started, so no worker will run; write this message directly.
             let text = format!("ddprun: starting a thread: {error} (raise the limit on processes, `ulimit -u`)\n");
             let _ = write_all(io::stderr().as_fd(), text.as_bytes(), |_| ());
-            printer.lock().closed = true;
+            lock(&printer.queue).closed = true;
         }
         printer
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `condition` is false or `deadline` has passed.
@@ -89,8 +86,8 @@ impl Printer {
         while condition(&queue) {
             queue = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
                 Some(Duration::ZERO) => break,
-                Some(rest) => self.changed.wait_timeout(queue, rest).unwrap_or_else(PoisonError::into_inner).0,
-                None => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                Some(rest) => wait_timeout(&self.changed, queue, rest),
+                None => wait(&self.changed, queue),
             };
         }
         queue
@@ -98,7 +95,7 @@ impl Printer {
 
     /// Queues `piece`. Output blocks while the queue is full; messages never do.
     pub(super) fn push(&self, piece: Piece) -> Result<(), NoReader> {
-        let mut queue = self.lock();
+        let mut queue = lock(&self.queue);
         if matches!(piece, Piece::Output { .. }) {
             queue = self.wait_while(queue, None, |queue| queue.left >= LIMIT && !queue.unlimited && !queue.closed);
         }
@@ -113,14 +110,14 @@ impl Printer {
 
     /// Stops output from blocking.
     pub(super) fn stop_waiting(&self) {
-        self.lock().unlimited = true;
+        lock(&self.queue).unlimited = true;
         self.changed.notify_all();
     }
 
     /// Waits until everything is written, for at most `patience`, and returns the number of unwritten bytes.
     pub(super) fn wait(&self, patience: Duration) -> usize {
         let deadline = Instant::now().checked_add(patience);
-        self.wait_while(self.lock(), deadline, |queue| queue.left > 0).left
+        self.wait_while(lock(&self.queue), deadline, |queue| queue.left > 0).left
     }
 }
 
@@ -144,13 +141,13 @@ impl Writer {
     fn run(mut self) {
         let printer = Arc::clone(&self.printer);
         loop {
-            let mut queue = printer.wait_while(printer.lock(), None, |queue| queue.pieces.is_empty());
+            let mut queue = printer.wait_while(lock(&printer.queue), None, |queue| queue.pieces.is_empty());
             let Some(piece) = queue.pieces.pop_front() else { continue };
             drop(queue);
             // Bytes that could not be written are also taken off the count here.
             let mut left = piece.len();
             let result = self.write(&piece, &mut left);
-            let mut queue = printer.lock();
+            let mut queue = lock(&printer.queue);
             queue.left -= left;
             if let (Err(error), Piece::Output { target, .. }) = (result, piece) {
                 if error.kind() == io::ErrorKind::BrokenPipe {
@@ -185,7 +182,7 @@ impl Writer {
             extra -= before;
             let count = count - before;
             *left -= count;
-            printer.lock().left -= count;
+            lock(&printer.queue).left -= count;
             printer.changed.notify_all();
         };
         if start.is_empty() { write_all(fd, bytes, written) } else { write_all(fd, &[start, bytes].concat(), written) }

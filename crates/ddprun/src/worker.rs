@@ -190,13 +190,8 @@ impl Starter<'_> {
                 (reader.into(), writer.into())
             }
         };
-        let template = config.prefix.as_deref().or(tee.then_some("[${role_name}${local_rank}]:"));
-        let prefix = template.map(|template| {
-            template
-                .replace("${role_name}", &config.role)
-                .replace("${local_rank}", &local_rank.to_string())
-                .replace("${rank}", &rank.to_string())
-        });
+        // As torchrun does.
+        let prefix = tee.then(|| format!("[{}{local_rank}]:", config.role));
         let shown = visible.then(|| Lines::new(prefix, terminal));
         let tail = Tail::default();
         sources.push(Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail });

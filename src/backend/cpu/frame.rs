@@ -1,6 +1,7 @@
 //! The messages of monitors on the control connections.
 use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
+use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// One message on a control connection.
@@ -25,7 +26,9 @@ impl Frame {
         writer.u32(0);
         match self {
             Self::Goodbye(counts) => counts.encode(writer.u8(0)),
-            Self::Abort(failure) => failure.encode(writer.u8(1)),
+            Self::Abort(failure) => {
+                writer.u8(1).bytes(&encode(failure));
+            }
             Self::Ack => {
                 writer.u8(2);
             }
@@ -44,7 +47,7 @@ impl Frame {
         let mut reader = Reader(bytes);
         Some(match reader.u8()? {
             0 => Self::Goodbye(CallCounts::decode(&mut reader)?),
-            1 => Self::Abort(Failure::decode(&mut reader)?),
+            1 => Self::Abort(serde_json::from_slice(reader.0).ok()?),
             2 => Self::Ack,
             3 => Self::Query { id: reader.u64()? },
             4 => Self::Answer { id: reader.u64()?, report: ProgressReport::decode(&mut reader)? },

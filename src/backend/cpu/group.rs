@@ -12,8 +12,8 @@ use crate::backend::call::{Call, Channel, Header};
 use crate::backend::failure::{CallCounts, CallHistory, RankState, left_since};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
-use crate::panic::lock;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::panic::{lock, wait_timeout};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// One group, as seen by one of its ranks.
@@ -203,7 +203,7 @@ impl Group {
             if left.is_zero() {
                 return None;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
         }
     }
 

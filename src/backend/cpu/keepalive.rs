@@ -35,15 +35,10 @@ fn probes(lost_after: Duration) -> (u64, u64, u32) {
 /// Makes the system close the connection if sent data is not acknowledged for `lost_after`; it sends no probes
 /// meanwhile. Not for connections that a busy peer may leave unread, since these would be closed too.
 pub(super) fn give_up_after(socket: &TcpStream, lost_after: Duration) {
-    #[cfg(target_os = "linux")]
-    {
-        let milliseconds = lost_after.as_millis().clamp(1, i32::MAX as u128) as u32;
-        if let Err(error) = rustix::net::sockopt::set_tcp_user_timeout(socket, milliseconds) {
-            log::debug!("no limit for unacknowledged data: {error}");
-        }
+    let milliseconds = lost_after.as_millis().clamp(1, i32::MAX as u128) as u32;
+    if let Err(error) = rustix::net::sockopt::set_tcp_user_timeout(socket, milliseconds) {
+        log::debug!("no limit for unacknowledged data: {error}");
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (socket, lost_after);
 }
 
 #[cfg(test)]
@@ -65,7 +60,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(target_os = "linux")]
     fn sockets_take_every_limit() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         for lost_after in [Duration::ZERO, Duration::from_secs(120), Duration::MAX] {

@@ -9,11 +9,11 @@ use crate::backend::call::{Call, Channel, Header};
 use crate::backend::{Collective, Completion, Work};
 use crate::deadline::deadline_from;
 use crate::error::Failure;
-use crate::panic::lock;
+use crate::panic::{lock, wait, wait_timeout};
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -128,7 +128,7 @@ impl WorkQueue {
             if left.is_zero() {
                 return false;
             }
-            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = wait_timeout(&self.shared.changed, queue, left);
         }
         true
     }
@@ -171,7 +171,7 @@ impl Shared {
                 if queue.closing && !queue.busy {
                     return;
                 }
-                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue = wait(&self.changed, queue);
             };
             let turn = self.take_turn(queue);
             let begun = Instant::now();
@@ -260,7 +260,7 @@ impl Completion for Pending {
             if let Some((result, _)) = &*result {
                 return Ok(result.clone()?);
             }
-            result = self.0.over.wait(result).unwrap_or_else(PoisonError::into_inner);
+            result = wait(&self.0.over, result);
         }
     }
 

@@ -6,9 +6,9 @@ use crate::backend::failure::{CallHistory, ExpiredCall, ProgressReport};
 use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
 use crate::flight_recorder::{CallRecord, Recorded, Recording};
-use crate::panic::lock;
+use crate::panic::{lock, wait, wait_timeout};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Tells whether a call in flight is complete.
@@ -133,7 +133,7 @@ impl Group {
     pub(super) fn drain(&self) -> Option<Failure> {
         let mut state = self.state();
         while state.failure.is_none() && !state.outstanding.is_empty() {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
         state.failure.clone()
     }
@@ -217,7 +217,7 @@ impl Group {
         let mut state = self.state();
         while state.suspected.is_some() && state.failure.is_none() {
             // The watchdog ensures that this ends.
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
         state.failure.clone()
     }
@@ -284,7 +284,7 @@ impl Group {
             if let Some(result) = found() {
                 return Ok(result);
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
     }
 
@@ -303,7 +303,7 @@ impl Group {
             if left.is_zero() {
                 return None;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
         }
     }
 }

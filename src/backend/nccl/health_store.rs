@@ -4,7 +4,10 @@ use crate::backend::failure::{CallCounts, ProgressReport};
 use crate::error::Failure;
 use crate::host::host_name;
 use crate::rendezvous::{LastWill, Result, Store};
+use candle_ddp_rendezvous::json::{decide, encode};
 use candle_ddp_rendezvous::wire::{Reader, Writer};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -50,7 +53,7 @@ pub(super) enum Heartbeat {
 }
 
 /// Asks every rank for its progress because this collective of rank `rank` has expired.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ProgressQuery {
     pub(super) rank: usize,
     pub(super) sequence: u64,
@@ -58,7 +61,7 @@ pub(super) struct ProgressQuery {
 
 /// A rank that has left in good order after this collective. A rank leaves once all its collectives are complete, so
 /// ranks that leave later have not left after an earlier one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ShutdownRecord {
     pub(super) rank: usize,
     pub(super) last: u64,
@@ -96,9 +99,9 @@ impl HealthStore {
         let health_store = Self { store, rank, world_size, will: None };
         health_store.beat(0)?;
         // Sets missing values to empty, so that they can be read without waiting.
-        health_store.store.compare_set(FAILURE, b"", b"")?;
-        health_store.store.compare_set(QUERY, b"", b"")?;
-        health_store.store.compare_set(DEPARTURE, b"", b"")?;
+        for key in [FAILURE, QUERY, DEPARTURE] {
+            health_store.store.compare_set(key, b"", b"")?;
+        }
         Ok(health_store)
     }
 
@@ -108,9 +111,7 @@ impl HealthStore {
             "its process on host {} ended without leaving the group. Look for the first error in its output",
             host_name()
         );
-        let mut writer = Writer::default();
-        Failure::PeerFailed { peer: self.rank, reason }.encode(&mut writer);
-        match self.store.last_will(FAILURE, &writer.0) {
+        match self.store.last_will(FAILURE, &encode(&Failure::PeerFailed { peer: self.rank, reason })) {
             Ok(will) => self.will = will,
             // The others will miss its heartbeats.
             Err(error) => log::debug!("rank {}: leaving a last will with the store: {error}", self.rank),
@@ -125,7 +126,7 @@ impl HealthStore {
 
     /// Announces that this rank leaves in good order.
     pub(super) fn leave(&self, notice: &ShutdownNotice) -> Result<()> {
-        self.store.compare_set(DEPARTURE, b"", &encode_call(self.rank, notice.last))?;
+        decide(&*self.store, DEPARTURE, &ShutdownRecord { rank: self.rank, last: notice.last })?;
         let mut writer = Writer(encode_heartbeat(Heartbeat::Left));
         writer.u64(notice.last);
         for (peer, Messages { sent, received }) in &notice.messages {
@@ -155,10 +156,7 @@ impl HealthStore {
 
     /// Tells all ranks of `failure`, unless another one was published before; returns the first one.
     pub(super) fn publish(&self, failure: &Failure) -> Result<Failure> {
-        let mut writer = Writer::default();
-        failure.encode(&mut writer);
-        let first = self.store.compare_set(FAILURE, b"", &writer.0)?;
-        Ok(Failure::decode(&mut Reader(&first)).unwrap_or_else(|| failure.clone()))
+        decide(&*self.store, FAILURE, failure)
     }
 
     /// Records that this rank knows the group's failure.
@@ -182,9 +180,9 @@ impl HealthStore {
         let values = self.store.multi_get(&[FAILURE, QUERY, DEPARTURE, &heartbeat_key(peer)])?;
         let [failure, query, departure, heartbeat] = &values[..] else { return Ok(Look::nothing()) };
         Ok(Look {
-            failure: Failure::decode(&mut Reader(failure)),
-            query: decode_query(query),
-            departure: decode_departure(departure),
+            failure: decode(failure),
+            query: decode(query),
+            departure: decode(departure),
             heartbeat: decode_heartbeat(heartbeat),
         })
     }
@@ -198,9 +196,7 @@ impl HealthStore {
 
     /// Asks all ranks for their progress, unless another rank has asked before; returns the first query.
     pub(super) fn ask(&self, sequence: u64) -> Result<ProgressQuery> {
-        let query = ProgressQuery { rank: self.rank, sequence };
-        let first = self.store.compare_set(QUERY, b"", &encode_call(self.rank, sequence))?;
-        Ok(decode_query(&first).unwrap_or(query))
+        decide(&*self.store, QUERY, &ProgressQuery { rank: self.rank, sequence })
     }
 
     /// Answers the query.
@@ -267,24 +263,10 @@ fn decode_counts(bytes: &[u8], rank: usize) -> Option<CallCounts> {
     Some(CallCounts { collectives, sent, received })
 }
 
-/// Encodes a rank and the number of one of its collectives.
-fn encode_call(rank: usize, sequence: u64) -> Vec<u8> {
-    let mut writer = Writer::default();
-    writer.u32(rank as u32).u64(sequence);
-    writer.0
-}
-
-fn decode_call(bytes: &[u8]) -> Option<(usize, u64)> {
-    let mut reader = Reader(bytes);
-    Some((reader.rank()?, reader.u64()?))
-}
-
-fn decode_query(bytes: &[u8]) -> Option<ProgressQuery> {
-    decode_call(bytes).map(|(rank, sequence)| ProgressQuery { rank, sequence })
-}
-
-fn decode_departure(bytes: &[u8]) -> Option<ShutdownRecord> {
-    decode_call(bytes).map(|(rank, last)| ShutdownRecord { rank, last })
+/// The value of a key that is empty until it is decided. A value that cannot be read counts as none, since a stray value must
+/// not end a group.
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    serde_json::from_slice(bytes).ok()
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! How a save in the background ends.
-use crate::panic::lock;
+use crate::panic::{lock, wait};
 use crate::{Error, Result};
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 /// A save that [`Checkpointer::save`](super::Checkpointer::save) has started, and that goes on in the background.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ impl Save {
     fn wait(&self) -> Result<PathBuf> {
         let mut outcome = self.outcome();
         while matches!(*outcome, Outcome::Running) {
-            outcome = self.ended.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+            outcome = wait(&self.ended, outcome);
         }
         if let Outcome::Failed(error) = &*outcome {
             let text = error.to_string();

@@ -7,6 +7,7 @@ use crate::backend::Label;
 use crate::state::file::read_safetensors;
 use crate::state::{Dict, StateDict};
 use crate::{Error, Result};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -76,6 +77,25 @@ impl Checkpointer {
         Ok(found.is_some())
     }
 
+    /// The steps of the whole checkpoints in the folder, in ascending order, as rank 0 finds them: those that
+    /// [`load_step`](Self::load_step) can load. All ranks call it. It waits for the save that is under way.
+    ///
+    /// # Errors
+    /// On every rank: [`Error::Io`] if the folder cannot be read; the error of the save that was under way, if its
+    /// [handle](super::SaveHandle) was not asked on every rank; those of the group.
+    pub fn steps(&mut self) -> Result<Vec<u64>> {
+        Label::CHECKPOINTER_LOAD.during(|| {
+            let ended = self.end_previous();
+            self.group.agree(ended)?;
+            self.search(|whole| {
+                let mut steps: Vec<u64> = whole.iter().map(|found| found.name.step).collect();
+                // A step that was saved again has several folders.
+                steps.dedup();
+                steps
+            })
+        })
+    }
+
     fn load(&mut self, parts: &mut [(&str, &mut dyn StateDict)], wanted: Wanted) -> Result<Option<u64>> {
         if !self.options.resume && self.newest.is_none() {
             let reason = "the Checkpointer was made for a run from scratch: set CheckpointerOptions::resume to load what \
@@ -115,14 +135,22 @@ impl Checkpointer {
 
     /// The newest such checkpoint that rank 0 finds.
     fn find(&self, wanted: Wanted) -> Result<Option<Found>> {
-        let warn = |path: &Path, reason| log::warn!("the checkpoint {} is passed over: {reason}", path.display());
-        let search = || {
-            let whole = folder::whole(&self.root, warn)?;
-            let is_wanted = |found: &Checkpoint| wanted.matches(&found.index) && !self.damaged.contains(&found.path);
-            Ok(whole.into_iter().rfind(is_wanted).and_then(|Checkpoint { path, index, .. }| {
+        self.search(|whole| {
+            let found = whole.into_iter().rfind(|found| wanted.matches(&found.index));
+            found.and_then(|Checkpoint { path, index, .. }| {
                 let folder = path.file_name()?.to_str()?.to_string();
                 Some(Found { folder, index })
-            }))
+            })
+        })
+    }
+
+    /// What `choose` makes on rank 0 of the whole checkpoints in the folder, oldest first.
+    fn search<T: Serialize + DeserializeOwned>(&self, choose: impl FnOnce(Vec<Checkpoint>) -> T) -> Result<T> {
+        let warn = |path: &Path, reason| log::warn!("the checkpoint {} is passed over: {reason}", path.display());
+        let search = || {
+            let mut whole = folder::whole(&self.root, warn)?;
+            whole.retain(|found| !self.damaged.contains(&found.path));
+            Ok(choose(whole))
         };
         let found = (self.group.rank() == 0).then(search).transpose();
         let found = self.group.agree(found)?;

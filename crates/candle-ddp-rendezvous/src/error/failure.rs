@@ -1,13 +1,14 @@
 //! Why a group of ranks failed.
 use super::text::{Printable, Uneven};
-use crate::wire::{Reader, Writer};
+use crate::wire::cut;
+use serde::{Deserialize, Serialize, Serializer};
 use std::time::Duration;
 
 /// Why a group failed: the first cause. Every rank gets it, now and from every later call.
 ///
 /// To continue without the rank that is lost, or with one that takes its place, make a new group, as
 /// `candle_ddp::elastic::run` does.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
     /// A peer's process ended while this rank still needed data from it.
@@ -22,6 +23,7 @@ pub enum Failure {
         /// The rank whose process ended.
         peer: usize,
         /// What was going on.
+        #[serde(serialize_with = "cut_text")]
         call: String,
     },
 
@@ -38,6 +40,7 @@ pub enum Failure {
         /// Its last collective, or message of this kind.
         left_after: u64,
         /// What the others are doing.
+        #[serde(serialize_with = "cut_text")]
         call: String,
         /// The sequence number of it.
         sequence: u64,
@@ -49,6 +52,7 @@ pub enum Failure {
         /// The rank that failed first.
         peer: usize,
         /// Its own error.
+        #[serde(serialize_with = "cut_text")]
         reason: String,
     },
 
@@ -66,10 +70,12 @@ pub enum Failure {
         /// One of the ranks.
         rank_a: usize,
         /// What it called.
+        #[serde(serialize_with = "cut_text")]
         call_a: String,
         /// The other rank.
         rank_b: usize,
         /// What that one called.
+        #[serde(serialize_with = "cut_text")]
         call_b: String,
     },
 
@@ -84,6 +90,7 @@ pub enum Failure {
         /// The rank that gave up.
         rank: usize,
         /// What it was doing.
+        #[serde(serialize_with = "cut_text")]
         call: String,
         /// The group's sequence number of it.
         sequence: u64,
@@ -92,6 +99,7 @@ pub enum Failure {
         /// The ranks because of which it did not end, where that is known.
         waiting_for: Vec<usize>,
         /// What these ranks were doing.
+        #[serde(serialize_with = "cut_text")]
         reason: String,
     },
 }
@@ -110,64 +118,15 @@ impl Failure {
     }
 }
 
-impl Failure {
-    #[doc(hidden)]
-    pub fn encode(&self, writer: &mut Writer) {
-        match self {
-            Self::PeerGone { rank, peer, call } => {
-                writer.u8(0).u32(*rank as u32).u32(*peer as u32).text(call);
-            }
-            Self::PeerLeft { peer, left_after, call, sequence } => {
-                writer.u8(1).u32(*peer as u32).u64(*left_after).text(call).u64(*sequence);
-            }
-            Self::PeerFailed { peer, reason } => {
-                writer.u8(2).u32(*peer as u32).text(reason);
-            }
-            Self::Desync { sequence, rank_a, call_a, rank_b, call_b } => {
-                writer.u8(3).u64(*sequence).u32(*rank_a as u32).text(call_a).u32(*rank_b as u32).text(call_b);
-            }
-            Self::TimedOut { rank, call, sequence, timeout, waiting_for, reason } => {
-                let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-                writer.u8(4).u32(*rank as u32).text(call).u64(*sequence).u64(milliseconds).text(reason);
-                writer.ranks(waiting_for);
-            }
-        }
-    }
-
-    #[doc(hidden)]
-    pub fn decode(reader: &mut Reader) -> Option<Self> {
-        Some(match reader.u8()? {
-            0 => Self::PeerGone { rank: reader.rank()?, peer: reader.rank()?, call: reader.text()? },
-            1 => Self::PeerLeft {
-                peer: reader.rank()?,
-                left_after: reader.u64()?,
-                call: reader.text()?,
-                sequence: reader.u64()?,
-            },
-            2 => Self::PeerFailed { peer: reader.rank()?, reason: reader.text()? },
-            3 => Self::Desync {
-                sequence: reader.u64()?,
-                rank_a: reader.rank()?,
-                call_a: reader.text()?,
-                rank_b: reader.rank()?,
-                call_b: reader.text()?,
-            },
-            4 => Self::TimedOut {
-                rank: reader.rank()?,
-                call: reader.text()?,
-                sequence: reader.u64()?,
-                timeout: Duration::from_millis(reader.u64()?),
-                reason: reader.text()?,
-                waiting_for: reader.ranks()?,
-            },
-            _ => return None,
-        })
-    }
+/// Other ranks get only so much of a long text.
+fn cut_text<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(cut(text))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json::{decode, encode};
 
     #[test]
     fn every_failure_can_be_encoded_and_decoded() {
@@ -186,21 +145,14 @@ mod tests {
                 reason: call(),
             },
         ] {
-            let mut writer = Writer::default();
-            failure.encode(&mut writer);
-            assert_eq!(Failure::decode(&mut Reader(&writer.0)), Some(failure));
-            for cut in 0..writer.0.len() {
-                assert_eq!(Failure::decode(&mut Reader(&writer.0[..cut])), None, "cut at {cut}");
-            }
+            assert_eq!(decode::<Failure>("", &encode(&failure)).unwrap(), failure);
         }
     }
 
     #[test]
     fn long_text_is_cut_between_characters() {
         let failure = Failure::PeerFailed { peer: 0, reason: "é".repeat(20_000) + "x" };
-        let mut writer = Writer::default();
-        failure.encode(&mut writer);
-        let Some(Failure::PeerFailed { reason, .. }) = Failure::decode(&mut Reader(&writer.0)) else { panic!() };
+        let Failure::PeerFailed { reason, .. } = decode("", &encode(&failure)).unwrap() else { panic!() };
         assert_eq!(reason, "é".repeat(8192));
     }
 }

@@ -3,11 +3,12 @@ use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCEL
 use super::{TcpStoreOptions, TcpStoreServer};
 use crate::deadline::deadline_after;
 use crate::error::{SHORTAGE_HINT, is_shortage};
+use crate::panic::lock;
 use crate::store::CANCELLATION_CHECK;
 use crate::{Error, Result};
 use crate::{LastWill, Secret, Store};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The raw key to which every client adds 1. A PyTorch server that knows its world size waits for it.
@@ -81,7 +82,7 @@ impl TcpStore {
         })?;
         let addresses = link.local_addr().and_then(|local| Ok((local, link.peer_addr()?)));
         let (local, address) = addresses.map_err(|error| Error::io(format!("connect to the store {name}"), error))?;
-        let mut store = Self {
+        let store = Self {
             host: host.to_string(),
             port,
             address,
@@ -96,7 +97,7 @@ impl TcpStore {
         Request::Add { key: CLIENTS.to_vec(), amount: 1 }.encode(&mut bytes);
         let greeted = link.send(&bytes, deadline).and_then(|()| link.receive_i64(deadline));
         greeted.map_err(|error| store.error(&operation, timeout, error))?;
-        store.idle.get_mut().unwrap_or_else(PoisonError::into_inner).push(link);
+        lock(&store.idle).push(link);
         Ok(store)
     }
 
@@ -109,7 +110,7 @@ impl TcpStore {
     /// Returns the same store with a common `deadline` for all calls. It takes over the idle connections and closes
     /// them in the end.
     pub(crate) fn until(&self, deadline: Instant) -> Self {
-        let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        let idle = std::mem::take(&mut *lock(&self.idle));
         let Self { ref host, port, address, local, timeout, ref secret, ref server, .. } = *self;
         let (host, secret, server) = (host.clone(), secret.clone(), server.clone());
         Self { host, port, address, local, timeout, secret, deadline: Some(deadline), idle: Mutex::new(idle), server }
@@ -188,12 +189,12 @@ impl TcpStore {
     ) -> Result<T> {
         let deadline = deadline_after(timeout);
         let deadline = self.deadline.map_or(deadline, |end| end.min(deadline));
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let idle = lock(&self.idle).pop();
         let link = idle.map_or_else(|| Link::open(self.address, self.secret.as_ref(), deadline), Ok);
         let done = link.and_then(|mut link| Ok((body(&mut link, deadline)?, link)));
         // A connection that had an error is not reused, because a reply may still arrive on it.
         let (result, link) = done.map_err(|error| self.error(operation, timeout, error))?;
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = lock(&self.idle);
         if idle.len() < IDLE_LINKS {
             idle.push(link);
         }

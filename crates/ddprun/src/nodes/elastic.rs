@@ -1,7 +1,8 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: what happens to some processes leaves the others where they are.
 use super::message::{Admission, Entry, Exited, Replacement, Slot};
 use super::run::{Action, Run, State};
-use crate::members::{Aftermath, Members};
+use crate::judge::{self, End, Verdict};
+use crate::members::Members;
 use candle_ddp_rendezvous::Member;
 
 impl Run {
@@ -11,32 +12,28 @@ impl Run {
     }
 
     /// Decides what follows when the process of a rank has ended.
-    pub(super) fn judge(&mut self, slot: Slot, exited: &Exited, min_world_size: usize) {
+    pub(super) fn judge(&mut self, slot: Slot, exited: &Exited) {
         let Exited { rank, ref how, code } = *exited;
         let what = format!("rank {rank} on {} {how}", self.name(slot));
         let failed = code != 0;
         if failed {
             self.note_failure(&what);
         }
-        let replaced = self.restarts_left > 0;
-        let max_restarts = self.terms.max_restarts;
-        let Some(processes) = &mut self.processes else { return };
-        let aftermath = processes.after_exit(rank, how, failed, replaced, max_restarts, min_world_size);
+        let min_world_size = self.elastic();
+        let elastic = self.processes.as_mut().zip(min_world_size);
+        let judged = judge::on_exit(elastic, End { rank, how, what: &what, failed }, &mut self.restarts);
         // The end of the store's process ends this one, so its calls do not fail.
-        let entry = match aftermath.unwrap_or(if failed { Aftermath::Fail } else { Aftermath::GoOn }) {
-            Aftermath::GoOn => return,
-            Aftermath::Fail => return self.fail(what, code, Some(slot)),
-            Aftermath::Replace { incarnation } => {
-                self.restarts_left -= 1;
+        let (verdict, reason) = judged.unwrap_or((if failed { Verdict::Fail } else { Verdict::GoOn }, String::new()));
+        let entry = match verdict {
+            Verdict::GoOn | Verdict::EndRanks => return,
+            Verdict::Fail => return self.fail(what, code, Some(slot)),
+            Verdict::RestartAll => return self.restart(reason),
+            Verdict::Replace => {
                 self.restart_count += 1;
-                let nth = max_restarts - self.restarts_left;
-                let reason = format!("{what}: a new process takes its place (restart {nth} of {max_restarts})");
+                let incarnation = self.processes.as_ref().map_or(0, |processes| processes.incarnation(rank));
                 Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
             }
-            Aftermath::GoOnWithout { left } => {
-                let reason = format!("{what}: the other {left} rank(s) go on without it");
-                Entry::GoOnWithout { slot, rank: Some(rank), reason }
-            }
+            Verdict::GoOnWithout => Entry::GoOnWithout { slot, rank: Some(rank), reason },
         };
         self.actions.push(Action::Write(entry));
     }

@@ -1,6 +1,7 @@
 //! What becomes of a run on several nodes: a state machine. What is special about elastic runs is in `elastic`.
 use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
 use super::terms::{Pace, Terms};
+use crate::judge::Restarts;
 use crate::members::Members;
 use crate::status::LastFailure;
 use crate::worker::Exit;
@@ -72,10 +73,10 @@ pub(super) struct Run {
     /// The members of the last round, by their ranks; some may be gone.
     pub(super) members: Vec<Slot>,
     pub(super) state: State,
-    /// The number of rounds, and how often any worker was started again.
+    /// The number of rounds, and how often any worker was started again, for any reason.
     pub(super) rounds: u64,
     pub(super) restart_count: u32,
-    pub(super) restarts_left: u32,
+    pub(super) restarts: Restarts,
     /// The processes of the last round, for the case that they run elastically.
     pub(super) processes: Option<Members>,
     pub(super) last_failure: Option<LastFailure>,
@@ -84,7 +85,7 @@ pub(super) struct Run {
 
 impl Run {
     pub(super) fn new(terms: Terms, pace: Pace, is_static: bool, store: Arc<dyn Store>) -> Self {
-        let restarts_left = terms.max_restarts;
+        let restarts = Restarts { most: terms.max_restarts, used: 0 };
         Self {
             terms,
             pace,
@@ -96,7 +97,7 @@ impl Run {
             state: State::Meeting { since: Instant::now(), enough_since: None },
             rounds: 0,
             restart_count: 0,
-            restarts_left,
+            restarts,
             processes: None,
             last_failure: None,
             actions: Vec::new(),
@@ -182,8 +183,8 @@ impl Run {
         if !matches!(&self.state, State::Running { members, .. } if members.contains(&slot)) {
             return;
         }
-        if let Some(min_world_size) = self.elastic() {
-            return self.judge(slot, &exited, min_world_size);
+        if self.elastic().is_some() {
+            return self.judge(slot, &exited);
         }
         if exited.code != 0 {
             self.on_failed(slot, exited);
@@ -211,17 +212,12 @@ impl Run {
             suspicion.silent.is_empty()
         };
         let Some(Suspicion { exited, slot, .. }) = suspicion.take_if(is_settled) else { return };
-        let what = format!("rank {} on {} {}", exited.rank, self.name(slot), exited.how);
-        self.note_failure(&what);
-        // Where the number of nodes is fixed, none can take the place of one that has finished and left.
-        let can_restart = !self.is_static || self.members.iter().all(|member| self.nodes.contains_key(member));
-        if self.restarts_left == 0 || !can_restart {
+        if self.is_static && !self.members.iter().all(|member| self.nodes.contains_key(member)) {
+            // None can take the place of one that has finished and left.
+            let what = format!("rank {} on {} {}", exited.rank, self.name(slot), exited.how);
             return self.fail(what, exited.code, Some(slot));
         }
-        self.restarts_left -= 1;
-        let of = self.terms.max_restarts;
-        let nth = of - self.restarts_left;
-        self.restart(format!("{what}: all workers are started again (restart {nth} of {of})"));
+        self.judge(slot, &exited);
     }
 
     fn on_finished(&mut self, slot: Slot) {
@@ -330,8 +326,8 @@ impl Run {
             self.end(reason, signal);
         } else if left >= least {
             self.restart(format!("{reason}. All workers are started again, on {left} node(s)"));
-        } else if self.restarts_left > 0 {
-            self.restarts_left -= 1;
+        } else if self.restarts.are_left() {
+            self.restarts.used += 1;
             self.restart(format!("{reason}. All workers are started again once {least} node(s) are there"));
         } else {
             let few = format!("The {left} node(s) that are left are fewer than --nnodes wants ({least})");
@@ -423,7 +419,7 @@ impl Run {
     }
 
     /// Ends all workers, and starts them again afterwards.
-    fn restart(&mut self, reason: String) {
+    pub(super) fn restart(&mut self, reason: String) {
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.restart_count += 1;
         self.actions.push(Action::Write(Entry::Restart { reason }));

@@ -250,7 +250,7 @@ fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
         assert_eq!(fixture.actions(), []);
         lose(&mut fixture.run);
         assert!(fixture.restart_reason().starts_with("node 1 "));
-        assert_eq!(fixture.run.restarts_left, 1);
+        assert_eq!(fixture.run.restarts.used, 0);
     }
     let mut fixture = Fixture::of_two(1, 1, false);
     fixture.fail(0, 5);
@@ -259,5 +259,5 @@ fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
         fixture.run.on_beat(1);
     }
     assert!(fixture.restart_reason().starts_with("rank 0 on node 0 (host host0) exited with code 5"));
-    assert_eq!(fixture.run.restarts_left, 0);
+    assert_eq!(fixture.run.restarts.used, 1);
 }

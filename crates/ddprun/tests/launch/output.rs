@@ -1,5 +1,4 @@
 //! Where the workers' output goes, and in which form.
-use crate::nodes::Nodes;
 use crate::{Ran, Running, Sandbox};
 use std::fs::read_to_string;
 use std::io::{BufRead, BufReader, Read};
@@ -76,14 +75,6 @@ fn tee_goes_to_files_and_is_shown_with_a_prefix() {
     ran.says("\nerr\n");
     let log = read_to_string(sandbox.path("logs/a/attempt_0/1/stdout.log")).unwrap();
     assert_eq!(log, "one\ntwo");
-}
-
-#[test]
-fn a_template_prefixes_all_shown_lines() {
-    let template = ["--nproc-per-node=1", "--log-line-prefix-template", "<${role_name} ${local_rank} ${rank}> "];
-    let all = Nodes::new(2).run(&template, "echo out; echo err >&2");
-    assert_eq!(all[1].stdout, "<default 0 1> out\n");
-    assert_eq!(all[1].stderr, "<default 0 1> err\n");
 }
 
 #[test]

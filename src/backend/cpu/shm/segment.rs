@@ -110,9 +110,10 @@ impl Drop for Segment {
 #[cfg(thread_sanitizer)]
 mod aliases {
     use super::{OwnedFd, Segment};
+    use crate::panic::lock;
     use rustix::fd::AsRawFd;
     use std::collections::HashMap;
-    use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+    use std::sync::{Arc, LazyLock, Mutex, Weak};
 
     pub(super) type Users = Arc<()>;
     /// The address of a mapping, its size and its users.
@@ -123,12 +124,12 @@ mod aliases {
     pub(super) fn add(fd: &OwnedFd, segment: &Segment) {
         let users = segment.users.as_ref().map(Users::downgrade).unwrap_or_default();
         let alias = (segment.base.as_ptr().expose_provenance(), segment.size, users);
-        ALIASES.lock().unwrap_or_else(PoisonError::into_inner).insert(fd.as_raw_fd(), alias);
+        lock(&ALIASES).insert(fd.as_raw_fd(), alias);
     }
 
     /// The segment that this process created as `fd`.
     pub(super) fn find(pid: u32, fd: i32) -> Option<Segment> {
-        let aliases = ALIASES.lock().unwrap_or_else(PoisonError::into_inner);
+        let aliases = lock(&ALIASES);
         let (address, size, users) = aliases.get(&fd).filter(|_| pid == std::process::id())?;
         let users = users.upgrade();
         let base = super::NonNull::new(std::ptr::with_exposed_provenance_mut(*address))?;
@@ -137,7 +138,6 @@ mod aliases {
 }
 
 /// Memory as a file that is in no file system.
-#[cfg(target_os = "linux")]
 mod file {
     use super::OwnedFd;
     use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
@@ -192,27 +192,7 @@ mod file {
     }
 }
 
-/// Other systems have no such files; their ranks use TCP.
-#[cfg(not(target_os = "linux"))]
-mod file {
-    use super::OwnedFd;
-    use std::io::{Error, ErrorKind, Result};
-
-    pub(super) fn create(_: &str) -> Result<OwnedFd> {
-        Err(Error::new(ErrorKind::Unsupported, "this system has no memory files"))
-    }
-
-    pub(super) fn reserve(_: &OwnedFd, _: usize) -> Result<()> {
-        create("").map(drop)
-    }
-
-    pub(super) fn open(_: u32, _: i32, _: &str, _: usize) -> Result<OwnedFd> {
-        create("")
-    }
-}
-
 #[cfg(test)]
-#[cfg(target_os = "linux")]
 mod tests {
     use super::*;
     use rustix::fd::AsRawFd;

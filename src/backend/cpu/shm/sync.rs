@@ -6,14 +6,10 @@ use std::time::Duration;
 /// Wakes the thread that sleeps on `word`, in any process.
 pub(super) fn futex_wake(word: &AtomicU32) {
     // Nothing could be done about an error, and sleepers check periodically.
-    #[cfg(target_os = "linux")]
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), 1);
-    #[cfg(not(target_os = "linux"))]
-    let _ = word;
 }
 
 /// Sleeps while `word` is `value`, for at most `longest`, which is less than a second.
-#[cfg(target_os = "linux")]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, longest: Duration) -> Result<(), String> {
     use rustix::io::Errno;
     use rustix::thread::futex;
@@ -22,11 +18,4 @@ pub(super) fn futex_wait(word: &AtomicU32, value: u32, longest: Duration) -> Res
         Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
         Err(error) => Err(format!("futex: {error}")),
     }
-}
-
-/// Never called, since there are no segments on these systems.
-#[cfg(not(target_os = "linux"))]
-pub(super) fn futex_wait(_: &AtomicU32, _: u32, longest: Duration) -> Result<(), String> {
-    std::thread::sleep(longest.min(Duration::from_millis(1)));
-    Ok(())
 }

@@ -1,0 +1,186 @@
+//! What follows when the process of a rank has ended, on one machine and on several: who is started again, and with whom the
+//! others go on.
+use super::console::message;
+use super::members::{Members, Ranks};
+use candle_ddp_rendezvous::Result;
+
+/// How often workers may be started again, and how often they were.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Restarts {
+    pub(super) most: u32,
+    pub(super) used: u32,
+}
+
+impl Restarts {
+    pub(super) fn are_left(self) -> bool {
+        self.used < self.most
+    }
+}
+
+/// The end of a rank's process.
+#[derive(Clone, Copy)]
+pub(super) struct End<'a> {
+    pub(super) rank: usize,
+    /// As in "exited with code 1".
+    pub(super) how: &'a str,
+    /// The same with the rank, and its node if there are several.
+    pub(super) what: &'a str,
+    pub(super) failed: bool,
+}
+
+/// What follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Nothing: the rank has done its work, or is not missed.
+    GoOn,
+    /// The other ranks cannot finish without it; they end by themselves.
+    EndRanks,
+    /// The run has failed.
+    Fail,
+    /// All workers are ended, and then started again.
+    RestartAll,
+    /// A new process takes its place.
+    Replace,
+    /// The other ranks go on without it.
+    GoOnWithout,
+}
+
+/// What follows, and why; the reason is empty where nothing needs to be said.
+fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
+    let End { rank, how, what, failed } = end;
+    let Restarts { most, used } = restarts;
+    let turn = format!("(restart {} of {most})", used.saturating_add(1));
+    match ranks {
+        Ranks::With { .. } if !failed => {
+            (Verdict::EndRanks, format!("its process {how} before all ranks had finished"))
+        }
+        _ if !failed => (Verdict::GoOn, String::new()),
+        Ranks::Without => (Verdict::GoOn, String::new()),
+        Ranks::Over { finished: true } => (
+            Verdict::Fail,
+            format!(
+                "all ranks had finished elastic::run when rank {rank} {how}: what its program does after that may be missing, \
+                 and it is not started again"
+            ),
+        ),
+        Ranks::Over { finished: false } => (Verdict::Fail, String::new()),
+        Ranks::Fixed if restarts.are_left() => {
+            (Verdict::RestartAll, format!("{what}: all workers are started again {turn}"))
+        }
+        Ranks::Fixed => (Verdict::Fail, String::new()),
+        Ranks::With { .. } if restarts.are_left() => {
+            (Verdict::Replace, format!("{what}: a new process takes its place {turn}"))
+        }
+        Ranks::With { others, least } if others == 0 || others < least => {
+            let used = match most {
+                0 => "ddprun starts none again (--max-restarts 0)".to_string(),
+                _ => format!("all restarts are used up (--max-restarts {most})"),
+            };
+            let few = format!("the {others} rank(s) that are left are fewer than min_world_size ({least})");
+            (Verdict::Fail, format!("its process {how}, {used}, and {few}"))
+        }
+        Ranks::With { others, .. } => {
+            (Verdict::GoOnWithout, format!("{what}: the other {others} rank(s) go on without it"))
+        }
+    }
+}
+
+/// Decides what follows and why, uses up a restart if it takes one, and tells the ranks of an elastic run: `elastic` has these,
+/// and the fewest of them that go on.
+pub(super) fn on_exit(
+    elastic: Option<(&mut Members, usize)>,
+    end: End,
+    restarts: &mut Restarts,
+) -> Result<(Verdict, String)> {
+    let Some((members, least)) = elastic else {
+        let (verdict, reason) = judge(end, Ranks::Fixed, *restarts);
+        restarts.used += u32::from(verdict == Verdict::RestartAll);
+        return Ok((verdict, reason));
+    };
+    let ranks = members.ranks(end.rank, least)?;
+    let (verdict, reason) = judge(end, ranks, *restarts);
+    let next = match verdict {
+        Verdict::Replace => members.with_new([end.rank]),
+        Verdict::GoOnWithout => members.without(|rank| rank == end.rank),
+        Verdict::EndRanks | Verdict::Fail => {
+            match ranks {
+                Ranks::With { .. } => members.fail(end.rank, reason.clone())?,
+                _ if !reason.is_empty() => message(&reason),
+                _ => {}
+            }
+            return Ok((verdict, reason));
+        }
+        Verdict::GoOn | Verdict::RestartAll => return Ok((verdict, reason)),
+    };
+    if !members.change(next)? {
+        // The ranks have ended the run in the meantime.
+        return Ok((Verdict::Fail, String::new()));
+    }
+    restarts.used += u32::from(verdict == Verdict::Replace);
+    Ok((verdict, reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FAILED: End = End { rank: 1, how: "exited with code 7", what: "rank 1 exited with code 7", failed: true };
+    const FINISHED: End = End { rank: 1, how: "exited with code 0", what: "rank 1 exited with code 0", failed: false };
+
+    #[test]
+    fn what_follows_the_end_of_a_process() {
+        let (some, none) = (Restarts { most: 3, used: 1 }, Restarts { most: 3, used: 3 });
+        let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
+        let over = |finished| Ranks::Over { finished };
+        for (end, ranks, restarts, verdict, reason) in [
+            (
+                FAILED,
+                Ranks::Fixed,
+                some,
+                Verdict::RestartAll,
+                "rank 1 exited with code 7: all workers are started again (restart 2 of 3)",
+            ),
+            (FAILED, Ranks::Fixed, none, Verdict::Fail, ""),
+            (FINISHED, Ranks::Fixed, some, Verdict::GoOn, ""),
+            (
+                FAILED,
+                few,
+                some,
+                Verdict::Replace,
+                "rank 1 exited with code 7: a new process takes its place (restart 2 of 3)",
+            ),
+            (
+                FAILED,
+                enough,
+                none,
+                Verdict::GoOnWithout,
+                "rank 1 exited with code 7: the other 2 rank(s) go on without it",
+            ),
+            (
+                FAILED,
+                few,
+                none,
+                Verdict::Fail,
+                "all restarts are used up (--max-restarts 3), and the 1 rank(s) that are left",
+            ),
+            (FAILED, few, Restarts { most: 0, used: 0 }, Verdict::Fail, "ddprun starts none again (--max-restarts 0)"),
+            (FAILED, Ranks::With { others: 0, least: 0 }, none, Verdict::Fail, "the 0 rank(s) that are left"),
+            (FINISHED, enough, some, Verdict::EndRanks, "its process exited with code 0 before all ranks had finished"),
+            (FAILED, Ranks::Without, some, Verdict::GoOn, ""),
+            (FINISHED, Ranks::Without, some, Verdict::GoOn, ""),
+            (
+                FAILED,
+                over(true),
+                some,
+                Verdict::Fail,
+                "all ranks had finished elastic::run when rank 1 exited with code 7",
+            ),
+            (FAILED, over(false), some, Verdict::Fail, ""),
+            (FINISHED, over(true), some, Verdict::GoOn, ""),
+        ] {
+            let (judged, why) = judge(end, ranks, restarts);
+            assert_eq!((judged, why.is_empty()), (verdict, reason.is_empty()), "{why}");
+            assert!(why.contains(reason), "{why}");
+        }
+    }
+}
