@@ -4,6 +4,7 @@ use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp};
 use candle_core::{Result, Tensor};
+#[doc(no_inline)]
 pub use candle_ddp_nn::*;
 use std::sync::Arc;
 

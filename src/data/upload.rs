@@ -33,7 +33,7 @@ impl<T: Batch> Staged<T> {
     fn begin(self, uploader: &Uploader) -> Result<Uploading<T>> {
         let Without { batch, tensors } = self.0;
         let begin = |tensor: Option<Pinned>| tensor.map(|tensor| uploader.begin(tensor)).transpose();
-        Ok(Uploading(Without { batch, tensors: tensors.into_iter().map(begin).collect::<Result<_>>()? }))
+        Ok(Uploading(Without { batch, tensors: tensors.into_iter().map(begin).collect::<Result<_, _>>()? }))
     }
 }
 
@@ -42,7 +42,7 @@ impl<T: Batch> Uploading<T> {
         let Without { batch, tensors } = self.0;
         let mut tensors = tensors.into_iter();
         batch.map_tensors(&mut |tensor| match tensors.next() {
-            Some(Some(upload)) => upload.finish(),
+            Some(Some(upload)) => Ok(upload.finish()?),
             _ => Ok(tensor.to_device(device)?),
         })
     }

@@ -9,6 +9,7 @@ use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
+#[doc(no_inline)]
 pub use candle_nn::activation::*;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};

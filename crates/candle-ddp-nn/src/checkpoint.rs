@@ -9,7 +9,7 @@ use candle_ddp_tensor::seed::Replay;
 /// `torch.utils.checkpoint.checkpoint`. It takes the memory of what lies in between for the time of a forward pass more.
 ///
 /// The result, its gradients and those of the parameters that `function` uses are those without a checkpoint. Under
-/// [`DistributedDataParallel`](crate::DistributedDataParallel) a parameter may be used in several checkpoints and outside of
+/// candle-ddp's `DistributedDataParallel` a parameter may be used in several checkpoints and outside of
 /// them; its gradient is averaged once, when it is complete. [`Dropout`](super::Dropout) and [`dropout`](super::dropout)
 /// use the same masks in both runs. What else `function` changes, it changes twice: the running statistics of batch
 /// normalisation, for example, as in PyTorch.
@@ -21,7 +21,7 @@ use candle_ddp_tensor::seed::Replay;
 /// # use candle_core::{DType, Device, Module, Tensor};
 /// # use candle_nn::{VarBuilder, VarMap};
 /// # fn main() -> candle_core::Result<()> {
-/// use candle_ddp::nn::{checkpoint, linear, relu};
+/// use candle_ddp_nn::{checkpoint, linear, relu};
 /// # let varmap = VarMap::new();
 /// # let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
 /// # let x = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;

@@ -3,6 +3,7 @@
 //! candle's caches cut the graph: whatever they return has no gradient. Here a tensor that candle tracks stays tracked until
 //! [`reset`](KvCache::reset), which belongs before every forward pass that is trained. Without tracked tensors, the caches work as
 //! candle's.
+#[doc(no_inline)]
 pub use candle_nn::kv_cache::*;
 
 use candle_core::{Result, Tensor};

@@ -9,7 +9,8 @@ use candle_nn::{Init, VarBuilder};
 ///
 /// **candle's own layer gives no gradients**, neither to its parameters nor to what comes before it, where its input is
 /// contiguous: it takes a faster way then that has no backward pass, and does not say so. This one has a backward pass,
-/// and is fused in both directions, on the CPU (see `benches/results/norms_cpu.md`) and on CUDA. Calculates in f32 (f64 for f64 inputs), whatever the dtypes of input and parameters.
+/// and is fused in both directions, on the CPU and on CUDA. Calculates in f32 (f64 for f64 inputs),
+/// whatever the dtypes of input and parameters.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,

@@ -30,6 +30,7 @@ mod rows;
 mod softmax;
 
 // What is not named below is candle's.
+#[doc(no_inline)]
 pub use candle_nn::*;
 
 pub use activation::{Activation, gelu, gelu_erf, relu, silu};

@@ -1,3 +1,4 @@
 //! Losses with the names and signatures of [`candle_nn::loss`].
 pub use crate::cross_entropy::cross_entropy;
+#[doc(no_inline)]
 pub use candle_nn::loss::*;

@@ -2,6 +2,7 @@
 pub use crate::activation::silu;
 pub use crate::dropout::Dropout;
 pub use crate::softmax::{log_softmax, softmax, softmax_last_dim};
+#[doc(no_inline)]
 pub use candle_nn::ops::*;
 
 use crate::attention::{AttentionOptions, scaled_dot_product_attention};

@@ -5,7 +5,7 @@ use candle_core::{DType, DeviceLocation, Var};
 /// model.
 const PACK_BYTES: usize = 32 << 20;
 
-/// Groups variables into packs of one dtype and device, each of at most [`PACK_BYTES`] unless it is a single variable.
+/// Groups variables into packs of one dtype and device, each of at most `PACK_BYTES` unless it is a single variable.
 /// A pack keeps the order of `vars`.
 pub fn packs<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Vec<Vec<&'a Var>> {
     let mut packs: Vec<((DType, DeviceLocation), usize, Vec<&'a Var>)> = Vec::new();

@@ -16,6 +16,7 @@ mod flash;
 mod packed;
 mod problem;
 
+#[doc(no_inline)]
 pub use candle_nn::attention::*;
 pub use flash::flash_attn;
 pub use packed::scaled_dot_product_attention_qkvpacked;
