@@ -1,6 +1,7 @@
 //! Ranks as processes: under the real launcher, and killed.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod allreduce;
+mod bert_classifier;
 mod cause;
 mod char_gpt;
 mod checkpointer;

@@ -1,0 +1,226 @@
+//! Fine-tunes BERT to classify sentences, on all ranks that the launcher starts. Without `--checkpoint` it trains a small one
+//! from random weights, and without `--data` on sentences that it makes itself:
+//!
+//! ```text
+//! cargo run -p ddprun --release -- --nproc-per-node 2 --example bert_classifier
+//! cargo run -p ddprun --release -- --nproc-per-node 4 --example bert_classifier -- --checkpoint bert-base-uncased --freeze embeddings
+//! ```
+//!
+//! ci: --freeze embeddings.position_embeddings --require-accuracy 0.9
+//! ci: --epochs 4 --amp bf16 --accumulate 2 --batch-size 8 --require-accuracy 0.9
+mod accuracy;
+#[path = "../common/mod.rs"]
+mod common;
+mod freeze;
+mod model;
+mod pretrained;
+mod requests;
+mod schedule;
+mod text;
+
+use accuracy::accuracy;
+use candle_core::DType;
+use candle_ddp::checkpoint::StateDict;
+use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::optim::{AdamW, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW};
+use candle_ddp::seed::default_generator;
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn, seed_everything};
+use candle_nn::VarMap;
+use clap::Parser;
+use clap::builder::ArgPredicate;
+use common::metrics::Metrics;
+use common::options::{TrainOptions, require_rest};
+use common::progress::Progress;
+use common::summary::{Summary, parameter_hash, require};
+use model::BertForSequenceClassification;
+use pretrained::Pretrained;
+use schedule::ParamsWarmupLinear;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use text::{Sentences, WordPieces};
+
+/// Fine-tune BERT to classify sentences with DistributedDataParallel.
+#[derive(Parser)]
+struct Options {
+    /// A folder with config.json, vocab.txt, and model.safetensors or pytorch_model.bin. [default: a small model]
+    #[arg(long, value_name = "FOLDER")]
+    checkpoint: Option<PathBuf>,
+    /// A text file with a class, a tab and a sentence in each line. [default: requests to an assistant at home]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Do not train the variables whose names begin with these, such as `embeddings,encoder.layer.0`.
+    #[arg(long, value_name = "PREFIXES", value_delimiter = ',')]
+    freeze: Vec<String>,
+    /// The number of passes over the training sentences. [default: 3 with --checkpoint, otherwise 5]
+    #[arg(
+        long,
+        default_value = "5",
+        default_value_if("checkpoint", ArgPredicate::IsPresent, "3"),
+        hide_default_value = true
+    )]
+    epochs: u64,
+    /// The number of sentences per batch and rank.
+    #[arg(long, default_value_t = 16)]
+    batch_size: usize,
+    /// AdamW's highest learning rate. [default: 0.00005 with --checkpoint, otherwise 0.002]
+    #[arg(
+        long,
+        default_value = "0.002",
+        default_value_if("checkpoint", ArgPredicate::IsPresent, "5e-5"),
+        hide_default_value = true
+    )]
+    lr: f64,
+    /// The part of all steps in which the learning rate rises; then it falls along a straight line to 0.
+    #[arg(long, default_value_t = 0.1)]
+    warmup: f64,
+    /// The L2 norm to which the gradients are clipped.
+    #[arg(long, default_value_t = 1.)]
+    clip: f64,
+    /// Fail unless the validation accuracy after the last epoch is at least this, from 0 to 1.
+    #[arg(long, value_name = "ACCURACY")]
+    require_accuracy: Option<f64>,
+    /// Write the trained model to this folder, for --checkpoint and for transformers.
+    #[arg(long, value_name = "FOLDER")]
+    export: Option<PathBuf>,
+    #[command(flatten)]
+    training: TrainOptions,
+}
+
+fn main() -> ExitCode {
+    common::main(train)
+}
+
+fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let (classes, train, validation) = Sentences::read(options.data.as_deref())?;
+    let pretrained = match &options.checkpoint {
+        Some(folder) => Pretrained::read(folder)?,
+        None => Pretrained::small(train.vocabulary())?,
+    };
+    let config = &pretrained.config;
+    let word_pieces = WordPieces::new(&pretrained.vocabulary, config.max_position_embeddings)?;
+
+    let mut varmap = VarMap::new();
+    let prefixes = options.freeze.clone();
+    let is_frozen = Arc::new(move |name: &str| freeze::is_frozen(name, &prefixes));
+    let ddp = DistributedDataParallel::new(
+        pg,
+        &varmap,
+        DType::F32,
+        |vb| BertForSequenceClassification::new(config, classes.len(), vb),
+        DdpOptions { is_frozen, ..options.training.ddp_options() },
+    )?;
+    let frozen = freeze::check(&ddp, &options.freeze)?;
+    pretrained.load(pg, &varmap)?;
+    // From here on each rank draws its own masks for dropout.
+    seed_everything(pg.device(), options.training.seed, pg.rank())?;
+    let mut dropout = default_generator();
+
+    let sampler =
+        |dataset: &Sentences, options| DistributedSampler::new(dataset.len(), pg.world_size(), pg.rank(), options);
+    let sampler_options = SamplerOptions { seed: options.training.seed, ..Default::default() };
+    // Without padding every sentence counts once, and some ranks have one less than others.
+    let validation_options = SamplerOptions { shuffle: false, padding: false, ..Default::default() };
+    let (train_sampler, validation_sampler) =
+        (sampler(&train, sampler_options)?, sampler(&validation, validation_options)?);
+    let loader_options = LoaderOptions { batch_size: options.batch_size, num_workers: 1, ..Default::default() };
+    let pieces = word_pieces.clone();
+    let mut loader =
+        StatefulDataLoader::new(train, train_sampler, loader_options, move |samples| pieces.batch(samples))?;
+    let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, move |samples| {
+        word_pieces.batch(samples)
+    })?;
+
+    let parameters = ddp.named_parameters().into_iter();
+    let (bare, decayed) = parameters.partition(|(name, _)| name.ends_with(".bias") || name.contains("LayerNorm"));
+    let params = ParamsAdamW { lr: options.lr, ..Default::default() };
+    let mut optimizer = AdamW::from_groups(vec![
+        ParameterGroup { parameters: decayed, options: params.clone() },
+        ParameterGroup { parameters: bare, options: ParamsAdamW { weight_decay: 0., ..params } },
+    ])?;
+    let total_steps = options.epochs * loader.num_batches().div_ceil(options.training.accumulate.get()) as u64;
+    let warmup_steps = (options.warmup * total_steps as f64) as u64;
+    let mut schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup_steps, total_steps })?;
+    let mut scaler = options.training.grad_scaler(&ddp)?;
+
+    let mut checkpointer = options.training.checkpointer(pg, 1)?;
+    let mut epochs_done = 0;
+    if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
+        let mut parts: [(&str, &mut dyn StateDict); 6] = [
+            ("model", &mut varmap),
+            ("optimizer", &mut optimizer),
+            ("schedule", &mut schedule),
+            ("scaler", &mut scaler),
+            ("loader", &mut loader),
+            ("dropout", &mut dropout),
+        ];
+        epochs_done = checkpointer.load_latest(&mut parts)?.unwrap_or(0);
+    }
+    require_rest("--epochs", epochs_done, options.epochs)?;
+
+    let mut metrics = Metrics::create(pg, options.training.metrics.as_deref(), epochs_done > 0)?;
+    let mut summary = Summary::new("sentences");
+    let mut validation_accuracy = 0.;
+    for epoch in epochs_done + 1..=options.epochs {
+        let batches = loader.num_batches();
+        let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches, "sentences");
+        let (mut loss_sum, mut trained) = (0., 0);
+        for (index, batch) in loader.iter_on(pg.device()).enumerate() {
+            let (ids, mask, labels) = batch?;
+            let micro_batch = options.training.micro_batch(index, batches);
+            // The gradients of all but the last batch of a step are only added up.
+            let _guard = (!micro_batch.is_last).then(|| ddp.no_sync());
+            let logits = ddp.call(|bert| bert.forward(&ids, &ids.zeros_like()?, &mask, true))?;
+            let loss = nn::cross_entropy(&logits.to_dtype(DType::F32)?, &labels)?;
+            let mut grads = ddp.backward(&scaler.scale(&(&loss / micro_batch.count as f64)?)?)?;
+            if micro_batch.is_last {
+                optimizer.unscale(&mut scaler, &mut grads)?;
+                optimizer.clip_grad_norm(&mut grads, options.clip)?;
+                ddp.phase("optimizer", || scaler.step(&mut optimizer, &mut grads))?;
+                scaler.update()?;
+                schedule.step(&mut optimizer)?;
+            }
+            let (loss, count) = (f64::from(loss.to_scalar::<f32>()?), labels.elem_count());
+            loss_sum += loss * count as f64;
+            trained += count;
+            progress.step(count, loss);
+        }
+        progress.finish();
+        summary.count(trained);
+
+        let [loss_sum, trained] = pg.all_reduce_scalars([loss_sum, trained as f64], ReduceOp::Sum)?;
+        let train_loss = loss_sum / trained;
+        validation_accuracy = accuracy(&ddp, validation_loader.iter_on(pg.device()))?;
+        if pg.rank() == 0 {
+            println!("epoch {epoch:>2}: loss {train_loss:.4}, validation accuracy {:.2} %", 100. * validation_accuracy);
+        }
+        metrics.write(&serde_json::json!({
+            "epoch": epoch,
+            "train_loss": train_loss,
+            "validation_accuracy": validation_accuracy,
+            "learning_rate": optimizer.learning_rate(),
+            "parameter_hash": parameter_hash(&ddp)?.to_string(),
+        }))?;
+        if let Some(checkpointer) = &mut checkpointer {
+            let parts: [(&str, &dyn StateDict); 6] = [
+                ("model", &varmap),
+                ("optimizer", &optimizer),
+                ("schedule", &schedule),
+                ("scaler", &scaler),
+                ("loader", &loader),
+                ("dropout", &dropout),
+            ];
+            checkpointer.save(epoch, &parts)?;
+        }
+    }
+    if let Some(mut checkpointer) = checkpointer {
+        checkpointer.finish()?;
+    }
+    if let Some(folder) = &options.export {
+        pretrained.export(pg, folder, &classes, &varmap)?;
+    }
+
+    let accuracy = format!("{:.2} % of {} classes", 100. * validation_accuracy, classes.len());
+    summary.print(&ddp, &[("frozen", format!("{frozen} variables")), ("validation accuracy", accuracy)])?;
+    require("--require-accuracy", options.require_accuracy, "the validation accuracy", validation_accuracy)
+}
