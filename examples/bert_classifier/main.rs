@@ -7,7 +7,7 @@
 //! ```
 //!
 //! ci: --freeze embeddings.position_embeddings --require-accuracy 0.9
-//! ci: --epochs 4 --amp bf16 --accumulate 2 --batch-size 8 --require-accuracy 0.9
+//! ci: --amp bf16 --accumulate 2 --batch-size 8 --require-accuracy 0.9
 mod accuracy;
 #[path = "../common/mod.rs"]
 mod common;
@@ -52,10 +52,10 @@ struct Options {
     /// Do not train the variables whose names begin with these, such as `embeddings,encoder.layer.0`.
     #[arg(long, value_name = "PREFIXES", value_delimiter = ',')]
     freeze: Vec<String>,
-    /// The number of passes over the training sentences. [default: 3 with --checkpoint, otherwise 5]
+    /// The number of passes over the training sentences. [default: 3 with --checkpoint, otherwise 10]
     #[arg(
         long,
-        default_value = "5",
+        default_value = "10",
         default_value_if("checkpoint", ArgPredicate::IsPresent, "3"),
         hide_default_value = true
     )]
@@ -139,8 +139,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ParameterGroup { parameters: bare, options: ParamsAdamW { weight_decay: 0., ..params } },
     ])?;
     let total_steps = options.epochs * loader.num_batches().div_ceil(options.training.accumulate.get()) as u64;
-    let warmup_steps = (options.warmup * total_steps as f64) as u64;
-    let mut schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup_steps, total_steps })?;
+    let mut schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup: options.warmup, total_steps })?;
     let mut scaler = options.training.grad_scaler(&ddp)?;
 
     let mut checkpointer = options.training.checkpointer(pg, 1)?;

@@ -72,7 +72,8 @@ impl Pretrained {
         Ok(Self { config, json, vocabulary, weights })
     }
 
-    /// Loads the weights into the model. What classifies begins anew where the file has it not, or for other classes.
+    /// Loads the weights into the model. The classifier and the pooler keep their initial values where the file has none of their
+    /// shape.
     pub(crate) fn load(&self, pg: &ProcessGroup, varmap: &VarMap) -> Result<()> {
         let Some(path) = &self.weights else {
             if pg.rank() == 0 {
@@ -83,16 +84,15 @@ impl Pretrained {
         let file = checkpoint::read(path)?;
         let shapes: HashSet<_> = file.iter().map(|(name, tensor)| (rename(name), tensor.dims())).collect();
         let variables = varmap.data().lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let head = variables
-            .into_iter()
-            .filter(|(name, _)| ["classifier.", "bert.pooler."].iter().any(|head| name.starts_with(head)));
+        let is_head = |name: &str| name.starts_with("classifier.") || name.starts_with("bert.pooler.");
+        let head = variables.into_iter().filter(|(name, _)| is_head(name));
         let new = head.filter(|(name, variable)| !shapes.contains(&(name.clone(), variable.dims())));
         let new: HashSet<String> = new.map(|(name, _)| name).collect();
 
         let options = LoadOptions {
             rename: Some(Arc::new(rename)),
             skip: Arc::new(move |name| new.contains(name)),
-            // Of pre-training, and constants of old versions.
+            // The heads of pre-training, and a constant that old versions saved.
             ignored: Arc::new(|name| name.starts_with("cls.") || name.ends_with(".position_ids")),
             ..Default::default()
         };
@@ -100,7 +100,7 @@ impl Pretrained {
         if pg.rank() == 0 {
             println!("{} variables are from {}", report.loaded.len(), path.display());
             if !report.skipped.is_empty() {
-                println!("the file has none that fit for {}: these begin anew", report.skipped.join(", "));
+                println!("{} keep their initial values: the file has none of their shape", report.skipped.join(", "));
             }
         }
         Ok(())
@@ -113,7 +113,7 @@ impl Pretrained {
             json["architectures"] = json!(["BertForSequenceClassification"]);
             json["id2label"] = classes.iter().enumerate().map(|(id, class)| (id.to_string(), class.as_str())).collect();
             json["label2id"] = classes.iter().enumerate().map(|(id, class)| (class.clone(), id)).collect();
-            let writing = || format!("writing to {}", folder.display());
+            let writing = || format!("writing the model to {}", folder.display());
             fs::create_dir_all(folder).with_context(writing)?;
             fs::write(folder.join("config.json"), format!("{json:#}\n")).with_context(writing)?;
             fs::write(folder.join("vocab.txt"), &self.vocabulary).with_context(writing)?;
@@ -122,7 +122,8 @@ impl Pretrained {
     }
 }
 
-/// The model's name for a tensor of the file: `BertModel` saves its own without `bert.`, and TensorFlow's have gamma and beta.
+/// Returns the model's name for a tensor of the file. `BertModel` saves its tensors without `bert.`, and norms converted from
+/// TensorFlow have gamma and beta.
 fn rename(name: &str) -> String {
     let name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias");
     if ["bert.", "classifier.", "cls."].iter().any(|part| name.starts_with(part)) {

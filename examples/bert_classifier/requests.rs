@@ -62,8 +62,7 @@ const FILLERS: [(&str, [&str; 6]); 3] = [
 ];
 const OPENINGS: [&str; 5] = ["", "please, ", "hey, ", "well, ", "listen: "];
 
-/// Returns the sentences, in an order without a pattern: a line for each, with its class and a tab before it. They are always
-/// the same, and none is there twice.
+/// Returns a line for each sentence, with its class and a tab before it. They are always the same, and none is there twice.
 pub(crate) fn lines() -> String {
     let mut random = Generator::new(0);
     let mut below = |bound: usize| random.below(bound as u64) as usize;

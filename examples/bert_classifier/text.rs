@@ -18,7 +18,6 @@ const VALIDATE_EVERY: usize = 5;
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
 /// Sentences, and the numbers of their classes.
-#[derive(Default)]
 pub(crate) struct Sentences(Vec<(String, u32)>);
 
 impl Sentences {
@@ -36,22 +35,21 @@ impl Sentences {
             None => Err(failed(format!("line {} has no tab between a class and a sentence", index + 1))),
         };
         let pairs = lines.lines().enumerate().map(split).collect::<Result<Vec<_>>>()?;
-        let classes: Vec<_> =
-            pairs.iter().map(|(class, _)| class).collect::<BTreeSet<_>>().into_iter().cloned().collect();
-        let (mut train, mut validation) = (Self::default(), Self::default());
-        for (index, (class, sentence)) in pairs.into_iter().enumerate() {
-            let part = if index % VALIDATE_EVERY == VALIDATE_EVERY - 1 { &mut validation } else { &mut train };
-            part.0.push((sentence, classes.partition_point(|other| *other < class) as u32));
+        let classes: BTreeSet<_> = pairs.iter().map(|(class, _)| class.clone()).collect();
+        let classes: Vec<_> = classes.into_iter().collect();
+        let number = |class| classes.partition_point(|other| *other < class) as u32;
+        let mut train: Vec<_> = pairs.into_iter().map(|(class, sentence)| (sentence, number(class))).collect();
+        if classes.len() < 2 || train.len() < VALIDATE_EVERY {
+            let (classes, sentences) = (classes.len(), train.len());
+            return Err(failed(format!(
+                "it has {classes} classes and {sentences} sentences: 2 and {VALIDATE_EVERY} are needed"
+            )));
         }
-        if classes.len() < 2 || validation.0.is_empty() {
-            let sentences = train.0.len() + validation.0.len();
-            let reason = format!(
-                "it has {} classes and {sentences} sentences, where 2 classes and {VALIDATE_EVERY} sentences are needed",
-                classes.len()
-            );
-            return Err(failed(reason));
-        }
-        Ok((classes, train, validation))
+        // Shuffled, so that validation sees all classes, however the file is sorted; always in the same way.
+        let mut random = Generator::new(0);
+        (1..train.len()).rev().for_each(|last| train.swap(last, random.below(last as u64 + 1) as usize));
+        let validation = train.split_off(train.len() - train.len() / VALIDATE_EVERY);
+        Ok((classes, Self(train), Self(validation)))
     }
 
     /// Returns word pieces for these sentences: their words, in small letters, and their characters, of which other words

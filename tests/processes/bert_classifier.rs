@@ -82,7 +82,7 @@ fn an_exported_model_is_loaded_and_frozen_as_asked() {
     let arguments =
         ["--lr", "1e-7", "--epochs", "1", "--freeze", frozen, "--amp", "bf16", "--metrics", &path(&metrics)];
     let printed = trained(3, &[&arguments[..], &["--checkpoint", &path(&first), "--export", &path(&second)]].concat());
-    assert!(printed.contains("41 variables are from") && !printed.contains("begin anew"), "{printed}");
+    assert!(printed.contains("41 variables are from") && !printed.contains("keep their initial values"), "{printed}");
     let again = last_metrics(&metrics)["validation_accuracy"].as_f64().unwrap();
     assert!((again - reached).abs() < 0.03, "{again} after {reached}");
     let [before, after] = [weights(&first), weights(&second)];
@@ -101,7 +101,10 @@ fn an_exported_model_is_loaded_and_frozen_as_asked() {
     assert!(success, "{printed}");
     assert!(printed.contains("37 variables are from"), "{printed}");
     let new = "classifier.bias, classifier.weight, bert.pooler";
-    assert!(printed.contains("begin anew") && new.split(", ").all(|name| printed.contains(name)), "{printed}");
+    assert!(
+        printed.contains("keep their initial values") && new.split(", ").all(|name| printed.contains(name)),
+        "{printed}"
+    );
     let after = weights(&third);
     for (name, tensor) in before.iter().filter(|(name, _)| name.starts_with("bert.e")) {
         assert_eq!(values(tensor), values(&after[name]), "{name}");
@@ -173,18 +176,27 @@ fn the_requests_are_divided_between_training_and_validation() {
     let (classes, train, validation) = Sentences::read(None).unwrap();
     assert_eq!(classes, ["lights", "music", "reminder", "weather"]);
     assert_eq!([train.len(), validation.len()], [480, 120]);
+    let mut random = candle_ddp::seed::Generator::new(0);
+    let samples: Vec<_> = (0..120).map(|index| validation.get(index, &mut random).unwrap()).collect();
+    for class in 0..4 {
+        let count = samples.iter().filter(|(_, other)| *other == class).count();
+        assert!((20..=40).contains(&count), "{count} of {}", classes[class as usize]);
+    }
     // Every word has pieces.
     let (ids, ..) =
         WordPieces::new(&train.vocabulary(), 64).unwrap().batch(vec![("a murky mild day".into(), 0)]).unwrap();
     assert!(!ids.to_vec2::<u32>().unwrap()[0].contains(&1));
 }
 
-/// The factors of transformers' `get_linear_schedule_with_warmup(num_warmup_steps=2, num_training_steps=6)`, whose warm-up
-/// begins with 0: here it begins a step later.
+/// The values of transformers' `get_linear_schedule_with_warmup(num_warmup_steps=2, num_training_steps=8)`, except that its
+/// warm-up has 0 and 6 for the first two.
 #[test]
 fn the_learning_rate_rises_and_falls_along_lines() {
-    let schedule = ParamsWarmupLinear { warmup_steps: 2, total_steps: 6 };
-    let rates: Vec<_> = (0..7).map(|step| schedule.learning_rate(12., step)).collect();
-    assert_eq!(rates, [4., 8., 12., 9., 6., 3., 0.]);
-    assert!(ParamsWarmupLinear { warmup_steps: 6, total_steps: 6 }.check().is_err());
+    let schedule = |warmup| ParamsWarmupLinear { warmup, total_steps: 8 };
+    let rates: Vec<_> = (0..9).map(|step| schedule(0.25).learning_rate(12., step)).collect();
+    assert_eq!(rates, [4., 8., 12., 10., 8., 6., 4., 2., 0.]);
+    assert_eq!(schedule(0.).learning_rate(12., 0), 12.);
+    for warmup in [-0.1, 1., f64::NAN] {
+        assert!(schedule(warmup).check().is_err(), "{warmup}");
+    }
 }
