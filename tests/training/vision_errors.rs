@@ -249,7 +249,7 @@ struct Even;
 impl Even {
     fn check(&self, number: usize) -> Result<()> {
         let reason = format!("{number} is odd");
-        if number % 2 == 0 { Ok(()) } else { Err(Error::InvalidArgument { argument: "number", reason }) }
+        if number.is_multiple_of(2) { Ok(()) } else { Err(Error::InvalidArgument { argument: "number", reason }) }
     }
 }
 
