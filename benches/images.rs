@@ -58,7 +58,7 @@ fn main() -> Result<()> {
     let sampler = DistributedSampler::new(folder.len(), 1, 0, SamplerOptions::default())?;
     let Options { batch_size, workers: num_workers, .. } = options;
     let loader_options = LoaderOptions { batch_size, num_workers, ..Default::default() };
-    let collate = |samples| Normalize::IMAGENET.collate(samples);
+    let collate = |samples| Ok(Normalize::IMAGENET.collate(samples)?);
     let loader = StatefulDataLoader::new(Arc::clone(&folder), sampler, loader_options, collate)?;
     let mut training = options.train.map(|channels| Training::new(channels, folder.classes().len())).transpose()?;
     for epoch in 0..=options.epochs {

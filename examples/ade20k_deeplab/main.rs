@@ -23,7 +23,7 @@ mod xception;
 use backbone::BackboneKind;
 use candle_core::DType;
 use candle_ddp::checkpoint::{self, LoadOptions};
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 use candle_ddp::nn::{CrossEntropyOptions, cross_entropy_with_options};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
@@ -190,11 +190,11 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         ..Default::default()
     };
     let mut loader =
-        StatefulDataLoader::new(train, sampler, loader_options, |samples| Normalize::IMAGENET.collate(samples))?;
+        StatefulDataLoader::new(train, sampler, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
     // Whole images, which differ in size.
     let loader_options = LoaderOptions { batch_size: 1, drop_last: false, ..loader_options };
     let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, |samples| {
-        Normalize::IMAGENET.collate(samples)
+        Ok(Normalize::IMAGENET.collate(samples)?)
     })?;
     let batches = loader.num_batches();
     if batches == 0 {

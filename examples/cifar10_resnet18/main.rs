@@ -14,7 +14,7 @@ mod small;
 
 use candle_core::DType;
 use candle_ddp::checkpoint;
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Cifar10, Image, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
 use candle_ddp::{DistributedDataParallel, ProcessGroup, Result, nn};

@@ -16,7 +16,7 @@ mod small;
 mod weights;
 
 use candle_core::DType;
-use candle_ddp::data::{Dataset, DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
+use candle_ddp::data::{DistributedSampler, LoaderOptions, SamplerOptions, StatefulDataLoader};
 use candle_ddp::optim::{CosineAnnealingLr, Optimizer, ParamsCosineAnnealingLr, ParamsSgd, Sgd};
 use candle_ddp::vision::{
     CenterCrop, ImageFolder, ImageFolderOptions, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ResizeSize,
@@ -154,9 +154,9 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let loader_options =
         LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, ..Default::default() };
     let mut loader =
-        StatefulDataLoader::new(train, sampler, loader_options, |samples| Normalize::IMAGENET.collate(samples))?;
+        StatefulDataLoader::new(train, sampler, loader_options, |samples| Ok(Normalize::IMAGENET.collate(samples)?))?;
     let validation_loader = StatefulDataLoader::new(validation, validation_sampler, loader_options, |samples| {
-        Normalize::IMAGENET.collate(samples)
+        Ok(Normalize::IMAGENET.collate(samples)?)
     })?;
 
     let mut run = Run::new(

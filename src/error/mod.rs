@@ -354,18 +354,6 @@ impl Error {
         Self::InvalidArgument { argument, reason: reason.into() }
     }
 
-    /// A `DataFile`.
-    #[cfg(feature = "vision")]
-    pub(crate) fn data_file(path: &std::path::Path, reason: impl Into<String>) -> Self {
-        Self::DataFile { path: path.to_path_buf(), reason: reason.into() }
-    }
-
-    /// This error, of something that was made of a file.
-    #[cfg(feature = "vision")]
-    pub(crate) fn of_file(self, path: &std::path::Path) -> Self {
-        Self::data_file(path, self.to_string())
-    }
-
     pub(crate) fn parameter(parameter: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Parameter { parameter: parameter.into(), reason: reason.into() }
     }
@@ -472,7 +460,10 @@ impl From<tensor::Error> for Error {
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         let candle_core::Error::Io(error) = error else { return Self::Candle(error) };
-        match error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from)) {
+        let error = error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from));
+        #[cfg(feature = "vision")]
+        let error = error.or_else(|error| error.downcast::<candle_ddp_vision::Error>().map(Self::from));
+        match error {
             Ok(error) => error,
             Err(error) => Self::Candle(candle_core::Error::Io(error)),
         }

@@ -1,6 +1,7 @@
 //! Damaged files, folders that are something else, and arguments that make no sense.
 use crate::vision_values::golden;
-use candle_ddp::data::Dataset;
+use candle_core::{Device, Tensor};
+use candle_ddp::data::{Collate, Dataset, default_collate};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::{
     Ade20k, Cifar10, Cifar100, Cifar100Labels, ColorJitter, Image, ImageFolder, ImageFolderOptions, Mask, Normalize,
@@ -8,11 +9,12 @@ use candle_ddp::vision::{
 };
 use candle_ddp::{Error, Result};
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs;
 use std::path::Path;
 
-fn error<T>(result: Result<T>) -> String {
-    result.map(|_| ()).unwrap_err().to_string()
+fn error<T, E: Display>(result: Result<T, E>) -> String {
+    result.err().unwrap().to_string()
 }
 
 /// A dataset of two classes of two images each.
@@ -239,6 +241,62 @@ fn cifar_is_read_from_its_binary_files() {
     assert!(text.contains("test_batch.bin: its size, 0 bytes"), "{text}");
     fs::write(root.path().join("test_batch.bin"), records(3, &[10])).unwrap();
     assert_eq!(Cifar10::new(root.path(), Split::Eval, ()).unwrap().len(), 3);
+}
+
+/// A transform and a label of a program.
+struct Even;
+
+impl Even {
+    fn check(&self, number: usize) -> Result<()> {
+        let reason = format!("{number} is odd");
+        if number.is_multiple_of(2) { Ok(()) } else { Err(Error::InvalidArgument { argument: "number", reason }) }
+    }
+}
+
+impl Transform for Even {
+    fn apply(&self, image: &mut Image, _: Option<&mut Mask>, _: &mut Generator) -> candle_core::Result<()> {
+        Normalize::default().apply(image)?.sum_all()?;
+        Ok(self.check(image.pixels()[0].into())?)
+    }
+}
+
+#[derive(Debug)]
+struct Label(u32);
+
+impl Collate for Label {
+    type Batch = Tensor;
+
+    fn collate(labels: Vec<Self>) -> candle_core::Result<Tensor> {
+        labels.iter().try_for_each(|label| Even.check(label.0 as usize))?;
+        Tensor::from_iter(labels.iter().map(|label| label.0), &Device::Cpu)
+    }
+}
+
+/// They travel through candle's `Result` and the crate of the images.
+#[test]
+fn errors_of_a_programs_own_transforms_and_batches_come_out_as_what_they_were() {
+    let root = tempfile::tempdir().unwrap();
+    fs::write(root.path().join("test_batch.bin"), records(2, &[10])).unwrap();
+    let dataset = Cifar10::new(root.path(), Split::Eval, Even).unwrap();
+    assert!(Dataset::len(&dataset) == 2 && get(&dataset, 0).is_ok());
+    let failed = get(&dataset, 1).unwrap_err();
+    assert!(matches!(&failed, Error::InvalidArgument { argument: "number", .. }), "{failed:?}");
+    assert_eq!(failed.to_string(), "number: 7 is odd");
+    let failed = Dataset::get(&dataset, 2, &mut Generator::new(0)).unwrap_err();
+    assert!(matches!(&failed, Error::InvalidArgument { argument: "index", .. }), "{failed:?}");
+
+    assert_eq!(default_collate(vec![Label(2), Label(4)]).unwrap().to_vec1::<u32>().unwrap(), [2, 4]);
+    let image = || Image::new(1, 1, vec![0; 3]).unwrap();
+    let through_images = || -> Result<_> { Ok(Normalize::default().collate(vec![(image(), Label(3))])?) };
+    for failed in [default_collate(vec![Label(3)]).map(|_| ()), through_images().map(|_| ())] {
+        let failed = failed.unwrap_err();
+        assert!(matches!(&failed, Error::InvalidArgument { argument: "number", .. }), "{failed:?}");
+    }
+    // Errors of the crate itself, directly and in candle's.
+    let missing = || Image::open(root.path().join("missing.png")).unwrap_err();
+    for failed in [Error::from(missing()), candle_core::Error::from(missing()).into()] {
+        assert!(matches!(&failed, Error::Io { .. }), "{failed:?}");
+    }
 }
 
 #[test]

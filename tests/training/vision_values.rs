@@ -1,7 +1,6 @@
 //! Images and transforms against Pillow and torchvision: `tests/golden/vision`, by `scripts/golden_vision.py`.
 use candle_core::safetensors::load;
 use candle_core::{Device, Tensor};
-use candle_ddp::data::Dataset;
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::{
     Ade20k, CenterCrop, ColorJitter, IGNORE_INDEX, Image, ImageFolder, Mask, Normalize, RandomCrop,

@@ -2,6 +2,7 @@
 
 #[doc(hidden)]
 pub mod borrow;
+pub mod collate;
 #[doc(hidden)]
 pub mod copy;
 mod element;

@@ -1,8 +1,9 @@
 //! `RandomHorizontalFlip`.
 use super::Transform;
-use crate::seed::Generator;
-use crate::vision::{Image, Mask};
-use crate::{Error, Result};
+use crate::Error;
+use crate::{Image, Mask};
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Mirrors images at random, left to right: torchvision's `RandomHorizontalFlip`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -20,7 +21,7 @@ impl Default for RandomHorizontalFlip {
 impl Transform for RandomHorizontalFlip {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
         if !(0. ..=1.).contains(&self.p) {
-            return Err(Error::invalid("p", format!("{}: a probability goes from 0 to 1", self.p)));
+            return Err(Error::invalid("p", format!("{}: a probability goes from 0 to 1", self.p)).into());
         }
         if random.uniform(0., 1.) >= self.p {
             return Ok(());

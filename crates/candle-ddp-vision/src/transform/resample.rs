@@ -1,8 +1,9 @@
 //! Images of another size, as Pillow makes them.
 use super::Area;
-use crate::vision::image::check_size;
-use crate::vision::{Image, Mask, scratch};
-use crate::{Error, Result};
+use crate::Error;
+use crate::image::check_size;
+use crate::{Image, Mask, scratch};
+use candle_core::Result;
 use fast_image_resize::images::{CroppedImage, Image as Target, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions};
 

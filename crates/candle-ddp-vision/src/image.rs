@@ -2,8 +2,7 @@
 use super::scratch;
 use crate::{Error, Result};
 
-/// The label of pixels that belong to no class, for `ignore_index` of
-/// [`CrossEntropyOptions`](crate::nn::CrossEntropyOptions).
+/// The label of pixels that belong to no class, for `ignore_index` of candle-ddp-nn's `CrossEntropyOptions`.
 pub const IGNORE_INDEX: i64 = 255;
 
 /// The most pixels that an image may have: 2^28 / 1.5, the number from which on Pillow takes a file for a decompression

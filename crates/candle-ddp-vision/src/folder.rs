@@ -1,10 +1,8 @@
 //! A folder of images with a folder for each class.
 use super::{Image, Transform};
-use crate::data::Dataset;
-use crate::error::Context;
-use crate::panic::lock;
-use crate::seed::Generator;
 use crate::{Error, Result};
+use candle_ddp_tensor::seed::Generator;
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
@@ -13,7 +11,6 @@ use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 /// torchvision's `IMG_EXTENSIONS`, so that indices are the same; those of other files than JPEG and PNG cannot be read.
 const EXTENSIONS: [&[u8]; 9] = [b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp"];
@@ -23,7 +20,7 @@ const EXTENSIONS: [&[u8]; 9] = [b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b"
 pub struct ImageFolderOptions {
     /// Go on to the next image where one cannot be decoded, instead of returning an error. Default: false.
     ///
-    /// The dataset's length stays the same: in the place of a damaged image, [`Dataset::get`] returns the next one that can be
+    /// The dataset's length stays the same: in the place of a damaged image, [`ImageFolder::get`] returns the next one that can be
     /// decoded. So ranks have as many batches as without damage. [`ImageFolder::skipped`] has the damaged ones. For an
     /// evaluation this is not suited: it counts the other image twice.
     pub skip_corrupt: bool,
@@ -79,8 +76,12 @@ impl<T: Transform> ImageFolder<T> {
             }
         }
         if !empty.is_empty() {
-            let reason =
-                format!("there are no images (.jpg, .jpeg, .png) of the classes {}", crate::error::some(&empty));
+            const SHOWN: usize = 20;
+            let mut reason = "there are no images (.jpg, .jpeg, .png) of the classes ".to_string();
+            reason += &empty[..empty.len().min(SHOWN)].join(", ");
+            if empty.len() > SHOWN {
+                reason += &format!(" and {} more", empty.len() - SHOWN);
+            }
             return Err(Error::data_file(root, reason));
         }
         Ok(Self { classes, samples, transform, options, skipped: Mutex::default() })
@@ -103,20 +104,30 @@ impl<T> ImageFolder<T> {
         &self.samples
     }
 
-    /// The damaged images that were skipped so far, each once, in the order of their indices.
-    pub fn skipped(&self) -> Vec<&Path> {
-        lock(&self.skipped).iter().map(|&index| self.samples[index].0.as_path()).collect()
-    }
-}
-
-impl<T: Transform> Dataset for ImageFolder<T> {
-    type Sample = (Image, u32);
-
-    fn len(&self) -> usize {
+    /// How many samples there are.
+    pub fn len(&self) -> usize {
         self.samples.len()
     }
 
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.samples.is_empty()
+    }
+
+    /// The damaged images that were skipped so far, each once, in the order of their indices.
+    pub fn skipped(&self) -> Vec<&Path> {
+        self.skipped.lock().iter().map(|&index| self.samples[index].0.as_path()).collect()
+    }
+}
+
+impl<T: Transform> ImageFolder<T> {
+    /// The image and the class of the sample `index`, transformed with numbers of `random`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are not so many samples; [`Error::Io`] if the file cannot be read;
+    /// [`Error::DataFile`] if it is damaged, or if the transform fails. With [`skip_corrupt`](ImageFolderOptions::skip_corrupt),
+    /// damage is an error only if all images are damaged.
+    pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let len = self.samples.len();
         if index >= len {
             return Err(Error::invalid("index", format!("{index} of {len} samples")));
@@ -124,16 +135,17 @@ impl<T: Transform> Dataset for ImageFolder<T> {
         let mut last = None;
         for index in (index..len).chain(0..index) {
             let (path, label) = &self.samples[index];
-            if self.options.skip_corrupt && lock(&self.skipped).contains(&index) {
+            if self.options.skip_corrupt && self.skipped.lock().contains(&index) {
                 continue;
             }
             match Image::open(path) {
                 Ok(mut image) => {
-                    self.transform.apply(&mut image, None, random).map_err(|error| error.of_file(path))?;
+                    let failed = |error: candle_core::Error| Error::data_file(path, error.to_string());
+                    self.transform.apply(&mut image, None, random).map_err(failed)?;
                     return Ok((image, *label));
                 }
                 Err(error @ Error::DataFile { .. }) if self.options.skip_corrupt => {
-                    if lock(&self.skipped).insert(index) {
+                    if self.skipped.lock().insert(index) {
                         log::warn!("skipped: {error}");
                     }
                     last = Some(error);
@@ -154,7 +166,7 @@ fn images(folder: &Path) -> Result<Vec<PathBuf>> {
     // By device and inode: with links, one folder may have any number of paths.
     let mut seen = HashSet::new();
     while let Some(folder) = folders.pop() {
-        let metadata = folder.metadata().with_context(|| format!("reading the folder {}", folder.display()))?;
+        let metadata = folder.metadata().map_err(|error| Error::reading_folder(&folder, error))?;
         if !seen.insert((metadata.dev(), metadata.ino())) {
             log::warn!("{}: a link leads to this folder again, and its images count once", folder.display());
             continue;
@@ -182,7 +194,7 @@ fn is_folder(path: &Path) -> Result<bool> {
         Err(error) if error.kind() == ErrorKind::NotFound || Errno::from_io_error(&error) == Some(Errno::LOOP) => {
             Ok(false)
         }
-        Err(error) => Err(error).with_context(|| format!("reading {}", path.display())),
+        Err(error) => Err(Error::reading(path, error)),
     }
 }
 
@@ -192,10 +204,10 @@ fn is_image(name: &[u8]) -> bool {
 
 /// The names in a folder, sorted, with their paths.
 pub(super) fn entries(folder: &Path) -> Result<Vec<(OsString, PathBuf)>> {
-    let context = || format!("reading the folder {}", folder.display());
+    let failed = |error| Error::reading_folder(folder, error);
     let mut found = Vec::new();
-    for entry in fs::read_dir(folder).with_context(context)? {
-        let entry = entry.with_context(context)?;
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
         found.push((entry.file_name(), entry.path()));
     }
     found.sort();

@@ -1,5 +1,5 @@
 //! PNG files, by image-rs' decoder.
-use crate::vision::image::{Image, Mask, buffer, check_size};
+use crate::image::{Image, Mask, buffer, check_size};
 use png::{BitDepth, ColorType, Decoder, DecodingError, Limits, Transformations};
 use std::io::Cursor;
 

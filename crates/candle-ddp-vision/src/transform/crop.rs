@@ -1,9 +1,10 @@
 //! `RandomCrop` and `CenterCrop`.
 use super::Transform;
-use crate::seed::Generator;
-use crate::vision::image::check_size;
-use crate::vision::{IGNORE_INDEX, Image, Mask};
-use crate::{Error, Result};
+use crate::Error;
+use crate::image::check_size;
+use crate::{IGNORE_INDEX, Image, Mask};
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Cuts a part of this size out of each image, at a random place: torchvision's `RandomCrop` with constant padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +48,7 @@ impl Transform for RandomCrop {
                  set pad_if_needed, or resize images first",
                 self.size.0, self.size.1
             );
-            return Err(Error::invalid("size", reason));
+            return Err(Error::invalid("size", reason).into());
         }
         let (mut top, mut left) = (0, 0);
         if (height, width) != self.size {

@@ -1,9 +1,10 @@
 //! `ColorJitter`.
 use super::Transform;
 use super::hsv;
-use crate::seed::Generator;
-use crate::vision::{Image, Mask};
-use crate::{Error, Result};
+use crate::Error;
+use crate::{Image, Mask};
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Changes brightness, contrast, saturation and hue by random amounts, one after the other in random order: torchvision's
 /// `ColorJitter`. Masks stay as they are.
@@ -29,7 +30,7 @@ impl Transform for ColorJitter {
             let most = if name == "hue" { 0.5 } else { f64::MAX };
             if !(0. ..=most).contains(&amount) {
                 let bounds = if name == "hue" { "goes from 0 to 0.5" } else { "is not negative" };
-                return Err(Error::invalid(name, format!("{amount}: it is a number that {bounds}")));
+                return Err(Error::invalid(name, format!("{amount}: it is a number that {bounds}")).into());
             }
         }
         // As torch.randperm does, and the factors after it.

@@ -2,7 +2,6 @@
 //!
 //! Images are large enough for an allocator to return their memory to the system, which then costs page faults with every
 //! image.
-use crate::error::Context;
 use crate::{Error, Result};
 use fast_image_resize::Resizer;
 use rustix::fs::OFlags;
@@ -25,15 +24,15 @@ thread_local! {
 pub(super) fn read<T>(path: &Path, decode: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut bytes = FILE.take();
     bytes.clear();
-    let context = || format!("reading {}", path.display());
+    let failed = |error| Error::reading(path, error);
     // Without this flag, opening a FIFO waits for somebody who writes to it.
     let flags = OFlags::NONBLOCK.bits() as i32;
-    let mut file = File::options().read(true).custom_flags(flags).open(path).with_context(context)?;
-    let kind = file.metadata().with_context(context)?.file_type();
+    let mut file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
+    let kind = file.metadata().map_err(failed)?.file_type();
     if !kind.is_file() {
         return Err(Error::data_file(path, format!("it is {}, and not a regular file", name_of(kind))));
     }
-    file.read_to_end(&mut bytes).with_context(context)?;
+    file.read_to_end(&mut bytes).map_err(failed)?;
     let decoded = decode(&bytes);
     keep(&FILE, bytes);
     Ok(decoded)

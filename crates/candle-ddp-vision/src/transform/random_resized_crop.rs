@@ -1,9 +1,10 @@
 //! `RandomResizedCrop`.
 use super::resample::resample;
 use super::{Area, Transform};
-use crate::seed::Generator;
-use crate::vision::{Image, Mask};
-use crate::{Error, Result};
+use crate::Error;
+use crate::{Image, Mask};
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Cuts a part of random size, proportions and place out of each image and gives it one size: torchvision's
 /// `RandomResizedCrop`, by bilinear interpolation with antialiasing. Masks get the nearest label.
@@ -59,10 +60,8 @@ impl Transform for RandomResizedCrop {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()> {
         for (name, (low, high)) in [("scale", self.scale), ("ratio", self.ratio)] {
             if !(0. < low && low <= high && high.is_finite()) {
-                return Err(Error::invalid(
-                    name,
-                    format!("({low}, {high}): it goes from a number above 0 to a larger one"),
-                ));
+                let reason = format!("({low}, {high}): it goes from a number above 0 to a larger one");
+                return Err(Error::invalid(name, reason).into());
             }
         }
         let area = self.area(image.height(), image.width(), random);

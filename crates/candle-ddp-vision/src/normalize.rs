@@ -1,8 +1,8 @@
 //! From bytes to tensors.
 use super::{Image, Mask};
-use crate::data::Collate;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
+use candle_ddp_tensor::collate::Collate;
 
 /// Makes tensors of images: torchvision's `ToTensor` and `Normalize` in one step. A byte `x` of channel `c` becomes
 /// `(x / 255 - mean[c]) / std[c]`, in f32; the layout changes from height × width × channel to channel × height × width.
@@ -10,12 +10,12 @@ use candle_core::{Device, Tensor};
 /// The default, a mean of 0 and a standard deviation of 1, is `ToTensor` alone.
 ///
 /// ```
-/// use candle_ddp::vision::{Image, Normalize};
+/// use candle_ddp_vision::{Image, Normalize};
 ///
 /// let images = [Image::new(1, 2, vec![0, 0, 0, 255, 255, 255])?];
 /// let batch = Normalize::default().batch(&images)?; // shape (1, 3, 1, 2)
 /// assert_eq!(batch.flatten_all()?.to_vec1::<f32>()?, [0., 1., 0., 1., 0., 1.]);
-/// # Ok::<(), candle_ddp::Error>(())
+/// # Ok::<(), candle_ddp_vision::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalize {
@@ -60,7 +60,7 @@ impl Normalize {
     }
 
     /// A batch of samples, for the data loader: the images by [`batch`](Self::batch), and what belongs to them as
-    /// [`default_collate`](crate::data::default_collate) does it, classes as a tensor of u32 and of shape (N), and masks as one
+    /// [`Collate`] does it, classes as a tensor of u32 and of shape (N), and masks as one
     /// of u8 and of shape (N, height, width).
     ///
     /// # Errors
@@ -90,11 +90,11 @@ impl Normalize {
 impl Collate for Mask {
     type Batch = Tensor;
 
-    fn collate(masks: Vec<Self>) -> Result<Tensor> {
+    fn collate(masks: Vec<Self>) -> candle_core::Result<Tensor> {
         let (count, height, width) = common_size("masks", masks.iter().map(|mask| (mask.height(), mask.width())))?;
         let mut labels = Vec::with_capacity(count * height * width);
         masks.iter().for_each(|mask| labels.extend_from_slice(mask.labels()));
-        Ok(Tensor::from_vec(labels, (count, height, width), &Device::Cpu)?)
+        Tensor::from_vec(labels, (count, height, width), &Device::Cpu)
     }
 }
 

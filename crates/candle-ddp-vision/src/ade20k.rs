@@ -1,9 +1,8 @@
 //! ADE20K: scenes and the class of each of their pixels.
 use super::folder::entries;
 use super::{Image, Mask, Split, Transform};
-use crate::data::Dataset;
-use crate::seed::Generator;
 use crate::{Error, Result};
+use candle_ddp_tensor::seed::Generator;
 use std::path::{Path, PathBuf};
 
 /// ADE20K as the scene parsing challenge has it: 20 210 images to train with and 2 000 to validate with, and the class of each
@@ -66,16 +65,25 @@ impl<T> Ade20k<T> {
     pub fn samples(&self) -> &[(PathBuf, PathBuf)] {
         &self.samples
     }
-}
 
-impl<T: Transform> Dataset for Ade20k<T> {
-    type Sample = (Image, Mask);
-
-    fn len(&self) -> usize {
+    /// How many samples there are.
+    pub fn len(&self) -> usize {
         self.samples.len()
     }
 
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, Mask)> {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.samples.is_empty()
+    }
+}
+
+impl<T: Transform> Ade20k<T> {
+    /// The image and the mask of the sample `index`, transformed with numbers of `random`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are not so many samples; [`Error::Io`] if a file cannot be read; [`Error::DataFile`]
+    /// if one is damaged, if image and mask differ in size, if a label is above 150, or if the transform fails.
+    pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, Mask)> {
         let sample = self.samples.get(index);
         let (path, annotation) =
             sample.ok_or_else(|| Error::invalid("index", format!("{index} of {} samples", self.samples.len())))?;
@@ -97,7 +105,9 @@ impl<T: Transform> Dataset for Ade20k<T> {
             let reason = format!("it has the label {}, and labels go from 0 to {CLASSES}", label + 1);
             return Err(Error::data_file(annotation, reason));
         }
-        self.transform.apply(&mut image, Some(&mut mask), random).map_err(|error| error.of_file(path))?;
+        self.transform
+            .apply(&mut image, Some(&mut mask), random)
+            .map_err(|error| Error::data_file(path, error.to_string()))?;
         Ok((image, mask))
     }
 }

@@ -1,5 +1,5 @@
 //! JPEG files, by zune-jpeg.
-use crate::vision::image::{Image, buffer};
+use crate::image::{Image, buffer};
 use zune_jpeg::JpegDecoder;
 use zune_jpeg::errors::DecodeErrors;
 use zune_jpeg::zune_core::bytestream::ZCursor;

@@ -1,9 +1,10 @@
 //! `Resize` and `RandomResize`.
 use super::resample::resample;
 use super::{Area, Transform};
-use crate::seed::Generator;
-use crate::vision::{Image, Mask};
-use crate::{Error, Result};
+use crate::Error;
+use crate::{Image, Mask};
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Gives images another size: torchvision's `Resize`, by bilinear interpolation with antialiasing. Masks get the nearest
 /// label.
@@ -55,7 +56,7 @@ impl Transform for RandomResize {
         let Self { min_size, max_size } = *self;
         if min_size >= max_size {
             let reason = format!("{max_size} is not above min_size, which is {min_size}");
-            return Err(Error::invalid("max_size", reason));
+            return Err(Error::invalid("max_size", reason).into());
         }
         let size = min_size + random.below((max_size - min_size) as u64) as usize;
         resize(image, mask, ResizeSize::ShorterSide(size))

@@ -1,9 +1,7 @@
 //! CIFAR-10 and CIFAR-100, from the binary files that their authors distribute.
 use super::{Image, Split, Transform};
-use crate::data::Dataset;
-use crate::error::Context;
-use crate::seed::Generator;
 use crate::{Error, Result};
+use candle_ddp_tensor::seed::Generator;
 use std::fs;
 use std::path::Path;
 
@@ -77,28 +75,48 @@ impl<T: Transform> Cifar100<T> {
     }
 }
 
-impl<T: Transform> Dataset for Cifar10<T> {
-    type Sample = (Image, u32);
-
-    fn len(&self) -> usize {
+impl<T> Cifar10<T> {
+    /// How many samples there are.
+    pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<T: Transform> Cifar10<T> {
+    /// The image and the class of the sample `index`, transformed with numbers of `random`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are not so many samples; the transform's.
+    pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
         Ok((image, labels[0].into()))
     }
 }
 
-impl<T: Transform> Dataset for Cifar100<T> {
-    type Sample = (Image, u32);
-
-    fn len(&self) -> usize {
+impl<T> Cifar100<T> {
+    /// How many samples there are.
+    pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<T: Transform> Cifar100<T> {
+    /// The image and the class of the sample `index`, transformed with numbers of `random`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are not so many samples; the transform's.
+    pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
         let label = match self.labels {
@@ -124,7 +142,7 @@ impl Records {
         let mut bytes = Vec::new();
         for file in files {
             let path = folder.join(file);
-            let read = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+            let read = fs::read(&path).map_err(|error| Error::reading(&path, error))?;
             if read.is_empty() || read.len() % record != 0 {
                 let reason = format!(
                     "its size, {} bytes, is not a multiple of the record size, {record}: unpack the binary version of the dataset again",

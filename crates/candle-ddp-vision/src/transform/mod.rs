@@ -14,8 +14,8 @@ pub use random_resized_crop::RandomResizedCrop;
 pub use resize::{RandomResize, Resize, ResizeSize};
 
 use super::{Image, Mask};
-use crate::Result;
-use crate::seed::Generator;
+use candle_core::Result;
+use candle_ddp_tensor::seed::Generator;
 
 /// Changes an image, and its mask in the same way, if there is one.
 ///
@@ -23,21 +23,21 @@ use crate::seed::Generator;
 /// one that changes nothing.
 ///
 /// ```
-/// use candle_ddp::seed::Generator;
-/// use candle_ddp::vision::{Image, RandomHorizontalFlip, Resize, ResizeSize, Transform};
+/// use candle_ddp_tensor::seed::Generator;
+/// use candle_ddp_vision::{Image, RandomHorizontalFlip, Resize, ResizeSize, Transform};
 ///
 /// let transform = (Resize { size: ResizeSize::Exact(8, 8) }, RandomHorizontalFlip::default());
 /// let mut image = Image::new(2, 3, vec![0; 18])?;
 /// transform.apply(&mut image, None, &mut Generator::new(0))?;
 /// assert_eq!((image.height(), image.width()), (8, 8));
-/// # Ok::<(), candle_ddp::Error>(())
+/// # Ok::<(), candle_ddp_vision::Error>(())
 /// ```
 pub trait Transform: Send + Sync {
     /// Changes `image`, and `mask`, which has the same size. Random transforms draw their numbers from `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the transform cannot be applied to an image of this
-    /// size, or never.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), in candle's error, if the transform cannot be applied to an
+    /// image of this size, or never.
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()>;
 }
 
