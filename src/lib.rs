@@ -78,20 +78,22 @@ pub mod fuzzing;
 #[cfg(all(test, not(fuzzing)))]
 mod fuzzing;
 mod hash;
-mod kernels;
+#[cfg(test)]
+mod kernel_tests;
 pub mod nn;
 pub mod optim;
 pub mod process_group;
 pub mod rendezvous;
 pub mod seed;
 mod state;
-mod tensor;
 pub mod trace;
+mod variables;
 #[cfg(feature = "vision")]
 pub mod vision;
 
-// The modules that the launcher has in common with this crate.
+// The modules of the crates that this one is made of.
 use candle_ddp_rendezvous::{deadline, descriptors, host, panic, random, warnings};
+use candle_ddp_tensor::{self as tensor, kernels};
 
 pub use amp::{GradScaler, GradScalerOptions, MixedPrecision};
 pub use backend::{ReduceOp, Work};

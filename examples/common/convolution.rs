@@ -1,7 +1,6 @@
 //! Convolutions without bias that a batch norm follows.
-use super::batch_norm::BatchNorm;
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{Conv2d, conv2d_no_bias};
+use candle_ddp::nn::{BatchNorm, Conv2d, conv2d_no_bias};
 use candle_nn::{Conv2dConfig, VarBuilder};
 
 /// Makes the batch norm of so many channels.

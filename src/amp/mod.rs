@@ -67,7 +67,7 @@
 //! | O2 | f16 model, batch norms in f32, f32 masters, dynamic loss scale | `dtype` F32, `param_dtype` F16 (or BF16), `buffer_dtype` None, batch norms built for f32 (below); [`GradScaler`] (not for BF16) |
 //! | O3 | everything in f16 | `dtype` F16, no `mixed_precision` |
 //!
-//! `keep_batchnorm_fp32`: [`SyncBatchNorm`](crate::nn::SyncBatchNorm) takes f16 and bf16 inputs, and computes, with its
+//! `keep_batchnorm_fp32`: [`BatchNorm`](crate::nn::BatchNorm) takes f16 and bf16 inputs, and computes, with its
 //! statistics, in f32. Its weight and bias are replicas in `param_dtype` like all others, unless it is built with
 //! `vb.to_dtype(DType::F32)`: then they are f32, whatever the dtype of its inputs. **candle's own `BatchNorm` needs
 //! input, parameters and buffers in one dtype in evaluation, and f32 buffers in training**, so under mixed precision it

@@ -87,7 +87,7 @@ fn assign(output: &Tensor, input: &Tensor) -> Result<()> {
     let input = input.flatten_all()?;
     // candle does not copy within one storage.
     let input = if to == from { input.copy()? } else { input };
-    copy(&output.flatten_all()?, &input)
+    Ok(copy(&output.flatten_all()?, &input)?)
 }
 
 /// candle's own stream runs operations in order, so the next ones need not wait.

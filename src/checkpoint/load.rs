@@ -3,7 +3,7 @@ use super::error::unreadable;
 use super::{own_names, read_file};
 use crate::error::describe;
 use crate::state::file::Readable;
-use crate::tensor::variables::NamePredicate;
+use crate::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;

@@ -2,7 +2,7 @@
 use super::device::device_name;
 use super::scatter_gather::transfer_whole;
 use crate::kernels;
-use crate::tensor::variables::{check_shared, not_in_varmap};
+use crate::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;

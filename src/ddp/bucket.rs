@@ -206,7 +206,7 @@ impl Bucket {
         if dtype == self.tensor.dtype() {
             return Ok(self.gradients.clone());
         }
-        copy::views(&self.tensor.to_dtype(dtype)?, self.gradients.iter().map(Tensor::shape))
+        Ok(copy::views(&self.tensor.to_dtype(dtype)?, self.gradients.iter().map(Tensor::shape))?)
     }
 
     /// Returns the first member whose gradient contains an infinity or a NaN, and which of the two.

@@ -98,7 +98,7 @@ impl Core {
         let replicas = replicas.filter_map(|parameter| Some((parameter.replica()?, &*parameter.var)));
         let frozen = self.variables.frozen.iter();
         let converted = frozen.filter_map(|frozen| Some((frozen.converted.as_ref()?, &*frozen.var)));
-        copy::copy_all(replicas.chain(converted))
+        Ok(copy::copy_all(replicas.chain(converted))?)
     }
 
     /// Runs `f`, and shows it as `name` in the trace, if there is one.

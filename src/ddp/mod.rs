@@ -23,7 +23,7 @@ mod sync;
 mod usage;
 mod verify;
 
-pub use crate::tensor::variables::NamePredicate;
+pub use crate::variables::NamePredicate;
 pub use backward::{DistributedModel, backward, backward_into};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;

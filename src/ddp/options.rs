@@ -1,7 +1,7 @@
 use super::mixed_precision::MixedPrecision;
 use super::parameter::Role;
-use crate::tensor::variables::{NamePredicate, is_batch_norm_buffer};
 use crate::trace;
+use crate::variables::{NamePredicate, is_batch_norm_buffer};
 use candle_core::DType;
 use std::fmt;
 use std::path::PathBuf;

@@ -5,7 +5,7 @@ use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
 use super::reducer::Reducer;
 use crate::Error;
 use crate::seed;
-use crate::tensor::variables::{check_shared, not_in_varmap};
+use crate::variables::{check_shared, not_in_varmap};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
 use candle_nn::var_builder::SimpleBackend;

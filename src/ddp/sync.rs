@@ -55,9 +55,13 @@ impl Broadcast<'_> {
                 continue;
             }
             let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
-            copy::copy_all(vars.iter().map(|var| var.as_tensor()).zip(&parts)).map_err(|error| match error {
-                Error::Candle(error) => Error::Candle(error.context("writing variables that another rank broadcast")),
-                error => error,
+            copy::copy_all(vars.iter().map(|var| var.as_tensor()).zip(&parts)).map_err(|error| {
+                match Error::from(error) {
+                    Error::Candle(error) => {
+                        Error::Candle(error.context("writing variables that another rank broadcast"))
+                    }
+                    error => error,
+                }
             })?;
         }
         Ok(())

@@ -4,13 +4,13 @@ mod context;
 mod tests;
 mod text;
 
+pub(crate) use crate::tensor::error::describe;
 #[doc(inline)]
 pub use candle_ddp_rendezvous::Failure;
 pub(crate) use candle_ddp_rendezvous::error::{GRADIENTS, RankError, SHORTAGE_HINT, is_shortage, ranks, some};
 pub use context::Context;
-pub(crate) use text::{describe, describe_placed};
 
-use crate::rendezvous;
+use crate::{rendezvous, tensor};
 use candle_core::DType;
 use candle_ddp_rendezvous::error::Printable;
 use std::fmt;
@@ -452,14 +452,28 @@ impl fmt::Debug for Error {
     }
 }
 
+impl From<tensor::Error> for Error {
+    fn from(error: tensor::Error) -> Self {
+        match error {
+            tensor::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
+            tensor::Error::Unavailable { what, hint } => Self::Unavailable { what, hint },
+            tensor::Error::UnsupportedDType { operation, dtype, supported } => {
+                Self::UnsupportedDType { operation, dtype, supported }
+            }
+            tensor::Error::Kernel { file, operation, reason } => Self::Kernel { file, operation, reason },
+            tensor::Error::Candle(error) => error.into(),
+            error => Self::Candle(error.into()),
+        }
+    }
+}
+
 /// An error of ours that went through candle's `Result` comes out as what it was.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
-        match error {
-            candle_core::Error::Io(error) => {
-                error.downcast().unwrap_or_else(|error| Self::Candle(candle_core::Error::Io(error)))
-            }
-            error => Self::Candle(error),
+        let candle_core::Error::Io(error) = error else { return Self::Candle(error) };
+        match error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from)) {
+            Ok(error) => error,
+            Err(error) => Self::Candle(candle_core::Error::Io(error)),
         }
     }
 }

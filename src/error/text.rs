@@ -1,16 +1,5 @@
-//! How tensors and lists of names are written in messages.
-use candle_core::{DType, Shape, Tensor};
+//! How lists of names are written in messages.
 use candle_ddp_rendezvous::error::some;
-
-/// `f32[2, 3]`: how tensors are named in messages.
-pub(crate) fn describe(dtype: DType, shape: &Shape) -> String {
-    format!("{}{:?}", dtype.as_str(), shape.dims())
-}
-
-/// `f32[2, 3] on Cpu`: how tensors are named where their devices matter.
-pub(crate) fn describe_placed(tensor: &Tensor) -> String {
-    format!("{} on {:?}", describe(tensor.dtype(), tensor.shape()), tensor.device().location())
-}
 
 /// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
 pub(super) fn list(lists: &[(&str, &[String])]) -> String {

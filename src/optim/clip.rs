@@ -136,9 +136,10 @@ fn change(
     }
     let on_gpu: Vec<&Tensor> = on_gpu.iter().collect();
     match change {
-        Change::Scale(scale) => kernels::rescale(&on_gpu, scale),
-        Change::Clamp(limit) => kernels::clamp(&on_gpu, limit),
+        Change::Scale(scale) => kernels::rescale(&on_gpu, scale)?,
+        Change::Clamp(limit) => kernels::clamp(&on_gpu, limit)?,
     }
+    Ok(())
 }
 
 fn change_in_place<E: Element>(gradient: &Tensor, change: Change) -> Result<()> {

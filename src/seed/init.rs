@@ -1,8 +1,9 @@
 //! Initial values from a seed.
 use super::Generator;
 use crate::error::describe;
-use crate::tensor::variables::not_in_varmap;
+use crate::variables::not_in_varmap;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
+use candle_ddp_rendezvous::hash::fnv1a_64;
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
@@ -45,7 +46,7 @@ pub fn init(
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
-    let mut generator = Generator::for_name(seed, name);
+    let mut generator = Generator::with_sequence(seed, fnv1a_64(name.as_bytes()));
     let shape = shape.into();
     let tensor = match init {
         Init::Const(_) => return Ok(init.var(shape, dtype, device)?.into_inner()),

@@ -1,16 +1,14 @@
 //! Random numbers from seeds: a [`Generator`] whose state can be saved, initial values that can be repeated, and seeds that
 //! differ from rank to rank.
-mod generator;
 mod init;
-mod philox;
-mod replay;
+mod state;
 
-pub use generator::{Draw, Generator};
+#[doc(inline)]
+pub use candle_ddp_tensor::seed::{Draw, Generator, default_generator};
 pub(crate) use init::get;
 pub use init::{init, var_builder};
-pub(crate) use replay::{Replay, draw};
 
-use crate::Result;
+use crate::{Result, panic};
 use candle_core::Device;
 
 /// Gives this rank its own seed, `base + rank`, so that dropout and augmentation differ from rank to rank as they should;
@@ -21,6 +19,8 @@ use candle_core::Device;
 /// job, not on the host). With the same `base` and the same number of ranks, runs can be repeated as far as the
 /// generators allow:
 ///
+/// - **The process's generator** ([`default_generator`]), from which [`nn::Dropout::new`](crate::nn::Dropout::new) draws, is that of
+///   [`Generator::for_rank`]. As a part of a checkpoint, it continues after a restart.
 /// - **On a GPU** candle's generator is seeded. It would otherwise start with the same number on every rank, and all
 ///   ranks would drop the same units. Its state cannot be saved: with the same `base`, a run that is resumed draws what it
 ///   drew at its beginning, so let `base` depend on the step.
@@ -34,6 +34,7 @@ use candle_core::Device;
 /// The device's.
 pub fn seed_everything(device: &Device, base: u64, rank: usize) -> Result<u64> {
     let seed = base.wrapping_add(rank as u64);
+    *panic::lock(&default_generator()) = Generator::for_rank(base, rank);
     if !device.is_cpu() {
         device.set_seed(seed)?;
     }

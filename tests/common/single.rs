@@ -1,12 +1,12 @@
 //! A world of one rank without an engine: `Backend::Single` on any device.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
 use candle_nn::{Linear, Module, ModuleT, VarBuilder, VarMap, linear};
 use std::time::Duration;
 
-struct Net(Linear, SyncBatchNorm, Linear);
+struct Net(Linear, BatchNorm, Linear);
 
 impl ModuleT for Net {
     fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {

@@ -2,7 +2,7 @@
 //! for the replicas.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
-use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
 use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
 
@@ -176,7 +176,7 @@ fn a_layer_that_asks_for_f32_gets_its_master() {
     .unwrap();
 }
 
-struct Normed(Linear, SyncBatchNorm, Linear);
+struct Normed(Linear, BatchNorm, Linear);
 
 impl Normed {
     fn new(pg: &ProcessGroup, vb: VarBuilder) -> candle_core::Result<Self> {

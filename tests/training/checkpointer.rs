@@ -22,7 +22,7 @@ struct Net {
 
 impl Net {
     fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>, p: f32) -> candle_core::Result<Self> {
-        let dropout = Dropout::new(p, generator.clone());
+        let dropout = Dropout::with_generator(p, generator.clone());
         Ok(Self { first: linear(5, 7, vb.pp("first"))?, dropout, second: linear(7, 3, vb.pp("second"))? })
     }
 }

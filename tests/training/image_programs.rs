@@ -2,8 +2,8 @@
 //! matrix.
 use crate::common::assert_close;
 use backbone::BackboneKind;
-use batch_norm::BatchNorm;
 use candle_core::{DType, Device, ModuleT, Result, Shape, Tensor, safetensors};
+use candle_ddp::nn::{BatchNorm, batch_norm};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use confusion::ConfusionMatrix;
@@ -14,9 +14,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[path = "../../examples/ade20k_deeplab/backbone.rs"]
 mod backbone;
-#[allow(dead_code)] // norms over all ranks have tests of their own
-#[path = "../../examples/common/batch_norm.rs"]
-mod batch_norm;
 #[path = "../../examples/ade20k_deeplab/confusion.rs"]
 mod confusion;
 #[path = "../../examples/common/convolution.rs"]
@@ -28,6 +25,11 @@ mod model;
 mod resnet;
 #[path = "../../examples/ade20k_deeplab/xception.rs"]
 mod xception;
+
+/// A batch norm over the rank's own samples.
+fn local(channels: usize, vb: VarBuilder) -> Result<BatchNorm> {
+    batch_norm(channels, 1e-5, vb)
+}
 
 /// Numbers from −0.5 to 0.5 that follow from their places, as in `scripts/golden_resnet.py`.
 fn ramp(shape: &[usize], scale: f64, shift: f64) -> Tensor {
@@ -74,7 +76,7 @@ fn check(golden: &str, arch: Arch, dilated_stages: usize, modes: &[bool]) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/resnet.safetensors");
     let golden = safetensors::load(path, &Device::Cpu).unwrap()[golden].clone();
     let options = ResNetOptions { arch, stem: Stem::ImageNet, width: 64, dilated_stages };
-    let model = ResNet::new(options, 10, &BatchNorm::local, Ramps::builder().0).unwrap();
+    let model = ResNet::new(options, 10, &local, Ramps::builder().0).unwrap();
     // Without dilation the last batch norms see one pixel of each image, which makes training mode sensitive to rounding.
     let images = ramp(&[2, 3, 32, 32], 4., 0.);
     for (index, &train) in modes.iter().enumerate() {
@@ -101,7 +103,7 @@ fn xception_has_as_many_parameters_as_published() {
     // timm's table has 26.97 and 39.92 million, with a classifier of 1000 classes.
     for (kind, published) in [(BackboneKind::Xception41, 26.97), (BackboneKind::Xception65, 39.92)] {
         let (vb, parameters) = Ramps::builder();
-        kind.build(64, 16, &BatchNorm::local, vb).unwrap();
+        kind.build(64, 16, &local, vb).unwrap();
         let millions = (parameters.load(Ordering::Relaxed) + 2048 * 1000 + 1000) as f64 / 1e6;
         assert!((millions - published).abs() < 0.005, "{millions} million");
     }
@@ -112,7 +114,7 @@ fn every_backbone_has_the_output_stride_that_is_asked_for() {
     for kind in [BackboneKind::Resnet18, BackboneKind::Resnet50, BackboneKind::Xception41, BackboneKind::Xception65] {
         for output_stride in [8, 16, 32] {
             let vb = Ramps::builder().0;
-            let backbone = kind.build(8, output_stride, &BatchNorm::local, vb).unwrap();
+            let backbone = kind.build(8, output_stride, &local, vb).unwrap();
             // The sizes that the paper uses are one more than a multiple of the stride.
             let (height, width) = (65, 96);
             let images = Tensor::zeros((1, 3, height, width), DType::F32, &Device::Cpu).unwrap();
@@ -129,7 +131,7 @@ fn every_backbone_has_the_output_stride_that_is_asked_for() {
 fn xceptions_receptive_field_does_not_depend_on_its_output_stride() {
     let outputs = [8, 32].map(|output_stride| {
         let vb = Ramps::builder().0;
-        let backbone = BackboneKind::Xception41.build(8, output_stride, &BatchNorm::local, vb).unwrap();
+        let backbone = BackboneKind::Xception41.build(8, output_stride, &local, vb).unwrap();
         let images = ramp(&[1, 3, 129, 129], 4., 0.);
         backbone.features(&images, false).unwrap()[1].clone()
     });
@@ -146,7 +148,7 @@ fn xceptions_receptive_field_does_not_depend_on_its_output_stride() {
 fn deeplab_finds_a_class_for_every_pixel() {
     for backbone in [BackboneKind::Resnet18, BackboneKind::Xception41] {
         let options = DeepLabOptions { backbone, width: 8, output_stride: 16, classes: 5 };
-        let deeplab = DeepLab::new(options, &BatchNorm::local, Ramps::builder().0).unwrap();
+        let deeplab = DeepLab::new(options, &local, Ramps::builder().0).unwrap();
         let images = ramp(&[2, 3, 48, 65], 4., 0.);
         assert_eq!(deeplab.forward_t(&images, true).unwrap().dims(), [2, 5, 48, 65]);
     }

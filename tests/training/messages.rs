@@ -1,11 +1,11 @@
 //! Errors about ranks that do different things: they name what each program wanted, not only the collectives.
 use crate::common::{ranks, tensor};
 use candle_core::{DType, Tensor};
-use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, checkpoint};
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 
-type Net = (Linear, Linear, SyncBatchNorm);
+type Net = (Linear, Linear, BatchNorm);
 
 struct Job<'a> {
     pg: &'a ProcessGroup,

@@ -27,7 +27,7 @@ enum Kind {
 impl Net {
     fn new(kind: Kind, vb: &VarBuilder) -> Result<Self> {
         let layer = |name: &str| linear(6, 6, vb.pp(name));
-        let dropout = Dropout::new(0.4, Arc::new(Mutex::new(Generator::new(5))));
+        let dropout = Dropout::with_generator(0.4, Arc::new(Mutex::new(Generator::new(5))));
         Ok(Self { layers: [layer("a")?, layer("b")?, layer("c")?], dropout, runs: Arc::default(), kind })
     }
 

@@ -41,7 +41,7 @@ fn masks_come_from_the_generator() {
 #[test]
 fn it_is_a_drop_in_for_candles() {
     let generator = Arc::new(Mutex::new(Generator::new(1)));
-    let layer = Dropout::new(0.5, Arc::clone(&generator));
+    let layer = Dropout::with_generator(0.5, Arc::clone(&generator));
     assert_eq!(values(&layer.forward(&ones(4), false).unwrap()), [1.0; 4]);
     assert_eq!(generator.lock().unwrap().offset(), 0);
     layer.forward(&ones(10), true).unwrap();

@@ -1,9 +1,9 @@
 //! SyncBatchNorm, compared with candle's and PyTorch's batch normalisation of the whole batch.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
-use candle_ddp::nn::{SyncBatchNorm, sync_batch_norm};
+use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
-use candle_nn::{BatchNorm, BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
+use candle_nn::{BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
 use std::collections::HashMap;
 
 /// How a batch of nine rows is split over the ranks.
@@ -289,7 +289,7 @@ fn finals(varmap: &VarMap) -> Vec<Vec<f32>> {
 /// Trains one process for 20 steps with the whole batch.
 fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
     let varmap = VarMap::new();
-    let net: Net<BatchNorm> = Net::new(builder(&varmap), |size, vb| batch_norm(size, 1e-5, vb))?;
+    let net: Net<candle_nn::BatchNorm> = Net::new(builder(&varmap), |size, vb| batch_norm(size, 1e-5, vb))?;
     fill(&varmap, 7);
     let trained = varmap
         .data()
@@ -309,7 +309,7 @@ fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
 fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
     let varmap = VarMap::new();
     let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
-    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<SyncBatchNorm>> {
+    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
         Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
     };
     let ddp = DistributedDataParallel::new(pg, &varmap, DType::F32, build, options)?;
@@ -344,7 +344,7 @@ fn under_ddp_with_tiny_buckets_ranks_train_like_one_process() {
 fn buckets_that_become_ready_at_different_moments_do_not_mix_with_the_norms_collectives() {
     ranks(2, |pg| {
         let options = DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() };
-        let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, SyncBatchNorm, Linear)> {
+        let build = |vb: VarBuilder<'static>| -> candle_core::Result<(Linear, BatchNorm, Linear)> {
             let norm = sync_batch_norm(&pg, 8, 1e-5, vb.pp("norm"))?;
             Ok((linear(4, 8, vb.pp("first"))?, norm, linear(8, 8, vb.pp("last"))?))
         };

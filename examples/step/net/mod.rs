@@ -4,10 +4,9 @@ mod block;
 mod deeplab;
 mod gpt;
 
-use super::common::batch_norm::BatchNorm;
 use super::common::resnet::{Arch, ResNet, ResNetOptions, Stem};
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{linear, relu};
+use candle_ddp::nn::{batch_norm, linear, relu};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
 
@@ -86,6 +85,6 @@ fn resnet50(vb: VarBuilder) -> Result<FuncT<'static>> {
 }
 
 fn resnet(options: ResNetOptions, classes: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
-    let net = ResNet::new(options, classes, &BatchNorm::local, vb)?;
+    let net = ResNet::new(options, classes, &|channels, vb| batch_norm(channels, 1e-5, vb), vb)?;
     Ok(func_t(move |x, train| net.forward_t(x, train)))
 }

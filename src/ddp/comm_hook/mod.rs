@@ -252,7 +252,7 @@ impl GradBucket {
         if count != expected {
             return Err(Error::invalid("values", format!("{count} elements for a bucket of {expected}")));
         }
-        copy::copy(&self.buffer, &values.flatten_all()?)
+        Ok(copy::copy(&self.buffer, &values.flatten_all()?)?)
     }
 
     /// The size of the gradients in bytes.

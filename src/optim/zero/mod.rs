@@ -271,7 +271,7 @@ impl<'a> Gathering<'a> {
         let members = &self.shard.members;
         let values = members.iter().map(|member| self.whole.narrow(0, member.offset, member.elements));
         let values = values.collect::<candle_core::Result<Vec<_>>>()?;
-        copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))
+        Ok(copy::copy_all(members.iter().map(|member| &parameters[member.parameter].flat).zip(&values))?)
     }
 }
 

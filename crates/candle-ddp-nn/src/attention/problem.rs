@@ -1,0 +1,128 @@
+//! What attention is to be computed of.
+use crate::channels::accumulator;
+use candle_core::{DType, Result, Shape, Tensor};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::error::{describe, describe_placed};
+
+/// Options of [`scaled_dot_product_attention`](super::scaled_dot_product_attention). The default is PyTorch's.
+#[derive(Clone, Debug, Default)]
+pub struct AttentionOptions {
+    /// Which keys a query sees, in a shape that can be broadcast to (B, H, Tq, Tk): of the dtype u8, not 0 where it
+    /// does; or of a floating-point dtype, to be added to the scores. It gets no gradient. `None`, the default, is all.
+    pub mask: Option<Tensor>,
+    /// Whether query i sees the keys up to i only; not together with a mask.
+    pub is_causal: bool,
+    /// What products of queries and keys are multiplied by; 1 / √D by default.
+    pub scale: Option<f64>,
+}
+
+/// Sizes, and which keys queries see.
+#[derive(Debug)]
+pub(super) struct Problem {
+    pub(super) batch: usize,
+    /// Of queries.
+    pub(super) heads: usize,
+    /// How many heads of queries share keys and values.
+    pub(super) group: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    /// How long queries and keys are.
+    pub(super) size: usize,
+    /// How long values are.
+    pub(super) value_size: usize,
+    pub(super) scale: f64,
+    pub(super) is_causal: bool,
+    /// What is added to scores, of rank 4 and dtype [`accumulator`], contiguous.
+    pub(super) mask: Option<Tensor>,
+}
+
+impl Problem {
+    pub(super) fn new([q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Self> {
+        let invalid = |argument, reason: String| Err(Error::invalid(argument, reason).into());
+        let (&[batch, heads, queries, size], &[kb, key_heads, keys, key_size], &[vb, value_heads, values, value_size]) =
+            (q.dims(), k.dims(), v.dims())
+        else {
+            return invalid("the inputs of attention", refusal([q, k, v]));
+        };
+        let fits = [kb, vb] == [batch; 2] && key_heads == value_heads && keys == values && size == key_size;
+        let groups = key_heads > 0 && heads.is_multiple_of(key_heads);
+        if !fits || !groups || size == 0 || value_size == 0 || [k.dtype(), v.dtype()] != [q.dtype(); 2] {
+            return invalid("the inputs of attention", refusal([q, k, v]));
+        }
+        let others = [Some(k), Some(v), options.mask.as_ref()];
+        if let Some(other) = others.into_iter().flatten().find(|other| !other.device().same_device(q.device())) {
+            let reason = format!("one is {}, where the queries are {}", describe_placed(other), describe_placed(q));
+            return invalid("the inputs of attention", reason);
+        }
+        let mask = match &options.mask {
+            None => None,
+            Some(_) if options.is_causal => {
+                return invalid("the mask of attention", "there is one, and is_causal as well".to_string());
+            }
+            Some(mask) => Some(additive(mask, [batch, heads, queries, keys], accumulator(q.dtype()))?),
+        };
+        let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt());
+        let (group, is_causal) = (heads / key_heads, options.is_causal);
+        Ok(Self { batch, heads, group, queries, keys, size, value_size, scale, is_causal, mask })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.batch * self.heads * self.queries * self.keys == 0
+    }
+
+    /// How many pairs of a sample and a head of keys there are.
+    pub(super) fn items(&self) -> usize {
+        self.batch * self.heads / self.group
+    }
+
+    /// How many queries each of them has.
+    pub(super) fn rows_of_item(&self) -> usize {
+        self.group * self.queries
+    }
+
+    /// How far apart what is added to scores lies in the mask, by sample, head, query and key: 0 where the same holds for all.
+    pub(super) fn mask_strides(&self) -> [usize; 4] {
+        let Some(mask) = &self.mask else { return [0; 4] };
+        let dims = mask.dims();
+        std::array::from_fn(|index| if dims[index] > 1 { dims[index + 1..].iter().product() } else { 0 })
+    }
+
+    pub(super) fn output_shape(&self) -> Shape {
+        Shape::from((self.batch, self.heads, self.queries, self.value_size))
+    }
+}
+
+fn refusal(qkv: [&Tensor; 3]) -> String {
+    let [q, k, v] = qkv.map(|t| describe(t.dtype(), t.shape()));
+    format!(
+        "they are {q}, {k} and {v}, where (B, H, Tq, D), (B, H′, Tk, D) and (B, H′, Tk, E) of one dtype are expected, \
+         H is a multiple of H′, and none of H′, D and E is 0"
+    )
+}
+
+/// What is to be added to scores.
+fn additive(mask: &Tensor, [batch, heads, queries, keys]: [usize; 4], dtype: DType) -> Result<Tensor> {
+    let is = describe(mask.dtype(), mask.shape());
+    let expected = [batch, heads, queries, keys];
+    let given = mask.dims();
+    let fits = given.len() <= 4
+        && given.iter().rev().zip(expected.iter().rev()).all(|(given, expected)| *given == 1 || given == expected);
+    if !fits || !(mask.dtype() == DType::U8 || mask.dtype().is_float()) {
+        let reason = format!(
+            "it is {is}, where u8 or floating-point numbers that can be broadcast to {expected:?} are expected"
+        );
+        return Err(Error::invalid("the mask of attention", reason).into());
+    }
+    if mask.track_op() {
+        let reason = format!("it is {is} and wants a gradient, which is not computed: `detach` it");
+        return Err(Error::invalid("the mask of attention", reason).into());
+    }
+    let mask = mask.reshape([&[1, 1, 1, 1][given.len()..], given].concat())?;
+    let mask = if mask.dtype() == DType::U8 {
+        let (seen, unseen) = (Tensor::new(0f32, mask.device())?, Tensor::new(f32::NEG_INFINITY, mask.device())?);
+        mask.where_cond(&seen.broadcast_as(mask.shape())?, &unseen.broadcast_as(mask.shape())?)?
+    } else {
+        mask
+    };
+    mask.to_dtype(dtype)?.contiguous()
+}

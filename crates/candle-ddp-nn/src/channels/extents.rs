@@ -1,0 +1,27 @@
+//! The extents of a batch, and what is calculated in.
+use candle_core::DType;
+
+/// The extents of a batch: samples, channels, and numbers per sample and channel.
+#[derive(Clone, Copy)]
+pub(super) struct Extents {
+    pub(super) samples: usize,
+    pub(super) channels: usize,
+    pub(super) spatial: usize,
+}
+
+impl Extents {
+    /// `dims` has at least two dimensions.
+    pub(super) fn of(dims: &[usize]) -> Self {
+        Self { samples: dims[0], channels: dims[1], spatial: dims[2..].iter().product() }
+    }
+
+    #[cfg(test)]
+    pub(super) fn shape(self) -> (usize, usize, usize) {
+        (self.samples, self.channels, self.spatial)
+    }
+}
+
+/// What sums over a tensor of `dtype` are calculated in.
+pub(crate) fn accumulator(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}

@@ -1,0 +1,206 @@
+//! Convolutions on CUDA: by cuDNN with the feature `cudnn`; otherwise each channel by itself where it is convolved with
+//! nothing else, and products of matrices by cuBLAS, with images turned into columns and back by kernels of this crate.
+use super::geometry::{Geometry, positions};
+use crate::channels::accumulator;
+use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
+use candle_ddp_tensor::kernels::{
+    self, Address, ConvShape, Convolve, Factor, Grid, Kernel, Launch, Output, Product, Target, address, address_or_none,
+};
+
+/// What the columns and outputs of the images of one product take at most, unless a single image needs more.
+const WORKSPACE: usize = 64 << 20;
+
+/// y of shape `shape`, from x and weights, both contiguous.
+pub(super) fn forward(
+    geometry: &Geometry,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    shape: Shape,
+) -> Result<Output> {
+    let this = Convolution::new(geometry, x)?;
+    if this.is_empty() {
+        return Ok(Output::zeros(this.device, this.dtype, shape)?);
+    }
+    let y = Output::new(this.device, this.dtype, shape)?;
+    let (x, weight, bias) = (address(x)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
+    let bias_address = address_or_none(bias.as_ref())?;
+    if this.by_cudnn(Convolve::Forward, [x, weight, y.address()?])? {
+        this.add_bias(bias.is_some(), [geometry.co, geometry.output_pixels()], [y.address()?, bias_address])?;
+    } else if this.is_depthwise() {
+        let threads = geometry.n * geometry.co * geometry.output_pixels();
+        let tensors = [x, weight, y.address()?, bias_address];
+        this.launch(Kernel::DepthwiseForward, Grid::Threads(threads), &tensors, (0, geometry.n))?;
+    } else {
+        let (columns, outputs) = (this.columns(this.dtype)?, this.outputs(accumulator(this.dtype))?);
+        for images in this.parts() {
+            this.im2col(x, &columns, images)?;
+            let [m, n, k] = [geometry.group_outputs(), images.1 * geometry.output_pixels(), geometry.taps()];
+            this.product([m, n, k], [(weight, false), (columns.address()?, false)], &outputs, false)?;
+            let tensors = [outputs.address()?, y.address()?, bias_address];
+            this.launch(Kernel::ColumnsToImages, this.each_output(images), &tensors, images)?;
+        }
+    }
+    Ok(y)
+}
+
+/// The gradient of x, of shape `shape`, from that of y, both contiguous. For transposed convolutions, whose forward pass
+/// this is, a bias is added.
+pub(super) fn backward_data(
+    geometry: &Geometry,
+    dy: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    shape: Shape,
+) -> Result<Output> {
+    let this = Convolution::new(geometry, dy)?;
+    if this.is_empty() {
+        return Ok(Output::zeros(this.device, this.dtype, shape)?);
+    }
+    let dx = Output::new(this.device, this.dtype, shape)?;
+    let (dy, weight, bias) = (address(dy)?, address(weight)?, bias.map(Tensor::contiguous).transpose()?);
+    let bias_address = address_or_none(bias.as_ref())?;
+    if this.by_cudnn(Convolve::BackwardData, [dx.address()?, weight, dy])? {
+        this.add_bias(bias.is_some(), [geometry.ci, geometry.input_pixels()], [dx.address()?, bias_address])?;
+    } else if this.is_depthwise() {
+        let threads = geometry.n * geometry.ci * geometry.input_pixels();
+        let tensors = [dy, weight, dx.address()?, bias_address];
+        this.launch(Kernel::DepthwiseBackwardData, Grid::Threads(threads), &tensors, (0, geometry.n))?;
+    } else {
+        let (columns, outputs) = (this.columns(accumulator(this.dtype))?, this.outputs(this.dtype)?);
+        for images in this.parts() {
+            this.launch(Kernel::ImagesToColumns, this.each_output(images), &[dy, outputs.address()?], images)?;
+            let [m, n, k] = [geometry.taps(), images.1 * geometry.output_pixels(), geometry.group_outputs()];
+            this.product([m, n, k], [(weight, true), (outputs.address()?, false)], &columns, false)?;
+            let threads = Grid::Threads(images.1 * geometry.ci * geometry.input_pixels());
+            this.launch(Kernel::Col2im, threads, &[columns.address()?, dx.address()?, bias_address], images)?;
+        }
+    }
+    Ok(dx)
+}
+
+/// The gradient of the weights, of shape `shape`, from x and the gradient of y, both contiguous.
+pub(super) fn backward_filter(geometry: &Geometry, x: &Tensor, dy: &Tensor, shape: &Shape) -> Result<Tensor> {
+    let this = Convolution::new(geometry, x)?;
+    if this.is_empty() {
+        return Ok(Output::zeros(this.device, this.dtype, shape)?.into_tensor());
+    }
+    let (x, dy) = (address(x)?, address(dy)?);
+    let dw = Output::new(this.device, this.dtype, shape)?;
+    if this.by_cudnn(Convolve::BackwardFilter, [x, dw.address()?, dy])? {
+        return Ok(dw.into_tensor());
+    }
+    if this.is_depthwise() {
+        let grid = Grid::Blocks(geometry.co * geometry.taps());
+        this.launch(Kernel::DepthwiseBackwardFilter, grid, &[x, dy, dw.address()?], (0, geometry.n))?;
+        return Ok(dw.into_tensor());
+    }
+    let sum = Output::new(this.device, accumulator(this.dtype), shape)?;
+    let (columns, outputs) = (this.columns(this.dtype)?, this.outputs(this.dtype)?);
+    for images in this.parts() {
+        this.im2col(x, &columns, images)?;
+        this.launch(Kernel::ImagesToColumns, this.each_output(images), &[dy, outputs.address()?], images)?;
+        let [m, n, k] = [geometry.group_outputs(), geometry.taps(), images.1 * geometry.output_pixels()];
+        this.product([m, n, k], [(outputs.address()?, false), (columns.address()?, true)], &sum, images.0 > 0)?;
+    }
+    sum.into_tensor().to_dtype(this.dtype)
+}
+
+/// First image and number of images.
+type Images = (usize, usize);
+
+struct Convolution<'a> {
+    geometry: &'a Geometry,
+    device: &'a CudaDevice,
+    dtype: DType,
+}
+
+impl<'a> Convolution<'a> {
+    fn new(geometry: &'a Geometry, like: &'a Tensor) -> Result<Self> {
+        kernels::supported(like.dtype(), "a convolution")?;
+        Ok(Self { geometry, device: like.device().as_cuda_device()?, dtype: like.dtype() })
+    }
+
+    fn is_empty(&self) -> bool {
+        let Geometry { n, ci, co, .. } = *self.geometry;
+        n * ci * co * self.geometry.taps() * self.geometry.input_pixels() * self.geometry.output_pixels() == 0
+    }
+
+    /// Whether each output channel sees a single input channel.
+    fn is_depthwise(&self) -> bool {
+        self.geometry.group_inputs() == 1 && self.geometry.groups > 1
+    }
+
+    fn by_cudnn(&self, convolve: Convolve, tensors: [Address; 3]) -> Result<bool> {
+        let Geometry { n, ci, co, groups, input, output, kernel, stride, padding, dilation } = *self.geometry;
+        // Where a transposed convolution's output padding leaves rows that no kernel sees, cuDNN expects more outputs.
+        let is_whole = (0..2).all(|axis| {
+            let found = positions(input[axis], kernel[axis], stride[axis], padding[axis], dilation[axis]);
+            found == Some(output[axis])
+        });
+        let shape = ConvShape { n, ci, co, groups, input, output, kernel, stride, padding, dilation };
+        Ok(is_whole && kernels::convolve(self.device, (convolve, self.dtype), &shape, tensors)?)
+    }
+
+    fn add_bias(&self, is_there: bool, [channels, pixels]: [usize; 2], tensors: [Address; 2]) -> Result<()> {
+        if !is_there {
+            return Ok(());
+        }
+        let grid = Grid::Threads(self.geometry.n * channels * pixels);
+        let numbers = &[self.geometry.n, channels, pixels];
+        let launch =
+            Launch { kernel: Kernel::AddBias, dtype: self.dtype, grid, tensors: &tensors, numbers, reals: &[] };
+        Ok(kernels::launch(self.device, launch)?)
+    }
+
+    fn launch(&self, kernel: Kernel, grid: Grid, tensors: &[Address], (first, images): Images) -> Result<()> {
+        let Geometry { ci, co, input, output, kernel: taps, stride, padding, dilation, .. } = *self.geometry;
+        let numbers = [&[first, images, ci, co][..], &input, &output, &taps, &stride, &padding, &dilation].concat();
+        let launch = Launch { kernel, dtype: self.dtype, grid, tensors, numbers: &numbers, reals: &[] };
+        Ok(kernels::launch(self.device, launch)?)
+    }
+
+    /// How many elements the columns of an image have, and its outputs.
+    fn per_image(&self) -> [usize; 2] {
+        let pixels = self.geometry.output_pixels();
+        [self.geometry.groups * self.geometry.taps() * pixels, self.geometry.co * pixels]
+    }
+
+    /// How many images a product takes at most.
+    fn images(&self) -> usize {
+        let bytes = accumulator(self.dtype).size_in_bytes() * self.per_image().iter().sum::<usize>();
+        (WORKSPACE / bytes.max(1)).clamp(1, self.geometry.n)
+    }
+
+    /// The images of each product.
+    fn parts(&self) -> impl Iterator<Item = Images> {
+        let (n, images) = (self.geometry.n, self.images());
+        (0..n).step_by(images).map(move |first| (first, images.min(n - first)))
+    }
+
+    fn columns(&self, dtype: DType) -> Result<Output> {
+        Ok(Output::new(self.device, dtype, self.images() * self.per_image()[0])?)
+    }
+
+    fn outputs(&self, dtype: DType) -> Result<Output> {
+        Ok(Output::new(self.device, dtype, self.images() * self.per_image()[1])?)
+    }
+
+    fn im2col(&self, x: Address, columns: &Output, images: Images) -> Result<()> {
+        let grid = Grid::Threads(images.1 * self.per_image()[0]);
+        self.launch(Kernel::Im2col, grid, &[x, columns.address()?], images)
+    }
+
+    /// One thread for each output of some images.
+    fn each_output(&self, (_, images): Images) -> Grid {
+        Grid::Threads(images * self.per_image()[1])
+    }
+
+    /// A product for each group, of factors that may be transposed.
+    fn product(&self, [m, n, k]: [usize; 3], ab: [(Address, bool); 2], c: &Output, accumulate: bool) -> Result<()> {
+        let (batch, dtype, stride) = (self.geometry.groups, self.dtype, None);
+        let [a, b] = ab.map(|(address, transposed)| Factor { address, transposed, stride });
+        let c = Target { address: c.address()?, dtype: accumulator(dtype), stride, accumulate };
+        Ok(kernels::product(self.device, Product { batch, m, n, k, dtype, a, b, c })?)
+    }
+}

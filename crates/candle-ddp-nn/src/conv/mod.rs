@@ -1,0 +1,240 @@
+//! Convolutions.
+mod columns;
+mod cpu;
+mod cuda;
+mod depthwise;
+mod geometry;
+mod operation;
+mod parts;
+mod products;
+mod tile;
+mod winograd;
+
+use crate::BatchNorm;
+use candle_core::{Module, Result, Tensor};
+use candle_ddp_tensor::Error;
+pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
+use candle_nn::{Init, VarBuilder};
+use operation::{Settings, convolution};
+
+/// A layer: its type, its config, and how the one becomes the other.
+macro_rules! layer {
+    ($(#[$doc:meta])* $Layer:ident, $Config:ident, $name:literal, $settings:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug)]
+        pub struct $Layer {
+            weight: Tensor,
+            bias: Option<Tensor>,
+            config: $Config,
+        }
+
+        impl $Layer {
+            /// A layer of `weight` and `bias`.
+            pub fn new(weight: Tensor, bias: Option<Tensor>, config: $Config) -> Self {
+                Self { weight, bias, config }
+            }
+
+            /// What the layer was made with.
+            pub fn config(&self) -> &$Config {
+                &self.config
+            }
+
+            /// The weight.
+            pub fn weight(&self) -> &Tensor {
+                &self.weight
+            }
+
+            /// The bias, of shape (output channels), if there is one.
+            pub fn bias(&self) -> Option<&Tensor> {
+                self.bias.as_ref()
+            }
+
+            fn settings(config: &$Config) -> Settings {
+                $settings(config)
+            }
+        }
+
+        impl Module for $Layer {
+            /// # Errors
+            /// An input of another rank, dtype or device than the weight, with another number of channels, or smaller than
+            /// the kernel; and a config that does not fit the weight.
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                convolution($name, x, &self.weight, self.bias.as_ref(), Self::settings(&self.config))
+            }
+        }
+    };
+}
+
+layer!(
+    /// A convolution over images: `torch.nn.Conv2d`, and a drop-in for [`candle_nn::Conv2d`] with the same config and names
+    /// in the `VarMap`. Made by [`conv2d`] and [`conv2d_no_bias`].
+    ///
+    /// Takes (N, C, H, W) and gives (N, out, H', W'), H' = (H + 2·padding − dilation·(kernel − 1) − 1) / stride + 1, of dtype
+    /// f32, f64, f16 or bf16; f16 and bf16 are multiplied and added up in f32. The weight has the shape (out, in / groups,
+    /// kernel, kernel). On the CPU it is a product of matrices, a block of output pixels at a time: the workspace is at most
+    /// 2 MiB for each thread, or what 512 pixels or one row of outputs need. On CUDA it is cuDNN's with the feature `cudnn`, and
+    /// otherwise products of matrices by cuBLAS or, where a group has one input channel, a kernel; the workspace is at most
+    /// 64 MiB, or what one image needs. `cudnn_fwd_algo` has no effect: the algorithm is chosen once for each shape.
+    Conv2d,
+    Conv2dConfig,
+    "Conv2d",
+    |config: &Conv2dConfig| Settings {
+        stride: config.stride,
+        padding: config.padding,
+        output_padding: 0,
+        dilation: config.dilation,
+        groups: config.groups,
+        transposed: false,
+    }
+);
+
+layer!(
+    /// A convolution over lines (N, C, L): `torch.nn.Conv1d`, and a drop-in for [`candle_nn::Conv1d`]. Made by [`conv1d`] and
+    /// [`conv1d_no_bias`]. The weight has the shape (out, in / groups, kernel). What [`Conv2d`] says holds here as well.
+    Conv1d,
+    Conv1dConfig,
+    "Conv1d",
+    |config: &Conv1dConfig| Settings {
+        stride: config.stride,
+        padding: config.padding,
+        output_padding: 0,
+        dilation: config.dilation,
+        groups: config.groups,
+        transposed: false,
+    }
+);
+
+layer!(
+    /// A transposed convolution over images: `torch.nn.ConvTranspose2d`, and a drop-in for [`candle_nn::ConvTranspose2d`]
+    /// with the same config and names in the `VarMap`. Made by [`conv_transpose2d`] and [`conv_transpose2d_no_bias`].
+    ///
+    /// Takes (N, C, H, W) and gives (N, out, H', W'), H' = (H − 1)·stride − 2·padding + dilation·(kernel − 1) +
+    /// output_padding + 1. The weight has the shape (in, out, kernel, kernel). What [`Conv2d`] says of dtypes, devices and
+    /// workspace holds here as well.
+    ConvTranspose2d,
+    ConvTranspose2dConfig,
+    "ConvTranspose2d",
+    |config: &ConvTranspose2dConfig| Settings {
+        stride: config.stride,
+        padding: config.padding,
+        output_padding: config.output_padding,
+        dilation: config.dilation,
+        groups: 1,
+        transposed: true,
+    }
+);
+
+layer!(
+    /// A transposed convolution over lines (N, C, L): `torch.nn.ConvTranspose1d`, and a drop-in for
+    /// [`candle_nn::ConvTranspose1d`]. Made by [`conv_transpose1d`] and [`conv_transpose1d_no_bias`]. The weight has the shape
+    /// (in, out / groups, kernel). What [`ConvTranspose2d`] says holds here as well.
+    ConvTranspose1d,
+    ConvTranspose1dConfig,
+    "ConvTranspose1d",
+    |config: &ConvTranspose1dConfig| Settings {
+        stride: config.stride,
+        padding: config.padding,
+        output_padding: config.output_padding,
+        dilation: config.dilation,
+        groups: config.groups,
+        transposed: true,
+    }
+);
+
+impl Conv2d {
+    /// This convolution followed by `norm` in evaluation, as one convolution.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], carried by candle's error, for a batch normalisation without parameters.
+    pub fn absorb_bn(&self, norm: &BatchNorm) -> Result<Self> {
+        let Some((scale, shift)) = norm.weight_and_bias() else {
+            return Err(
+                Error::invalid("the batch normalisation that a convolution absorbs", "it has no parameters").into()
+            );
+        };
+        let scale = (scale / (norm.running_var() + norm.eps())?.sqrt()?)?;
+        let mean = match &self.bias {
+            None => norm.running_mean().clone(),
+            Some(bias) => (norm.running_mean() - bias)?,
+        };
+        let weight = self.weight.broadcast_mul(&scale.reshape(((), 1, 1, 1))?)?;
+        Ok(Self { weight, bias: Some((shift - (scale * mean)?)?), config: self.config })
+    }
+}
+
+/// Two constructors of a layer, initialised as candle-nn's: with a bias and without.
+macro_rules! constructors {
+    ($Layer:ident, $Config:ident, $with:ident, $without:ident, $name:literal, $rank:literal, $init:expr) => {
+        #[doc = concat!("A [`", $name, "`] with a bias, initialised as candle-nn's.")]
+        ///
+        /// # Errors
+        /// A config that no layer can have (a stride, dilation or kernel of 0, groups that do not divide the channels), and
+        /// whatever `vb` refuses.
+        pub fn $with(
+            in_channels: usize,
+            out_channels: usize,
+            kernel_size: usize,
+            config: $Config,
+            vb: VarBuilder,
+        ) -> Result<$Layer> {
+            let layer = $without(in_channels, out_channels, kernel_size, config, vb.clone())?;
+            let [_, init] = $init(in_channels, out_channels, kernel_size);
+            let bias = vb.get_with_hints(out_channels, "bias", init)?;
+            Ok($Layer { bias: Some(bias), ..layer })
+        }
+
+        #[doc = concat!("A [`", $name, "`] without a bias, initialised as candle-nn's.")]
+        ///
+        /// # Errors
+        #[doc = concat!("As [`", stringify!($with), "`].")]
+        pub fn $without(
+            in_channels: usize,
+            out_channels: usize,
+            kernel_size: usize,
+            config: $Config,
+            vb: VarBuilder,
+        ) -> Result<$Layer> {
+            let settings = $Layer::settings(&config);
+            settings.check($name, in_channels, out_channels, kernel_size)?;
+            let [init, _] = $init(in_channels, out_channels, kernel_size);
+            let mut shape = match settings.transposed {
+                true => vec![in_channels, out_channels / settings.groups],
+                false => vec![out_channels, in_channels / settings.groups],
+            };
+            shape.extend([kernel_size; $rank]);
+            Ok($Layer::new(vb.get_with_hints(shape, "weight", init)?, None, config))
+        }
+    };
+}
+
+/// Of the weight, and of the bias.
+fn kaiming(inputs: usize, _: usize, _: usize) -> [Init; 2] {
+    [candle_nn::init::DEFAULT_KAIMING_NORMAL, uniform(inputs as f64)]
+}
+
+/// Between ±1/√n.
+fn uniform(n: f64) -> Init {
+    let bound = 1. / n.sqrt();
+    Init::Uniform { lo: -bound, up: bound }
+}
+
+constructors!(Conv1d, Conv1dConfig, conv1d, conv1d_no_bias, "Conv1d", 1, kaiming);
+constructors!(Conv2d, Conv2dConfig, conv2d, conv2d_no_bias, "Conv2d", 2, kaiming);
+constructors!(
+    ConvTranspose1d,
+    ConvTranspose1dConfig,
+    conv_transpose1d,
+    conv_transpose1d_no_bias,
+    "ConvTranspose1d",
+    1,
+    |_, outputs: usize, kernel: usize| [uniform((outputs * kernel) as f64); 2]
+);
+constructors!(
+    ConvTranspose2d,
+    ConvTranspose2dConfig,
+    conv_transpose2d,
+    conv_transpose2d_no_bias,
+    "ConvTranspose2d",
+    2,
+    |_, outputs: usize, kernel: usize| [uniform((outputs * kernel * kernel) as f64); 2]
+);

@@ -1,0 +1,243 @@
+//! Convolutions and transposed convolutions as operations with a backward pass of their own.
+use super::geometry::{Geometry, positions};
+use super::{cpu, cuda};
+use crate::channels;
+use candle_core::{Result, Shape, Storage, Tensor, WithDType};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice_tensor, tensor, with_slice, with_wide};
+use candle_ddp_tensor::dispatch;
+use candle_ddp_tensor::error::describe_placed;
+use candle_ddp_tensor::function::{Function, apply};
+
+/// What a layer was made with; the same along all axes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Settings {
+    pub(super) stride: usize,
+    pub(super) padding: usize,
+    /// Of transposed convolutions only.
+    pub(super) output_padding: usize,
+    pub(super) dilation: usize,
+    pub(super) groups: usize,
+    pub(super) transposed: bool,
+}
+
+impl Settings {
+    /// Whether a layer for `inputs` and `outputs` channels can have these settings.
+    pub(super) fn check(
+        &self,
+        name: &str,
+        inputs: usize,
+        outputs: usize,
+        kernel: usize,
+    ) -> candle_ddp_tensor::Result<()> {
+        let reason = match self {
+            Self { stride: 0, .. } => "stride must be at least 1".to_string(),
+            Self { dilation: 0, .. } => "dilation must be at least 1 (1: no dilation)".to_string(),
+            _ if kernel == 0 => "the kernel's size must be at least 1".to_string(),
+            Self { groups, .. }
+                if *groups == 0 || !inputs.is_multiple_of(*groups) || !outputs.is_multiple_of(*groups) =>
+            {
+                format!("{groups} groups do not divide {inputs} input channels and {outputs} output channels")
+            }
+            Self { output_padding, stride, dilation, .. }
+                if *output_padding >= *stride.max(dilation) && self.transposed =>
+            {
+                format!("output_padding {output_padding} must be less than stride {stride} or dilation {dilation}")
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::invalid("config", format!("{name}: {reason}")))
+    }
+}
+
+/// A convolution over images (N, C, H, W), or lines (N, C, L), as `weight` has four or three dimensions.
+pub(super) fn convolution(
+    name: &'static str,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    settings: Settings,
+) -> Result<Tensor> {
+    let geometry = geometry(name, x, weight, bias, settings)?;
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let function =
+        Convolution { name, geometry, transposed: settings.transposed, x: x.detach(), weight: weight.detach() };
+    let result = function.forward(bias)?;
+    match bias {
+        Some(bias) => apply(&[&x, &weight, bias], result, function),
+        None => apply(&[&x, &weight], result, function),
+    }
+}
+
+/// The extents of the convolution; of a transposed one those of the convolution whose backward pass it is.
+fn geometry(
+    name: &'static str,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    settings: Settings,
+) -> Result<Geometry> {
+    let refuse = |what: &'static str, tensor: &Tensor, expected: String| -> candle_core::Error {
+        let reason = format!(
+            "{name}: it is {}, where the weight is {}: {expected}",
+            describe_placed(tensor),
+            describe_placed(weight)
+        );
+        Error::invalid(what, reason).into()
+    };
+    let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
+    let (rank, Settings { stride, padding, output_padding, dilation, groups, transposed }) = (weight.rank(), settings);
+    if !(3..=4).contains(&rank) {
+        return Err(refuse("weight", weight, "3 or 4 dimensions are expected".to_string()));
+    }
+    let (outer, inner, kernel) = (weight.dim(0)?, weight.dim(1)? * groups, &weight.dims()[2..]);
+    let (inputs, outputs) = if transposed { (outer, inner) } else { (inner, outer) };
+    settings.check(name, inputs, outputs, kernel.iter().copied().min().unwrap_or(0))?;
+    if x.rank() != rank || x.dim(1)? != inputs || !alike(x) {
+        let axes = if rank == 4 { "H, W" } else { "L" };
+        return Err(refuse(
+            "input",
+            x,
+            format!("(N, {inputs}, {axes}) of the same dtype and on the same device is expected"),
+        ));
+    }
+    if let Some(bias) = bias
+        && (bias.dims() != [outputs] || !alike(bias))
+    {
+        return Err(refuse("bias", bias, format!("({outputs}) of the same dtype and on the same device is expected")));
+    }
+    // Along an axis: how large the other side is.
+    let other_side = |size: usize, kernel: usize| {
+        if transposed {
+            let span = (size.checked_sub(1)? * stride + dilation * (kernel - 1) + output_padding + 1)
+                .checked_sub(2 * padding)?;
+            (span > 0).then_some(span)
+        } else {
+            positions(size, kernel, stride, padding, dilation)
+        }
+    };
+    let sizes = &x.dims()[2..];
+    let found: Option<Vec<usize>> = sizes.iter().zip(kernel).map(|(size, kernel)| other_side(*size, *kernel)).collect();
+    let Some(found) = found else {
+        return Err(refuse(
+            "input",
+            x,
+            format!("the kernel is larger than the padded input (padding {padding}, dilation {dilation})"),
+        ));
+    };
+    // A line is an image that is one pixel high; neither stride nor padding nor dilation acts on its height.
+    let pair = |values: &[usize], neutral| if let [a, b] = *values { [a, b] } else { [neutral, values[0]] };
+    let both = |value, neutral| if rank == 4 { [value; 2] } else { [neutral, value] };
+    let (here, there) = (pair(sizes, 1), pair(&found, 1));
+    let (input, output) = if transposed { (there, here) } else { (here, there) };
+    let (ci, co) = if transposed { (outputs, inputs) } else { (inputs, outputs) };
+    Ok(Geometry {
+        n: x.dim(0)?,
+        ci,
+        co,
+        groups,
+        input,
+        output,
+        kernel: pair(kernel, 1),
+        stride: both(stride, 1),
+        padding: both(padding, 0),
+        dilation: both(dilation, 1),
+    })
+}
+
+/// The operation, and what its gradients need.
+struct Convolution {
+    name: &'static str,
+    geometry: Geometry,
+    transposed: bool,
+    x: Tensor,
+    weight: Tensor,
+}
+
+impl Convolution {
+    fn forward(&self, bias: Option<&Tensor>) -> Result<(Storage, Shape)> {
+        let Self { geometry, x, weight, .. } = self;
+        let (channels, size) =
+            if self.transposed { (geometry.ci, geometry.input) } else { (geometry.co, geometry.output) };
+        let mut shape = vec![geometry.n, channels];
+        shape.extend(if x.rank() == 4 { &size[..] } else { &size[1..] });
+        let shape = Shape::from(shape);
+        if x.device().is_cuda() {
+            let y = match self.transposed {
+                false => cuda::forward(geometry, x, weight, bias, shape)?,
+                true => cuda::backward_data(geometry, x, weight, bias, shape)?,
+            };
+            return Ok(y.into_result());
+        }
+        let storage = dispatch!(x.dtype(), self.name, T => {
+            let bias = bias.map(|bias| with_wide::<T, _>(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+            with_slice::<T, _>(x, |x| with_wide::<T, _>(weight, |weight| {
+                let y = match self.transposed {
+                    false => cpu::forward::<T>(geometry, x, weight, bias.as_deref())?,
+                    true => cpu::backward_data::<T>(geometry, x, weight, bias.as_deref())?,
+                };
+                Ok(T::to_cpu_storage_owned(y))
+            }))
+        })?;
+        Ok((Storage::Cpu(storage), shape))
+    }
+
+    fn backward_on_cuda(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { geometry, x, weight, transposed, .. } = self;
+        let mut gradients = vec![None; needed.len()];
+        if needed[0] {
+            let shape = x.shape().clone();
+            let dx = match transposed {
+                true => cuda::forward(geometry, dy, weight, None, shape)?,
+                false => cuda::backward_data(geometry, dy, weight, None, shape)?,
+            };
+            gradients[0] = Some(dx.into_tensor());
+        }
+        if needed[1] {
+            let (x, dy) = if *transposed { (dy, x) } else { (x, dy) };
+            gradients[1] = Some(cuda::backward_filter(geometry, x, dy, weight.shape())?);
+        }
+        Ok(gradients)
+    }
+
+    fn backward_on_cpu(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { geometry, x, weight, transposed, .. } = self;
+        let mut gradients = vec![None; needed.len()];
+        dispatch!(dy.dtype(), self.name, T => with_slice::<T, _>(dy, |dy| {
+            if needed[0] {
+                gradients[0] = Some(with_wide::<T, _>(weight, |weight| {
+                    let dx = match transposed {
+                        true => cpu::forward::<T>(geometry, dy, weight, None)?,
+                        false => cpu::backward_data::<T>(geometry, dy, weight, None)?,
+                    };
+                    Ok(slice_tensor(dx, x.shape()))
+                })?);
+            }
+            if needed[1] {
+                gradients[1] = Some(with_slice::<T, _>(x, |x| {
+                    let (x, dy) = if *transposed { (dy, x) } else { (x, dy) };
+                    Ok(tensor::<T>(cpu::backward_filter::<T>(geometry, x, dy)?, weight.shape()))
+                })?);
+            }
+            Ok(())
+        }))?;
+        Ok(gradients)
+    }
+}
+
+impl Function for Convolution {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let mut gradients = match dy.device().is_cuda() {
+            true => self.backward_on_cuda(dy, needed),
+            false => self.backward_on_cpu(dy, needed),
+        }?;
+        if needed.get(2) == Some(&true) {
+            gradients[2] = Some(channels::totals(dy)?);
+        }
+        Ok(gradients)
+    }
+}

@@ -1,0 +1,196 @@
+//! Convolutions on the CPU as products of matrices: the weights' with the columns' (see `columns.rs`), a block of columns
+//! at a time. f16 and bf16 are calculated with in f32.
+use super::columns::{col2im, im2col};
+use super::depthwise;
+use super::geometry::Geometry;
+use super::parts::{each_part, sum_parts};
+use crate::gemm::{Strides, gemm};
+use candle_core::{Result, WithDType};
+use candle_ddp_tensor::{Element, Real, vectorise};
+use std::ops::Range;
+
+/// How many bytes of columns a block should have: they stay in a core's cache.
+const BLOCK_BYTES: usize = 2 << 20;
+/// How many columns it should have at least, so that a product is worth its start.
+const MIN_COLUMNS: usize = 512;
+
+/// As [`forward`](super::cpu::forward).
+pub(super) fn forward<T: Element>(
+    geometry: &Geometry,
+    x: &[T],
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+) -> Result<Vec<T>> {
+    let zero = T::from_f64(0.0);
+    let mut y = vec![zero; geometry.n * geometry.co * geometry.output_pixels()];
+    let images = geometry.ci * geometry.input_pixels();
+    each_part(geometry, geometry.co * geometry.output_pixels(), &mut y, |part, y, threads| {
+        let x = &x[part.start * images..part.end * images];
+        let geometry = Geometry { n: part.len(), ..*geometry };
+        if geometry.is_depthwise() {
+            vectorise!(|| depthwise::forward(&geometry, x, weight, bias, y));
+            return Ok(());
+        }
+        let mut work = Work::new(&geometry);
+        for rows in blocks(&geometry) {
+            let count = rows.len() * geometry.output[1];
+            for group in 0..geometry.groups {
+                let columns = &mut work.columns[..geometry.taps() * count];
+                vectorise!(|| im2col::<T>(&geometry, group, rows.clone(), x, columns));
+                let weight = group_weight(&geometry, group, weight);
+                let extents = (geometry.group_outputs(), count, geometry.taps());
+                let outputs = &mut work.outputs[..geometry.group_outputs() * count];
+                let (weight, columns) = ((weight, Strides::rows(geometry.taps())), (&*columns, Strides::rows(count)));
+                gemm(extents, outputs, false, weight, columns, threads)?;
+                vectorise!(|| scatter(&geometry, group, rows.clone(), outputs, bias, y));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(y)
+}
+
+/// As [`backward_data`](super::cpu::backward_data), without a bias.
+pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &[T::Real]) -> Result<Vec<T::Real>> {
+    let mut dx = vec![T::Real::from_f64(0.0); geometry.n * geometry.ci * geometry.input_pixels()];
+    let images = geometry.co * geometry.output_pixels();
+    each_part(geometry, geometry.ci * geometry.input_pixels(), &mut dx, |part, dx, threads| {
+        let dy = &dy[part.start * images..part.end * images];
+        let geometry = Geometry { n: part.len(), ..*geometry };
+        if geometry.is_depthwise() {
+            vectorise!(|| depthwise::backward_data(&geometry, dy, weight, dx));
+            return Ok(());
+        }
+        let mut work = Work::new(&geometry);
+        for rows in blocks(&geometry) {
+            let count = rows.len() * geometry.output[1];
+            for group in 0..geometry.groups {
+                let outputs = &mut work.outputs[..geometry.group_outputs() * count];
+                vectorise!(|| collect::<T>(&geometry, group, rows.clone(), dy, outputs));
+                let weight = group_weight(&geometry, group, weight);
+                let extents = (geometry.taps(), count, geometry.group_outputs());
+                let columns = &mut work.columns[..geometry.taps() * count];
+                let (weight, outputs) =
+                    ((weight, Strides::transposed(geometry.taps())), (&*outputs, Strides::rows(count)));
+                gemm(extents, columns, false, weight, outputs, threads)?;
+                vectorise!(|| col2im(&geometry, group, rows.clone(), columns, dx));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(dx)
+}
+
+/// As [`backward_filter`](super::cpu::backward_filter).
+pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]) -> Result<Vec<T::Real>> {
+    let zero = T::Real::from_f64(0.0);
+    let size = geometry.co * geometry.taps();
+    let (inputs, outputs) = (geometry.ci * geometry.input_pixels(), geometry.co * geometry.output_pixels());
+    sum_parts(geometry, size, |part, threads| {
+        let (x, dy) = (&x[part.start * inputs..part.end * inputs], &dy[part.start * outputs..part.end * outputs]);
+        let geometry = Geometry { n: part.len(), ..*geometry };
+        let mut sum = vec![zero; size];
+        if geometry.is_depthwise() {
+            vectorise!(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
+            return Ok(sum);
+        }
+        let mut work = Work::new(&geometry);
+        for rows in blocks(&geometry) {
+            let count = rows.len() * geometry.output[1];
+            for (group, sum) in sum.chunks_exact_mut(geometry.group_outputs() * geometry.taps()).enumerate() {
+                let columns = &mut work.columns[..geometry.taps() * count];
+                let outputs = &mut work.outputs[..geometry.group_outputs() * count];
+                vectorise!(|| {
+                    im2col::<T>(&geometry, group, rows.clone(), x, columns);
+                    collect::<T>(&geometry, group, rows.clone(), dy, outputs);
+                });
+                let extents = (geometry.group_outputs(), geometry.taps(), count);
+                let (outputs, columns) = ((&*outputs, Strides::rows(count)), (&*columns, Strides::transposed(count)));
+                gemm(extents, sum, true, outputs, columns, threads)?;
+            }
+        }
+        Ok(sum)
+    })
+}
+
+/// What a thread works in.
+struct Work<R> {
+    columns: Vec<R>,
+    outputs: Vec<R>,
+}
+
+impl<R: Real> Work<R> {
+    fn new(geometry: &Geometry) -> Self {
+        let count = block_rows(geometry) * geometry.output[1];
+        let zeros = |count| vec![R::from_f64(0.0); count];
+        Self { columns: zeros(geometry.taps() * count), outputs: zeros(geometry.group_outputs() * count) }
+    }
+}
+
+/// How many rows of outputs a block has.
+fn block_rows(geometry: &Geometry) -> usize {
+    let columns = (BLOCK_BYTES / size_of::<f32>() / geometry.taps().max(1)).max(MIN_COLUMNS);
+    (columns / geometry.output[1].max(1)).clamp(1, geometry.n * geometry.output[0])
+}
+
+/// All rows of outputs, numbered through all images, block by block.
+fn blocks(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
+    let (rows, step) = (geometry.n * geometry.output[0], block_rows(geometry));
+    (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
+}
+
+fn group_weight<'a, R>(geometry: &Geometry, group: usize, weight: &'a [R]) -> &'a [R] {
+    let size = geometry.group_outputs() * geometry.taps();
+    &weight[group * size..(group + 1) * size]
+}
+
+/// The runs of neighbouring outputs of a channel that `rows` has: where each starts in the images, and in the block.
+#[inline(always)]
+fn runs(geometry: &Geometry, channel: usize, rows: Range<usize>) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+    let ([height, width], channels) = (geometry.output, geometry.co);
+    let mut row = rows.start;
+    std::iter::from_fn(move || {
+        if row >= rows.end {
+            return None;
+        }
+        let (image, at) = (row / height, row % height);
+        let count = (height - at).min(rows.end - row);
+        let (there, here) = (((image * channels + channel) * height + at) * width, (row - rows.start) * width);
+        row += count;
+        Some((there..there + count * width, here..here + count * width))
+    })
+}
+
+/// Brings a block's outputs of `group` to their places.
+#[inline(always)]
+fn scatter<T: Element>(
+    geometry: &Geometry,
+    group: usize,
+    rows: Range<usize>,
+    outputs: &[T::Real],
+    bias: Option<&[T::Real]>,
+    y: &mut [T],
+) {
+    let count = rows.len() * geometry.output[1];
+    for (index, outputs) in outputs.chunks_exact(count).enumerate() {
+        let channel = group * geometry.group_outputs() + index;
+        for (there, here) in runs(geometry, channel, rows.clone()) {
+            let pairs = y[there].iter_mut().zip(&outputs[here]);
+            match bias {
+                Some(bias) => pairs.for_each(|(to, from)| *to = T::narrow(*from + bias[channel])),
+                None => pairs.for_each(|(to, from)| *to = T::narrow(*from)),
+            }
+        }
+    }
+}
+
+/// Collects a block's outputs of `group` from their places.
+#[inline(always)]
+fn collect<T: Element>(geometry: &Geometry, group: usize, rows: Range<usize>, y: &[T], outputs: &mut [T::Real]) {
+    let count = rows.len() * geometry.output[1];
+    for (index, outputs) in outputs.chunks_exact_mut(count).enumerate() {
+        for (there, here) in runs(geometry, group * geometry.group_outputs() + index, rows.clone()) {
+            outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = from.widen());
+        }
+    }
+}

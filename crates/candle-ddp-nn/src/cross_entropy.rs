@@ -1,0 +1,320 @@
+//! The cross entropy between logits and classes, as one operation.
+mod cuda;
+mod options;
+
+pub use options::{CrossEntropyOptions, Reduction};
+
+#[cfg(test)]
+use super::channels::accumulator;
+use super::softmax::{BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::error::describe;
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
+use rayon::prelude::*;
+use std::sync::OnceLock;
+
+const TARGETS: &str = "the targets of cross_entropy";
+
+/// The mean of −log softmax(logits)\[target\]: `torch.nn.functional.cross_entropy`, and a drop-in for
+/// `candle_nn::loss::cross_entropy`. [`cross_entropy_with_options`] with the default options.
+///
+/// # Errors
+/// Those of [`cross_entropy_with_options`].
+pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    cross_entropy_with_options(logits, targets, &CrossEntropyOptions::default())
+}
+
+/// The cross entropy between logits and classes, as a scalar of the dtype of `logits`:
+/// `torch.nn.functional.cross_entropy`. One operation, which keeps one number per sample for the backward pass.
+///
+/// `logits` has the shape (N, C) or (N, C, d1, …) and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
+/// `targets` has the shape (N) or (N, d1, …) and the dtype u32, i64 or u8: classes from 0 to C − 1, or `ignore_index`.
+/// Where all targets are ignored, the mean is NaN and the gradient zero.
+///
+/// # Errors
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, for targets of another dtype or
+/// outside of the classes, and a `label_smoothing` outside of 0 to 1;
+/// [`Error::UnsupportedDType`]. On a GPU, where looking at them would mean waiting, targets outside of the classes make the
+/// loss NaN instead.
+pub fn cross_entropy_with_options(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+    let (shape, smoothing) = (logits.dims(), options.label_smoothing);
+    if shape.len() < 2 || targets.dims() != [&shape[..1], &shape[2..]].concat() || shape[1] == 0 {
+        let (logits, targets) = (describe(logits.dtype(), logits.shape()), describe(targets.dtype(), targets.shape()));
+        let reason = format!("{logits} and {targets}, where (N, C, …) and (N, …) are expected, and C is not 0");
+        return Err(Error::invalid("logits and targets of cross_entropy", reason).into());
+    }
+    if !matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64) {
+        let reason = format!("they are {}, where u32, i64 or u8 is expected", targets.dtype().as_str());
+        return Err(Error::invalid(TARGETS, reason).into());
+    }
+    if !(0.0..=1.0).contains(&smoothing) {
+        return Err(Error::invalid("label_smoothing", format!("it is {smoothing}, not from 0 to 1")).into());
+    }
+    if let Some(weight) = &options.weight
+        && weight.dims() != [shape[1]]
+    {
+        let (classes, weight) = (shape[1], describe(weight.dtype(), weight.shape()));
+        let reason = format!("they are {weight}, where one for each of {classes} classes is expected");
+        return Err(Error::invalid("the weights of cross_entropy", reason).into());
+    }
+    if logits.device().is_cuda() {
+        return cuda::cross_entropy(logits, targets, options);
+    }
+    let targets = classes(targets, shape[1], options.ignore_index)?;
+    let weights = match &options.weight {
+        Some(weight) => weight.to_dtype(DType::F64)?.to_vec1()?,
+        None => vec![1.0; shape[1]],
+    };
+    let total: f64 = targets.iter().filter_map(|target| weights.get(*target as usize)).sum();
+    let scale = if options.reduction == Reduction::Mean { 1.0 / total } else { 1.0 };
+    let op = CrossEntropy { targets, weights, smoothing, scale, normalisers: OnceLock::new() };
+    op1(&logits.contiguous()?, op)
+}
+
+/// Stands for the target of a sample that is ignored.
+const IGNORED: u32 = u32::MAX;
+
+fn classes(targets: &Tensor, count: usize, ignore_index: i64) -> Result<Vec<u32>> {
+    let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let class = |target: &i64| match u32::try_from(*target) {
+        _ if *target == ignore_index => Ok(IGNORED),
+        Ok(class) if (class as usize) < count => Ok(class),
+        _ => {
+            let reason =
+                format!("{target} is neither one of {count} classes nor ignore_index, which is {ignore_index}");
+            Err(Error::invalid(TARGETS, reason).into())
+        }
+    };
+    targets.iter().map(class).collect()
+}
+
+/// With candle's operations, all of which it differentiates right.
+#[cfg(test)]
+fn composite(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+    let (acc, classes) = (accumulator(logits.dtype()), logits.dim(1)?);
+    // (N, C, …) becomes (samples, C).
+    let log_p = super::softmax::composite(&logits.to_dtype(acc)?, 1, true)?.flatten_from(1)?;
+    let log_p = log_p.reshape((logits.dim(0)?, classes, ()))?.transpose(1, 2)?.contiguous()?.reshape(((), classes))?;
+    let targets = targets.flatten_all()?;
+    let counts = match (targets.dtype(), options.ignore_index) {
+        (DType::I64, index) => targets.ne(index)?,
+        (DType::U32, index) if u32::try_from(index).is_ok() => targets.ne(index as u32)?,
+        (DType::U8, index) if u8::try_from(index).is_ok() => targets.ne(index as u8)?,
+        _ => targets.ones_like()?.to_dtype(DType::U8)?,
+    };
+    let targets = counts.where_cond(&targets, &targets.zeros_like()?)?;
+    let counts = counts.to_dtype(acc)?;
+    let loss = |targets: &Tensor| log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?.neg();
+    let (weighted, smooth) = match &options.weight {
+        None => (counts.clone(), log_p.sum(1)?.neg()?),
+        Some(weight) => {
+            let weight = weight.detach().to_dtype(acc)?;
+            let smooth = log_p.broadcast_mul(&weight)?.sum(1)?.neg()?;
+            ((weight.contiguous()?.index_select(&targets, 0)? * &counts)?, smooth)
+        }
+    };
+    let mut total = ((loss(&targets)? * &weighted)?.sum_all()? * (1.0 - options.label_smoothing))?;
+    if options.label_smoothing > 0.0 {
+        let smooth = (smooth * &counts)?.sum_all()?;
+        total = (total + (smooth * (options.label_smoothing / classes as f64))?)?;
+    }
+    let total = match options.reduction {
+        Reduction::Mean => (total / weighted.sum_all()?)?,
+        Reduction::Sum => total,
+    };
+    total.to_dtype(logits.dtype())
+}
+
+/// Without a share of every class: p × `by_p`.
+fn gradient_row<T: Element>(dx: &mut [T], x: &[T], norm: T::Real, by_p: T::Real) {
+    vectorise!(move || {
+        for (dx, x) in dx.iter_mut().zip(x) {
+            *dx = T::narrow((x.widen() - norm).exp() * by_p);
+        }
+    })
+}
+
+/// p × `by_p` − weight × `by_weight` for neighbouring samples, whose classes are `inner` elements apart.
+fn gradient_tile<T: Element>(dx: &mut [T], x: &[T], inner: usize, weights: &[T::Real], factors: [&[T::Real]; 3]) {
+    vectorise!(move || {
+        let [norm, by_p, by_weight] = factors;
+        let count = norm.len();
+        for ((dx, x), weight) in dx.chunks_mut(inner).zip(x.chunks(inner)).zip(weights) {
+            let elements = dx[..count].iter_mut().zip(&x[..count]).zip(norm).zip(by_p).zip(by_weight);
+            for ((((dx, x), norm), by_p), by_weight) in elements {
+                *dx = T::narrow((x.widen() - *norm).exp() * *by_p - *by_weight * *weight);
+            }
+        }
+    })
+}
+
+struct CrossEntropy {
+    targets: Vec<u32>,
+    weights: Vec<f64>,
+    smoothing: f64,
+    /// What sums over samples are multiplied by.
+    scale: f64,
+    /// log Σ e^x of each sample.
+    normalisers: OnceLock<Vec<f64>>,
+}
+
+impl CrossEntropy {
+    /// What the target's, and what every class's negative log-probability counts.
+    fn shares(&self, target: u32) -> (f64, f64) {
+        match self.weights.get(target as usize) {
+            Some(weight) => (weight * (1.0 - self.smoothing), self.smoothing / self.weights.len() as f64),
+            None => (0.0, 0.0),
+        }
+    }
+
+    fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> T {
+        let (classes, inner, block) = extents(shape, 1);
+        let total_weight: f64 = self.weights.iter().sum();
+        let mut normalisers = vec![0.0; self.targets.len()];
+        // The loss of one sample, whose logits are `inner` elements apart.
+        let loss = |x: &[T], target: u32, normaliser: f64| {
+            let (own, each) = self.shares(target);
+            let value = |class: usize| x[class * inner].widen().to_f64();
+            let mut loss = if target == IGNORED { 0.0 } else { own * (normaliser - value(target as usize)) };
+            if each > 0.0 {
+                let sum: f64 = (0..classes).map(|class| self.weights[class] * value(class)).sum();
+                loss += each * (total_weight * normaliser - sum);
+            }
+            loss
+        };
+        let blocks = x.par_chunks_exact(block).zip(self.targets.par_chunks_exact(inner));
+        let blocks = blocks.zip(normalisers.par_chunks_exact_mut(inner));
+        let zero = T::Real::from_f64(0.0);
+        let scratch = || vec![zero; if inner == 1 { classes } else { 2 * TILE }];
+        let blocks = blocks.with_min_len((BLOCK_ELEMENTS / block).max(1));
+        let losses = blocks.map_init(scratch, |scratch, ((x, targets), normalisers)| {
+            if inner == 1 {
+                let (max, sum) = row_sum(x, scratch);
+                normalisers[0] = max.to_f64() + sum.to_f64().ln();
+            } else {
+                let (max, sums) = scratch.split_at_mut(TILE);
+                for (tile, normalisers) in normalisers.chunks_mut(TILE).enumerate() {
+                    let (max, sums) = (&mut max[..normalisers.len()], &mut sums[..normalisers.len()]);
+                    column_sums(&x[tile * TILE..], inner, max, sums);
+                    for ((normaliser, max), sum) in normalisers.iter_mut().zip(&*max).zip(&*sums) {
+                        *normaliser = max.to_f64() + sum.to_f64().ln();
+                    }
+                }
+            }
+            let samples = targets.iter().zip(&*normalisers).enumerate();
+            samples.map(|(index, (target, normaliser))| loss(&x[index..], *target, *normaliser)).sum()
+        });
+        // Block by block, so that the result does not depend on the number of threads.
+        let total: f64 = losses.collect::<Vec<f64>>().iter().sum();
+        let _ = self.normalisers.set(normalisers);
+        T::from_f64(total * self.scale)
+    }
+
+    fn backward<T: Element>(&self, x: &[T], shape: &Shape, gradient: f64) -> Result<Vec<T>> {
+        let Some(normalisers) = self.normalisers.get() else {
+            candle_core::bail!("cross_entropy's forward pass did not run")
+        };
+        let (_, inner, block) = extents(shape, 1);
+        let total_weight: f64 = self.weights.iter().sum();
+        let zero = T::Real::from_f64(0.0);
+        let weights: Vec<_> = self.weights.iter().map(|weight| T::Real::from_f64(*weight)).collect();
+        let mut dx = vec![T::from_f64(0.0); x.len()];
+        let blocks = dx.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
+        let blocks = blocks.zip(self.targets.par_chunks_exact(inner)).zip(normalisers.par_chunks_exact(inner));
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(((dx, x), targets), normalisers)| {
+            // For each sample: its normaliser, and what the probabilities and the weights of the classes are multiplied
+            // by.
+            let (mut norm, mut by_p, mut by_weight) = ([zero; TILE], [zero; TILE], [zero; TILE]);
+            for (tile, targets) in targets.chunks(TILE).enumerate() {
+                let (start, count) = (tile * TILE, targets.len());
+                for (index, target) in targets.iter().enumerate() {
+                    let (own, each) = self.shares(*target);
+                    let factor = if *target == IGNORED { 0.0 } else { gradient * self.scale };
+                    norm[index] = T::Real::from_f64(normalisers[start + index]);
+                    by_p[index] = T::Real::from_f64(factor * (own + each * total_weight));
+                    by_weight[index] = T::Real::from_f64(factor * each);
+                }
+                let (norm, by_p, by_weight) = (&norm[..count], &by_p[..count], &by_weight[..count]);
+                let (dx_tile, x_tile) = (&mut dx[start..], &x[start..]);
+                if inner == 1 && by_weight[0] == zero {
+                    gradient_row(dx_tile, x_tile, norm[0], by_p[0]);
+                } else {
+                    gradient_tile(dx_tile, x_tile, inner, &weights, [norm, by_p, by_weight]);
+                }
+                for (index, target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORED) {
+                    let (element, class) = (*target as usize * inner + start + index, *target as usize);
+                    let probability = (x[element].widen() - norm[index]).exp() * by_p[index];
+                    let own = gradient * self.scale * self.shares(*target).0;
+                    let weight = T::Real::from_f64(own) + by_weight[index] * T::Real::from_f64(self.weights[class]);
+                    dx[element] = T::narrow(probability - weight);
+                }
+            }
+        });
+        Ok(dx)
+    }
+}
+
+impl CustomOp1 for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross_entropy"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let loss = dispatch!(x.dtype(), self.name(), T => {
+            Ok(T::to_cpu_storage_owned(vec![self.forward(slice::<T>(x, layout)?, layout.shape())]))
+        })?;
+        Ok((loss, Shape::from(())))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        dispatch!(x.dtype(), self.name(), T => {
+            let dx = with_slice::<T, _>(x, |x_values| self.backward(x_values, x.shape(), gradient))?;
+            Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var};
+
+    /// The loops of the CPU agree with candle's operations, which other devices use.
+    #[test]
+    fn loops_agree_with_composites() {
+        for shape in [&[5, 37][..], &[2, 3, 67], &[2, 3, 4, 5]] {
+            let values: Vec<f64> = (0..shape.iter().product()).map(|i: usize| (i as f64 * 1.7).sin() * 5.0).collect();
+            let x = Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap();
+            let count = x.elem_count() / shape[1];
+            let targets: Vec<i64> = (0..count as i64).map(|i| if i % 4 == 3 { 1 } else { i % 3 }).collect();
+            let targets = Tensor::from_vec(targets, [&shape[..1], &shape[2..]].concat(), &Device::Cpu).unwrap();
+            let weight: Vec<f64> = (0..shape[1]).map(|i| 0.5 + i as f64).collect();
+            let weight = Tensor::new(weight, &Device::Cpu).unwrap();
+            for (case, dtype) in (0..16).flat_map(|case| [DType::I64, DType::U32, DType::U8].map(|dtype| (case, dtype)))
+            {
+                let options = CrossEntropyOptions {
+                    weight: (case & 1 == 1).then(|| weight.clone()),
+                    ignore_index: if case & 2 == 2 { 1 } else { -100 },
+                    label_smoothing: if case & 4 == 4 { 0.3 } else { 0.0 },
+                    reduction: if case & 8 == 8 { Reduction::Sum } else { Reduction::Mean },
+                };
+                let targets = targets.to_dtype(dtype).unwrap();
+                let run = |loss: Tensor| {
+                    let grads = (&loss * 3.0).unwrap().backward().unwrap();
+                    let dx = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                    [vec![loss.to_scalar::<f64>().unwrap()], dx].concat()
+                };
+                let loops = run(cross_entropy_with_options(&x, &targets, &options).unwrap());
+                let composite = run(composite(&x, &targets, &options).unwrap());
+                for (a, b) in loops.iter().zip(&composite) {
+                    assert!((a - b).abs() <= 1e-12 * b.abs().max(1.0), "{a} and {b}, {shape:?}, case {case}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The cross entropy by kernels of CUDA, which keep one number per sample, and do not wait for the GPU.
+use super::options::{CrossEntropyOptions, Reduction};
+use crate::channels::accumulator;
+use crate::embedding::wide_indices;
+use crate::softmax::extents;
+use candle_core::{DType, Result, Tensor};
+use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output, address, address_or_none};
+
+/// As [`cross_entropy_with_options`](super::cross_entropy_with_options), whose checks the arguments have passed.
+pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+    kernels::supported(logits.dtype(), "cross_entropy")?;
+    let logits = logits.contiguous()?;
+    let device = logits.device().as_cuda_device()?;
+    let (classes, inner, block) = extents(logits.shape(), 1);
+    let weights = match &options.weight {
+        Some(weight) => Some(weight.detach().to_dtype(accumulator(logits.dtype()))?.contiguous()?),
+        None => None,
+    };
+    let samples = targets.elem_count();
+    let is_mean = usize::from(options.reduction == Reduction::Mean);
+    let of = CrossEntropy {
+        x: logits.detach(),
+        targets: wide_indices(targets)?,
+        weights,
+        // The bits of a number that may be negative.
+        numbers: [logits.elem_count() / block, classes, inner, options.ignore_index as usize, is_mean],
+        smoothing: options.label_smoothing,
+        norms: Output::new(device, DType::F64, samples)?,
+        scale: Output::new(device, DType::F64, 2)?,
+    };
+    let (pairs, loss) = (Output::new(device, DType::F64, 2 * samples)?, Output::new(device, logits.dtype(), ())?);
+    let launch = |kernel, grid, tensors: &[_]| {
+        let (dtype, numbers, reals) = (logits.dtype(), &of.numbers, &[of.smoothing]);
+        kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals })
+    };
+    let (kernel, grid) = match inner {
+        1 => (Kernel::LossesOfRows, Grid::Blocks(samples)),
+        _ => (Kernel::LossesOfColumns, Grid::Threads(samples)),
+    };
+    let weights = address_or_none(of.weights.as_ref())?;
+    let tensors = [address(&logits)?, address(&of.targets)?, weights, of.norms.address()?, pairs.address()?];
+    launch(kernel, grid, &tensors)?;
+    launch(Kernel::LossTotal, Grid::Blocks(1), &[pairs.address()?, loss.address()?, weights, of.scale.address()?])?;
+    apply(&[&logits], loss.into_result(), of)
+}
+
+/// What the gradient needs.
+struct CrossEntropy {
+    x: Tensor,
+    targets: Tensor,
+    weights: Option<Tensor>,
+    numbers: [usize; 5],
+    smoothing: f64,
+    /// log Σ e^x of each sample.
+    norms: Output,
+    /// What sums over samples are multiplied by, and the sum of the weights.
+    scale: Output,
+}
+
+impl Function for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross_entropy"
+    }
+
+    fn backward(&self, gradient: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { x, targets, weights, numbers, smoothing, norms, scale } = self;
+        let device = x.device().as_cuda_device()?;
+        let dx = Output::new(device, x.dtype(), x.shape())?;
+        let tensors = [
+            address(x)?,
+            address(targets)?,
+            address_or_none(weights.as_ref())?,
+            norms.address()?,
+            address(gradient)?,
+            scale.address()?,
+            dx.address()?,
+        ];
+        let grid = Grid::Threads(x.elem_count());
+        let launch = Launch {
+            kernel: Kernel::LossBackward,
+            dtype: x.dtype(),
+            grid,
+            tensors: &tensors,
+            numbers,
+            reals: &[*smoothing],
+        };
+        kernels::launch(device, launch)?;
+        Ok(vec![Some(dx.into_tensor())])
+    }
+}

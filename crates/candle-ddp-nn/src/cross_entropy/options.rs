@@ -1,0 +1,32 @@
+//! Options of the cross entropy.
+use candle_core::Tensor;
+
+/// Options of [`cross_entropy_with_options`](crate::cross_entropy_with_options). The default is PyTorch's.
+#[derive(Clone, Debug)]
+pub struct CrossEntropyOptions {
+    /// A weight for each class, of the shape (C); `None`, the default, weighs all alike. It gets no gradient.
+    pub weight: Option<Tensor>,
+    /// Targets with this value count for nothing; −100 by default.
+    pub ignore_index: i64,
+    /// How much of the target is spread over all classes, from 0 (the default) to 1.
+    pub label_smoothing: f64,
+    /// What becomes of the losses of the samples; by default their mean.
+    pub reduction: Reduction,
+}
+
+impl Default for CrossEntropyOptions {
+    fn default() -> Self {
+        Self { weight: None, ignore_index: -100, label_smoothing: 0.0, reduction: Reduction::Mean }
+    }
+}
+
+/// What becomes of the losses of the samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reduction {
+    /// Their sum, divided by the sum of the weights of the samples' targets: without class weights, by the number of
+    /// samples that are not ignored.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+}

@@ -1,0 +1,212 @@
+//! Dropout whose masks can be repeated.
+#[cfg(test)]
+use super::attach::attach;
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, ModuleT, Result, Shape, Tensor, WithDType,
+};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::seed::{Draw, Generator, default_generator, draw};
+use candle_ddp_tensor::{Element, dispatch};
+use rayon::prelude::*;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How many elements a thread takes at a time; a multiple of four, the numbers in a block of the generator.
+const BLOCK_ELEMENTS: usize = 1 << 12;
+
+/// Makes each element zero with the probability `p`, and divides the others by 1 − p: `torch.nn.functional.dropout` in
+/// training, and `candle_nn::ops::dropout`, with random numbers from a generator.
+///
+/// `x` has any shape and the dtype f32, f64, f16 or bf16. The mask is not stored: the backward pass computes it again.
+/// It is the same on the CPU and on a GPU, where the kernel computes it.
+///
+/// # Errors
+/// [`Error::InvalidArgument`], carried by candle's error, for a `p` that is not `0 <= p < 1`;
+/// [`Error::UnsupportedDType`].
+pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> {
+    if !(0.0..1.0).contains(&p) {
+        return Err(Error::invalid("the probability of dropout", format!("it is {p}, not in 0 <= p < 1")).into());
+    }
+    if p == 0.0 || x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    let draw = draw(|| generator.draw(x.elem_count()));
+    let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
+    let x = x.contiguous()?;
+    op1(&x, mask)
+}
+
+/// With candle's operations.
+#[cfg(test)]
+fn by_candle(x: &Tensor, mask: Mask) -> Result<Tensor> {
+    attach(&[x], &mask.composite(&x.detach())?, "dropout", move |dy| Ok(vec![mask.composite(dy)?]))
+}
+
+/// A drop-in for `candle_nn::Dropout`: see [`dropout`].
+///
+/// A layer of [`new`](Self::new) draws from the [process's generator](candle_ddp_tensor::seed::default_generator), which
+/// `candle_ddp::seed_everything` seeds for each rank. A layer of [`with_generator`](Self::with_generator) draws from the given one;
+/// for masks that differ from rank to rank, make it by [`Generator::for_rank`]. To continue with the same masks after a restart,
+/// save the generator with the checkpoint.
+#[derive(Clone, Debug)]
+pub struct Dropout {
+    p: f32,
+    generator: Arc<Mutex<Generator>>,
+}
+
+impl Dropout {
+    /// A layer that makes each element zero with the probability `p`, 0 <= p < 1.
+    pub fn new(p: f32) -> Self {
+        Self::with_generator(p, default_generator())
+    }
+
+    /// A layer with its own generator, or one that layers share.
+    pub fn with_generator(p: f32, generator: Arc<Mutex<Generator>>) -> Self {
+        Self { p, generator }
+    }
+
+    /// In training [`dropout`], otherwise `x`.
+    ///
+    /// # Errors
+    /// Those of [`dropout`].
+    pub fn forward(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        if !train {
+            return Ok(x.clone());
+        }
+        dropout(x, self.p, &mut self.generator.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl ModuleT for Dropout {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward(x, train)
+    }
+}
+
+/// Which elements stay, as a function of numbers that can be computed again.
+#[derive(Clone, Copy)]
+struct Mask {
+    draw: Draw,
+    /// Elements whose number is less become zero.
+    threshold: u32,
+    scale: f64,
+}
+
+impl Mask {
+    fn apply<T: Element>(&self, x: &[T]) -> Vec<T> {
+        let zero = T::from_f64(0.0);
+        let scale = T::Real::from_f64(self.scale);
+        let mut y = vec![zero; x.len()];
+        let blocks = y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).enumerate();
+        blocks.for_each_init(
+            || vec![0; BLOCK_ELEMENTS],
+            |numbers, (block, (y, x))| {
+                let numbers = &mut numbers[..x.len()];
+                self.fill(block, numbers);
+                candle_ddp_tensor::vectorise!(|| {
+                    for ((y, x), number) in y.iter_mut().zip(x).zip(&*numbers) {
+                        *y = if *number < self.threshold { zero } else { T::narrow(x.widen() * scale) };
+                    }
+                });
+            },
+        );
+        y
+    }
+
+    /// The numbers of one block of elements.
+    fn fill(&self, block: usize, numbers: &mut [u32]) {
+        self.draw.fill(block * BLOCK_ELEMENTS, numbers);
+    }
+
+    fn on_cuda(&self, device: &CudaDevice, (x, dtype): (Address, DType), shape: &Shape) -> Result<Output> {
+        kernels::supported(dtype, "dropout")?;
+        let (y, Draw { seed, sequence, offset }) = (Output::new(device, dtype, shape)?, self.draw);
+        let elements = shape.elem_count();
+        let launch = Launch {
+            kernel: Kernel::Dropout,
+            dtype,
+            grid: Grid::Threads(elements.div_ceil(4)),
+            tensors: &[x, y.address()?],
+            numbers: &[elements, seed as usize, sequence as usize, offset as usize, self.threshold as usize],
+            reals: &[self.scale],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
+    }
+
+    /// With candle's operations.
+    #[cfg(test)]
+    fn composite(&self, x: &Tensor) -> Result<Tensor> {
+        let mut kept = vec![0u8; x.elem_count()];
+        kept.par_chunks_mut(BLOCK_ELEMENTS).enumerate().for_each_init(
+            || vec![0; BLOCK_ELEMENTS],
+            |numbers, (block, kept)| {
+                let numbers = &mut numbers[..kept.len()];
+                self.fill(block, numbers);
+                kept.iter_mut().zip(&*numbers).for_each(|(kept, number)| *kept = u8::from(*number >= self.threshold));
+            },
+        );
+        let kept = Tensor::from_vec(kept, x.shape(), x.device())?;
+        kept.where_cond(&(x * self.scale)?, &x.zeros_like()?)
+    }
+}
+
+impl CustomOp1 for Mask {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y =
+            dispatch!(x.dtype(), self.name(), T => Ok(T::to_cpu_storage_owned(self.apply(slice::<T>(x, layout)?))))?;
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape())?.into_parts())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape())?;
+            return Ok(Some(dx.into_tensor()));
+        }
+        dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
+            Ok(Some(Tensor::from_vec(self.apply(dy), x.shape(), x.device())?))
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Var;
+
+    /// The loops of the CPU agree with candle's operations, which other devices use.
+    #[test]
+    fn loops_agree_with_composites() {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let values: Vec<f64> = (1..=9001).map(f64::from).collect();
+            let x = Tensor::new(values, &Device::Cpu).unwrap().sin().unwrap().to_dtype(dtype).unwrap();
+            let mask = Mask { draw: Generator::new(7).draw(9001), threshold: 1 << 30, scale: 4.0 / 3.0 };
+            let x = Var::from_tensor(&x).unwrap();
+            let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+            let run = |y: Tensor| {
+                let grads = y.sum_all().unwrap().backward().unwrap();
+                (flat(&y), flat(grads.get(&x).unwrap()))
+            };
+            let loops = run(x.apply_op1(mask).unwrap());
+            let composite = run(by_candle(&x, mask).unwrap());
+            let tolerance = if dtype == DType::BF16 { 1e-2 } else { 1e-3 };
+            assert!(loops.0.iter().zip(&composite.0).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");
+            assert!(loops.1.iter().zip(&composite.1).all(|(a, b)| (a - b).abs() <= tolerance), "{dtype:?}");
+            let dropped = loops.1.iter().filter(|dx| **dx == 0.0).count();
+            assert!((2100..2400).contains(&dropped), "{dropped}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Embeddings with a fast backward pass.
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, WithDType,
+};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::error::describe;
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::{Element, dispatch};
+use candle_nn::{Init, VarBuilder};
+use rayon::prelude::*;
+
+/// About how many elements a thread takes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 15;
+
+/// A table of vectors that are looked up by their index: a drop-in for [`candle_nn::Embedding`], with the same name in
+/// the `VarMap` (`weight`), and PyTorch's `nn.Embedding`.
+///
+/// The gradient of the table is dense. What belongs to the same vector is added up in f32 (f64 for f64), in the order of
+/// the indices, so that the result does not depend on the number of threads.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    embeddings: Tensor,
+    hidden_size: usize,
+}
+
+impl Embedding {
+    /// A layer with the table `embeddings`, of shape (number of vectors, `hidden_size`) and dtype f32, f64, f16 or
+    /// bf16.
+    pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
+        Self { embeddings, hidden_size }
+    }
+
+    /// The table.
+    pub fn embeddings(&self) -> &Tensor {
+        &self.embeddings
+    }
+
+    /// How long a vector is.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+}
+
+/// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
+/// index outside of the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where a check would force a
+/// synchronisation, its vector is NaN.
+impl Module for Embedding {
+    fn forward(&self, indices: &Tensor) -> Result<Tensor> {
+        let table = &self.embeddings;
+        let (count, size) = table.dims2()?;
+        if size != self.hidden_size {
+            let reason =
+                format!("it is {}, and hidden_size {}", describe(table.dtype(), table.shape()), self.hidden_size);
+            return Err(Error::invalid("the table of Embedding", reason).into());
+        }
+        let shape = [indices.dims(), &[size]].concat();
+        let indices = indices.flatten_all()?;
+        if !matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64) {
+            let reason = format!("they are {}, where u32, i64 or u8 is expected", indices.dtype().as_str());
+            return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        if table.device().is_cuda() {
+            let indices = wide_indices(&indices)?;
+            return op1(&table.contiguous()?, LookupOnCuda { indices, size })?.reshape(shape);
+        }
+        let index = |index: i64| match usize::try_from(index) {
+            Ok(index) if index < count => Ok(index),
+            _ => {
+                let reason = format!("{index} is not one of a table of {count} vectors");
+                Err(candle_core::Error::from(Error::invalid("the indices of Embedding", reason)))
+            }
+        };
+        let indices = indices.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let indices = indices.into_iter().map(index).collect::<Result<Vec<_>>>()?;
+        op1(&table.contiguous()?, Lookup { indices, size })?.reshape(shape)
+    }
+}
+
+/// An [`Embedding`] of `in_size` vectors of length `out_size`.
+pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
+    let init = Init::Randn { mean: 0., stdev: 1. };
+    Ok(Embedding::new(vb.get_with_hints((in_size, out_size), "weight", init)?, out_size))
+}
+
+struct Lookup {
+    indices: Vec<usize>,
+    size: usize,
+}
+
+impl Lookup {
+    fn forward<T: Element>(&self, table: &[T]) -> Vec<T> {
+        let mut y = vec![T::from_f64(0.0); self.indices.len() * self.size];
+        let rows = y.par_chunks_exact_mut(self.size.max(1)).zip(&self.indices);
+        rows.with_min_len((BLOCK_ELEMENTS / self.size.max(1)).max(1)).for_each(|(y, index)| {
+            y.copy_from_slice(&table[index * self.size..][..self.size]);
+        });
+        y
+    }
+
+    fn backward<T: Element>(&self, dy: &[T], count: usize) -> Vec<T> {
+        let size = self.size;
+        let mut d_table = vec![T::from_f64(0.0); count * size];
+        if d_table.is_empty() {
+            return d_table;
+        }
+        // By vector, and within a vector in their order.
+        let mut order: Vec<(usize, usize)> = self.indices.iter().copied().zip(0..).collect();
+        order.par_sort_unstable();
+        let rows = (BLOCK_ELEMENTS / size).max(1);
+        d_table.par_chunks_mut(rows * size).enumerate().for_each_init(
+            || vec![T::Real::from_f64(0.0); size],
+            |sum, (block, d_table)| {
+                let first = block * rows;
+                let start = order.partition_point(|(index, _)| *index < first);
+                let end = order.partition_point(|(index, _)| *index < first + rows);
+                for same in order[start..end].chunk_by(|a, b| a.0 == b.0) {
+                    candle_ddp_tensor::vectorise!(|| {
+                        sum.fill(T::Real::from_f64(0.0));
+                        for (_, row) in same {
+                            let dy = &dy[row * size..][..size];
+                            sum.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy.widen());
+                        }
+                        let row = &mut d_table[(same[0].0 - first) * size..][..size];
+                        row.iter_mut().zip(&*sum).for_each(|(to, sum)| *to = T::narrow(*sum));
+                    });
+                }
+            },
+        );
+        d_table
+    }
+}
+
+impl CustomOp1 for Lookup {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, table: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = dispatch!(table.dtype(), self.name(), T => {
+            Ok(T::to_cpu_storage_owned(self.forward(slice::<T>(table, layout)?)))
+        })?;
+        Ok((y, Shape::from((self.indices.len(), self.size))))
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        dispatch!(table.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
+            Ok(Some(Tensor::from_vec(self.backward(dy, table.dim(0)?), table.shape(), table.device())?))
+        }))
+    }
+}
+
+/// Indices on CUDA as the kernels expect them: in i64, and contiguous.
+pub(super) fn wide_indices(indices: &Tensor) -> Result<Tensor> {
+    if indices.elem_count() == 0 {
+        // candle cannot convert a tensor without elements on a GPU.
+        return Ok(Output::zeros(indices.device().as_cuda_device()?, DType::I64, indices.shape())?.into_tensor());
+    }
+    indices.detach().to_dtype(DType::I64)?.contiguous()
+}
+
+struct LookupOnCuda {
+    /// i64
+    indices: Tensor,
+    size: usize,
+}
+
+impl LookupOnCuda {
+    /// `rows`: vectors in the table; `items`: what the kernel has a thread for.
+    fn launch(
+        &self,
+        device: &CudaDevice,
+        (kernel, dtype): (Kernel, DType),
+        (rows, items): (usize, usize),
+        tensors: &[Address],
+    ) -> Result<()> {
+        let numbers = &[self.indices.elem_count(), rows, self.size];
+        let grid = Grid::Threads(items);
+        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
+    }
+}
+
+impl CustomOp1 for LookupOnCuda {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        candle_core::bail!("the table of Embedding was on CUDA")
+    }
+
+    fn cuda_fwd(&self, table: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (device, dtype, count) = (table.device(), table.dtype(), self.indices.elem_count());
+        kernels::supported(dtype, self.name())?;
+        if !self.indices.device().is_cuda() {
+            let reason = "they are on the CPU, and the table is on CUDA".to_string();
+            return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        let y = Output::new(device, dtype, (count, self.size))?;
+        let tensors = [kernels::storage_address(table, layout)?, kernels::address(&self.indices)?, y.address()?];
+        self.launch(device, (Kernel::Lookup, dtype), (layout.dims()[0], count * self.size), &tensors)?;
+        Ok(y.into_parts())
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let (dy, device, dtype) = (dy.contiguous()?, table.device().as_cuda_device()?, table.dtype());
+        let (rows, count) = (table.dim(0)?, self.indices.elem_count());
+        if u32::try_from(count).is_err() {
+            let reason = format!("there are {count}, more than 2^32");
+            return Err(Error::invalid("the indices of Embedding", reason).into());
+        }
+        let d_table = Output::zeros(device, dtype, table.shape())?;
+        let links = Output::zeros(device, DType::U32, 2 * count)?;
+        let indices = kernels::address(&self.indices)?;
+        self.launch(device, (Kernel::LookupLinks, dtype), (rows, count), &[indices, links.address()?])?;
+        let tensors = [indices, links.address()?, kernels::address(&dy)?, d_table.address()?];
+        self.launch(device, (Kernel::LookupBackward, dtype), (rows, count * self.size), &tensors)?;
+        Ok(Some(d_table.into_tensor()))
+    }
+}

@@ -1,0 +1,52 @@
+#![doc = include_str!("../README.md")]
+
+pub mod activation;
+#[cfg(test)]
+mod attach;
+pub mod attention;
+mod avg_pool;
+pub mod batch_norm;
+mod channels;
+mod checkpoint;
+pub mod conv;
+mod cross_entropy;
+mod dropout;
+pub mod embedding;
+mod gemm;
+mod interpolate;
+pub mod kv_cache;
+pub mod layer_norm;
+pub mod linear;
+pub mod loss;
+mod max_pool;
+mod normalise;
+pub mod ops;
+mod pool;
+mod resample;
+mod rope;
+pub mod rotary_emb;
+mod row_norm;
+mod rows;
+mod softmax;
+
+// What is not named below is candle's.
+pub use candle_nn::*;
+
+pub use activation::{Activation, gelu, gelu_erf, relu, silu};
+pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
+pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
+pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
+pub use checkpoint::checkpoint;
+pub use conv::{
+    Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
+    conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+};
+pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with_options};
+pub use dropout::{Dropout, dropout};
+pub use embedding::{Embedding, embedding};
+pub use interpolate::{InterpolateMode, interpolate};
+pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
+pub use linear::{Linear, linear, linear_b, linear_no_bias};
+pub use max_pool::{MaxPool2dOptions, max_pool2d};
+pub use rope::{rope, rope_i, rope_thd};
+pub use softmax::{log_softmax, softmax, softmax_last_dim};

@@ -1,0 +1,199 @@
+//! Linear layers.
+mod cuda;
+
+use super::gemm::{Strides, gemm, product, threads};
+use candle_core::{D, Module, Result, Shape, Storage, Tensor, WithDType};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{narrow_vec, tensor, with_wide};
+use candle_ddp_tensor::error::describe_placed;
+use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::{Real, dispatch, vectorise};
+use candle_nn::{Init, VarBuilder};
+
+/// y = x · Wᵀ + b: `torch.nn.Linear`, and a drop-in for [`candle_nn::Linear`] with the same names in the `VarMap`
+/// (`weight` of shape (out, in), `bias` of shape (out)). Made by [`linear`] and [`linear_no_bias`].
+///
+/// Takes tensors of one and more dimensions, the last of which has `in` elements, of dtype f32, f64, f16 or bf16; f16 and
+/// bf16 are multiplied and added up in f32. The bias is added inside the matrix product; on CUDA, a kernel writes it to the
+/// output first.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+/// A [`Linear`] layer with a bias, initialised as candle-nn's: the weight by Kaiming's normal distribution, the bias uniformly
+/// between ±1/√in.
+///
+/// # Errors
+/// Whatever `vb` refuses.
+pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
+    let bound = 1. / (in_dim as f64).sqrt();
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
+    Ok(Linear::new(weight, Some(bias)))
+}
+
+/// A [`Linear`] layer without a bias.
+///
+/// # Errors
+/// Whatever `vb` refuses.
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
+    Ok(Linear::new(weight, None))
+}
+
+/// [`linear`] or [`linear_no_bias`].
+///
+/// # Errors
+/// Whatever `vb` refuses.
+pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
+    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
+}
+
+impl Linear {
+    /// A layer of `weight`, of shape (out, in), and `bias`, of shape (out).
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
+    }
+
+    /// The weight, of shape (out, in).
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, of shape (out), if there is one.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for Linear {
+    /// # Errors
+    /// An input of another width, dtype or device than the weight, or of a dtype that is not a floating-point one.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let Self { weight, bias } = self;
+        let (out, features) = weight.dims2()?;
+        let alike = |other: &Tensor| other.dtype() == weight.dtype() && other.device().same_device(weight.device());
+        if x.rank() == 0 || x.dim(D::Minus1)? != features || !alike(x) {
+            let reason = format!(
+                "it is {}, where the weight is {}: (…, {features}) is expected",
+                describe_placed(x),
+                describe_placed(weight)
+            );
+            return Err(Error::invalid("the input of Linear", reason).into());
+        }
+        if let Some(bias) = bias
+            && (bias.dims() != [out] || !alike(bias))
+        {
+            let reason = format!(
+                "it is {}, where the weight is {}: ({out}) is expected",
+                describe_placed(bias),
+                describe_placed(weight)
+            );
+            return Err(Error::invalid("the bias of Linear", reason).into());
+        }
+        let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+        let product = Product { x: x.detach(), weight: weight.detach() };
+        let result = product.forward(bias.as_ref())?;
+        match bias {
+            Some(bias) => apply(&[&x, &weight, bias], result, product),
+            None => apply(&[&x, &weight], result, product),
+        }
+    }
+}
+
+/// The product, and what its gradients need.
+struct Product {
+    x: Tensor,
+    weight: Tensor,
+}
+
+impl Product {
+    /// Rows, inputs and outputs.
+    fn extents(&self) -> Result<(usize, usize, usize)> {
+        let (out, features) = self.weight.dims2()?;
+        let rows = self.x.dims()[..self.x.rank() - 1].iter().product();
+        Ok((rows, features, out))
+    }
+
+    fn forward(&self, bias: Option<&Tensor>) -> Result<(Storage, Shape)> {
+        let (rows, features, out) = self.extents()?;
+        let extents = (rows, out, features);
+        let mut shape = self.x.dims().to_vec();
+        shape.pop();
+        shape.push(out);
+        if self.x.device().is_cuda() {
+            let shape = Shape::from(shape);
+            return Ok(cuda::forward((rows, features, out), &self.x, &self.weight, bias, shape)?.into_result());
+        }
+        let storage = dispatch!(self.x.dtype(), "Linear", T => {
+            let y = with_wide::<T, _>(&self.x, |x| with_wide::<T, _>(&self.weight, |weight| {
+                let (x, weight) = ((x, Strides::rows(features)), (weight, Strides::transposed(features)));
+                let Some(bias) = bias else { return product(extents, x, weight, threads()) };
+                let mut y = with_wide::<T, _>(bias, |bias| Ok(bias.repeat(rows)))?;
+                gemm(extents, &mut y, true, x, weight, threads())?;
+                Ok(y)
+            }))?;
+            Ok(T::to_cpu_storage_owned(narrow_vec::<T>(y)))
+        })?;
+        Ok((Storage::Cpu(storage), Shape::from(shape)))
+    }
+}
+
+impl Function for Product {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn backward(&self, dy: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let (rows, features, out) = self.extents()?;
+        let mut gradients = vec![None; needed.len()];
+        if dy.device().is_cuda() {
+            let extents = (rows, features, out);
+            if needed[0] {
+                gradients[0] = Some(cuda::input_gradient(extents, dy, &self.weight, self.x.shape())?);
+            }
+            if needed[1] {
+                gradients[1] = Some(cuda::weight_gradient(extents, dy, &self.x)?);
+            }
+            if needed.get(2) == Some(&true) {
+                gradients[2] = Some(cuda::bias_gradient(extents, dy)?);
+            }
+            return Ok(gradients);
+        }
+        dispatch!(dy.dtype(), "Linear", T => with_wide::<T, _>(dy, |dy| {
+            if needed[0] {
+                let dx = with_wide::<T, _>(&self.weight, |weight| {
+                    let (dy, weight) = ((dy, Strides::rows(out)), (weight, Strides::rows(features)));
+                    product((rows, features, out), dy, weight, threads())
+                })?;
+                gradients[0] = Some(tensor::<T>(dx, self.x.shape()));
+            }
+            if needed[1] {
+                let d_weight = with_wide::<T, _>(&self.x, |x| {
+                    let (dy, x) = ((dy, Strides::transposed(out)), (x, Strides::rows(features)));
+                    product((out, features, rows), dy, x, threads())
+                })?;
+                gradients[1] = Some(tensor::<T>(d_weight, self.weight.shape()));
+            }
+            if needed.get(2) == Some(&true) {
+                gradients[2] = Some(tensor::<T>(column_sums(dy, out), &Shape::from(out)));
+            }
+            Ok(gradients)
+        }))
+    }
+}
+
+/// The sums of the columns of rows of `columns` elements.
+fn column_sums<R: Real>(rows: &[R], columns: usize) -> Vec<R> {
+    let mut sums = vec![R::from_f64(0.0); columns];
+    if columns > 0 {
+        vectorise!(|| {
+            for row in rows.chunks_exact(columns) {
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += *value);
+            }
+        });
+    }
+    sums
+}

@@ -1,0 +1,313 @@
+//! Pooling by the maximum.
+use super::pool::{Windows, windows};
+use super::resample::{plane, with_planes};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, ToUsize2, WithDType};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::{Element, dispatch, vectorise};
+use rayon::prelude::*;
+use std::sync::OnceLock;
+
+/// About how many comparisons a thread makes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 14;
+
+/// Options of [`max_pool2d`]. The default is PyTorch's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MaxPool2dOptions {
+    /// How far windows are apart, in rows and columns; `None`, the default, is the size of a window.
+    pub stride: Option<(usize, usize)>,
+    /// How many rows and columns of −∞ are added at each border, at most half a window; none by default.
+    pub padding: (usize, usize),
+    /// Whether windows may reach beyond the (padded) input at the bottom and at the right; `false` by default.
+    pub ceil_mode: bool,
+}
+
+/// The maximum of every window of `kernel` rows and columns (`3`, or `(2, 3)`): `torch.nn.functional.max_pool2d`.
+///
+/// `x` has the shape (N, C, H, W) or (C, H, W) and the dtype f32, f64, f16 or bf16. The result has the height (H + 2 ×
+/// padding − kernel) / stride + 1, rounded down, and a width by the same rule. The gradient goes to the first of equal
+/// maxima, row by row. A NaN in a window is its maximum; of several the last.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for another rank, an empty
+/// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
+/// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
+pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) -> Result<Tensor> {
+    const INPUT: &str = "the input of max_pool2d";
+    let (height, width) = plane(x, INPUT)?;
+    if u32::try_from(height * width).is_err() {
+        return Err(Error::invalid(INPUT, format!("a plane has {height} × {width} elements, more than 2^32")).into());
+    }
+    let (kernel, MaxPool2dOptions { stride, padding, ceil_mode }) = (kernel.to_usize2(), options);
+    let stride = stride.unwrap_or(kernel);
+    let op = MaxPool {
+        rows: windows(height, kernel.0, stride.0, padding.0, ceil_mode)?,
+        columns: windows(width, kernel.1, stride.1, padding.1, ceil_mode)?,
+        indices: OnceLock::new(),
+    };
+    op1(&x.contiguous()?, op)
+}
+
+struct MaxPool {
+    rows: Windows,
+    columns: Windows,
+    /// Where in its plane each maximum was found.
+    indices: OnceLock<Indices>,
+}
+
+enum Indices {
+    OnCpu(Vec<u32>),
+    OnCuda(Output),
+}
+
+impl MaxPool {
+    /// Tap by tap, which candle differentiates right. Places in the padding are replaced by the input next to them,
+    /// which is in the same window: neither the maximum nor which element comes first changes.
+    #[cfg(test)]
+    fn composite(&self, x: &Tensor) -> Result<Tensor> {
+        let shape = with_planes(x.shape(), self.rows.count, self.columns.count);
+        if x.elem_count() == 0 {
+            return Tensor::zeros(shape, x.dtype(), x.device());
+        }
+        let tap = |x: &Tensor, windows: &Windows, tap: usize| {
+            let index = |window: usize| {
+                let inside = windows.inside(window);
+                (window * windows.stride + tap).saturating_sub(windows.padding).clamp(inside.start, inside.end - 1)
+                    as u32
+            };
+            Tensor::from_vec((0..windows.count).map(index).collect::<Vec<_>>(), windows.count, x.device())
+        };
+        let mut best: Option<Tensor> = None;
+        for row in 0..self.rows.kernel {
+            let line = x.index_select(&tap(x, &self.rows, row)?, x.rank() - 2)?;
+            for column in 0..self.columns.kernel {
+                let value = line.index_select(&tap(x, &self.columns, column)?, x.rank() - 1)?;
+                best = Some(match best {
+                    None => value,
+                    Some(best) => {
+                        let is_nan = value.ne(&value)?;
+                        (value.gt(&best)? + is_nan)?.where_cond(&value, &best)?
+                    }
+                });
+            }
+        }
+        best.map_or_else(|| Tensor::zeros(shape, x.dtype(), x.device()), Ok)
+    }
+
+    fn blocks(&self) -> usize {
+        let comparisons = self.rows.count * self.columns.count * self.rows.kernel * self.columns.kernel;
+        (BLOCK_ELEMENTS / comparisons).max(1)
+    }
+
+    fn forward<T: Element>(&self, x: &[T], y: &mut [T], indices: &mut [u32]) {
+        let Self { rows, columns, .. } = self;
+        let (input, output) = (rows.size * columns.size, rows.count * columns.count);
+        let each = y.par_chunks_exact_mut(output).zip(indices.par_chunks_exact_mut(output));
+        let each = each.zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
+        each.for_each_init(
+            || vec![T::Real::from_f64(0.0); columns.count],
+            |best, ((y, indices), x)| {
+                let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
+                for (row, (y, indices)) in lines.enumerate() {
+                    let inside = rows.inside(row);
+                    best.fill(T::Real::from_f64(f64::NEG_INFINITY));
+                    for (column, index) in indices.iter_mut().enumerate() {
+                        *index = (inside.start * columns.size + columns.inside(column).start) as u32;
+                    }
+                    for row in inside {
+                        let start = row * columns.size;
+                        compare_row(columns, &x[start..start + columns.size], start, best, indices);
+                    }
+                    y.iter_mut().zip(&*best).for_each(|(y, best)| *y = T::narrow(*best));
+                }
+            },
+        );
+    }
+
+    /// The numbers that the kernels need.
+    fn numbers(&self, elements: usize) -> Vec<usize> {
+        let Self { rows, columns, .. } = self;
+        let pair = |of: fn(&Windows) -> usize| [of(rows), of(columns)];
+        let planes = elements / (rows.size * columns.size);
+        let extents =
+            [pair(|w| w.size), pair(|w| w.count), pair(|w| w.kernel), pair(|w| w.stride), pair(|w| w.padding)];
+        [&[planes][..], extents.as_flattened()].concat()
+    }
+
+    fn backward_on_cuda(&self, x: &Tensor, dy: &Tensor, indices: &Output) -> Result<Tensor> {
+        let device = x.device().as_cuda_device()?;
+        let dx = Output::new(device, x.dtype(), x.shape())?;
+        let launch = Launch {
+            kernel: Kernel::MaxPoolBackward,
+            dtype: x.dtype(),
+            grid: Grid::Threads(x.elem_count()),
+            tensors: &[kernels::address(dy)?, dx.address()?, indices.address()?],
+            numbers: &self.numbers(x.elem_count()),
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        Ok(dx.into_tensor())
+    }
+
+    fn backward<T: Element>(&self, dy: &[T], indices: &[u32], planes: usize) -> Vec<T> {
+        let (input, output) = (self.rows.size * self.columns.size, self.rows.count * self.columns.count);
+        let zero = T::Real::from_f64(0.0);
+        let mut dx = vec![T::from_f64(0.0); planes * input];
+        let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(output));
+        let each = each.zip(indices.par_chunks_exact(output)).with_min_len(self.blocks());
+        each.for_each_init(
+            || vec![zero; input],
+            |sums, ((dx, dy), indices)| {
+                sums.fill(zero);
+                dy.iter().zip(indices).for_each(|(dy, index)| sums[*index as usize] += dy.widen());
+                dx.iter_mut().zip(&*sums).for_each(|(dx, sum)| *dx = T::narrow(*sum));
+            },
+        );
+        dx
+    }
+}
+
+/// Compares the elements of a row, which begins at `start` of its plane, with the best of their windows.
+fn compare_row<T: Element>(columns: &Windows, x: &[T], start: usize, best: &mut [T::Real], indices: &mut [u32]) {
+    vectorise!(move || {
+        let Windows { count, size, kernel, stride, padding } = *columns;
+        for tap in 0..kernel {
+            // The windows whose tap lies in the row.
+            let first = padding.saturating_sub(tap).div_ceil(stride).min(count);
+            let last = (size + padding).saturating_sub(tap).div_ceil(stride).min(count).max(first);
+            let offset = first * stride + tap - if first < last { padding } else { 0 };
+            let windows = (&mut best[first..last], &mut indices[first..last]);
+            match stride {
+                1 => compare_every::<T, 1>(x, offset, start, windows),
+                2 => compare_every::<T, 2>(x, offset, start, windows),
+                3 => compare_every::<T, 3>(x, offset, start, windows),
+                _ => {
+                    for (index, (best, indices)) in windows.0.iter_mut().zip(windows.1).enumerate() {
+                        compare_one(x[offset + index * stride], start + offset + index * stride, best, indices);
+                    }
+                }
+            }
+        }
+    })
+}
+
+/// [`compare_one`] for every `STRIDE`th element of `x` from `offset` on.
+#[inline(always)]
+fn compare_every<T: Element, const STRIDE: usize>(
+    x: &[T],
+    offset: usize,
+    start: usize,
+    (best, indices): (&mut [T::Real], &mut [u32]),
+) {
+    let count = best.len();
+    let (Some((last_best, best)), Some((last_index, indices))) = (best.split_last_mut(), indices.split_last_mut())
+    else {
+        return;
+    };
+    let (groups, _) = x[offset..].as_chunks::<STRIDE>();
+    for (number, (group, (best, index))) in groups.iter().zip(best.iter_mut().zip(indices)).enumerate() {
+        compare_one(group[0], start + offset + number * STRIDE, best, index);
+    }
+    let last = offset + (count - 1) * STRIDE;
+    compare_one(x[last], start + last, last_best, last_index);
+}
+
+#[inline(always)]
+fn compare_one<T: Element>(x: T, position: usize, best: &mut T::Real, index: &mut u32) {
+    let x = x.widen();
+    #[expect(clippy::eq_op)] // asks for NaN
+    let wins = (x > *best) | (x != x);
+    *best = if wins { x } else { *best };
+    *index = if wins { position as u32 } else { *index };
+}
+
+impl CustomOp1 for MaxPool {
+    fn name(&self) -> &'static str {
+        "max_pool2d"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let shape = with_planes(layout.shape(), self.rows.count, self.columns.count);
+        let mut indices = vec![0; shape.elem_count()];
+        let y = dispatch!(x.dtype(), self.name(), T => {
+            let mut y = vec![T::from_f64(0.0); shape.elem_count()];
+            self.forward(slice::<T>(x, layout)?, &mut y, &mut indices);
+            Ok(T::to_cpu_storage_owned(y))
+        })?;
+        let _ = self.indices.set(Indices::OnCpu(indices));
+        Ok((y, shape))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (device, dtype) = (x.device(), x.dtype());
+        kernels::supported(dtype, self.name())?;
+        let shape = with_planes(layout.shape(), self.rows.count, self.columns.count);
+        let (y, indices) = (Output::new(device, dtype, &shape)?, Output::new(device, DType::U32, &shape)?);
+        let launch = Launch {
+            kernel: Kernel::MaxPool,
+            dtype,
+            grid: Grid::Threads(shape.elem_count()),
+            tensors: &[kernels::storage_address(x, layout)?, y.address()?, indices.address()?],
+            numbers: &self.numbers(layout.shape().elem_count()),
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        let _ = self.indices.set(Indices::OnCuda(indices));
+        Ok(y.into_parts())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        let indices = match self.indices.get() {
+            Some(Indices::OnCpu(indices)) => indices,
+            Some(Indices::OnCuda(indices)) => return self.backward_on_cuda(x, &dy, indices).map(Some),
+            None => candle_core::bail!("max_pool2d's forward pass did not run"),
+        };
+        let planes = x.elem_count() / (self.rows.size * self.columns.size);
+        dispatch!(x.dtype(), self.name(), T => {
+            let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, indices, planes)))?;
+            Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var};
+
+    /// The loops of the CPU agree with candle's operations, which other devices use, also where there are ties and
+    /// NaNs.
+    #[test]
+    fn loops_agree_with_composites() {
+        for (kernel, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 1), (4, 4, 2), (5, 3, 2), (1, 1, 0)] {
+            let op = || {
+                let windows = |size| windows(size, kernel, stride, padding, true).unwrap();
+                MaxPool { rows: windows(9), columns: windows(8), indices: OnceLock::new() }
+            };
+            for dtype in [DType::F32, DType::BF16] {
+                let value = |i: i32| if i % 53 == 7 { f64::NAN } else { f64::from((i * 7919) % 11) };
+                let x = Tensor::from_vec((0..2 * 72).map(value).collect(), (1, 2, 9, 8), &Device::Cpu).unwrap();
+                let x = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
+                let run = |y: Tensor| {
+                    let dy = Tensor::arange(1f64, y.elem_count() as f64 + 1.0, y.device()).unwrap();
+                    let dy = dy.reshape(y.shape()).unwrap().to_dtype(dtype).unwrap();
+                    let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
+                    let flat = |t: &Tensor| {
+                        let values = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                        values.into_iter().map(|x| if x.is_nan() { "NaN".to_string() } else { x.to_string() })
+                    };
+                    flat(&y).chain(flat(grads.get(&x).unwrap())).collect::<Vec<_>>()
+                };
+                let (loops, composite) = (run(x.apply_op1(op()).unwrap()), run(op().composite(&x).unwrap()));
+                assert_eq!(loops.len(), composite.len());
+                if dtype == DType::F32 {
+                    assert_eq!(loops, composite, "kernel {kernel}, stride {stride}, padding {padding}");
+                }
+            }
+        }
+    }
+}

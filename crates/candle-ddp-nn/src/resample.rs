@@ -1,0 +1,320 @@
+//! Linear maps of planes, height by height and width by width: what average pooling and interpolation are. Each row of
+//! the output is a weighted sum of rows of the input, each column of columns; the backward pass is the transpose.
+#[cfg(test)]
+use super::channels::accumulator;
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::{Element, dispatch, vectorise};
+use rayon::prelude::*;
+
+/// About how many elements a thread takes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 14;
+
+/// How the outputs along one dimension depend on the inputs.
+#[derive(Debug)]
+pub(super) struct Axis {
+    /// How many inputs there are.
+    input: usize,
+    /// For each output: the first input that it depends on, and the weights of that and those behind it.
+    outputs: Vec<(usize, Vec<f64>)>,
+}
+
+impl Axis {
+    /// `output(i)` returns the first input that output `i` depends on, and the weights of that and those behind it, all
+    /// of which exist.
+    pub(super) fn new(input: usize, outputs: usize, output: impl FnMut(usize) -> (usize, Vec<f64>)) -> Self {
+        Self { input, outputs: (0..outputs).map(output).collect() }
+    }
+
+    fn output(&self) -> usize {
+        self.outputs.len()
+    }
+
+    /// The outputs, with weights of another type.
+    fn outputs<R: WithDType>(&self) -> Vec<(usize, Vec<R>)> {
+        let convert = |weights: &Vec<f64>| weights.iter().map(|weight| R::from_f64(*weight)).collect();
+        self.outputs.iter().map(|(start, weights)| (*start, convert(weights))).collect()
+    }
+
+    /// For each output, or with `is_transposed` for each input, the terms that it is the sum of: inputs, or outputs, and
+    /// their weights.
+    fn terms(&self, is_transposed: bool) -> Vec<Vec<(usize, f64)>> {
+        let mut terms = vec![Vec::new(); if is_transposed { self.input } else { self.output() }];
+        for (output, (start, weights)) in self.outputs.iter().enumerate() {
+            for (input, weight) in (*start..).zip(weights) {
+                let (to, from) = if is_transposed { (input, output) } else { (output, input) };
+                terms[to].push((from, *weight));
+            }
+        }
+        terms
+    }
+
+    /// The terms as the kernel `resample` reads them.
+    fn table(&self, is_transposed: bool, device: &Device) -> Result<Tensor> {
+        let terms = self.terms(is_transposed);
+        let mut table = vec![0.0];
+        for terms in &terms {
+            table.push(table[table.len() - 1] + terms.len() as f64);
+        }
+        table.extend(terms.iter().flatten().flat_map(|(index, weight)| [*index as f64, *weight]));
+        let length = table.len();
+        Tensor::from_vec(table, length, device)
+    }
+
+    /// The map as a matrix of shape (inputs, outputs).
+    #[cfg(test)]
+    fn matrix(&self, dtype: DType, like: &Tensor) -> Result<Tensor> {
+        let mut values = vec![0f64; self.input * self.output()];
+        for (output, (start, weights)) in self.outputs.iter().enumerate() {
+            for (index, weight) in weights.iter().enumerate() {
+                values[(start + index) * self.output() + output] = *weight;
+            }
+        }
+        // Converted on the CPU, since not every GPU has f64.
+        let values = Tensor::from_vec(values, (self.input, self.output()), &candle_core::Device::Cpu)?;
+        values.to_dtype(dtype)?.to_device(like.device())
+    }
+}
+
+/// The planes of an input: (C, H, W) or (N, C, H, W).
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for another rank, and for planes without elements.
+pub(super) fn plane(x: &Tensor, argument: &'static str) -> Result<(usize, usize)> {
+    let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
+    match *x.dims() {
+        [.., height, width] if matches!(x.rank(), 3 | 4) && height > 0 && width > 0 => Ok((height, width)),
+        _ => {
+            let reason = format!("it is {is}, where (N, C, H, W) or (C, H, W) is expected, and H and W are not 0");
+            Err(Error::invalid(argument, reason).into())
+        }
+    }
+}
+
+/// The shape of `x` with other planes.
+pub(super) fn with_planes(shape: &Shape, height: usize, width: usize) -> Shape {
+    let rank = shape.rank();
+    let mut dims = shape.dims().to_vec();
+    (dims[rank - 2], dims[rank - 1]) = (height, width);
+    Shape::from(dims)
+}
+
+/// Maps the planes of `x`, which [`plane`] has checked.
+pub(super) fn resample(x: &Tensor, name: &'static str, rows: Axis, columns: Axis) -> Result<Tensor> {
+    let op = Resample { name, rows, columns };
+    op1(&x.contiguous()?, op)
+}
+
+struct Resample {
+    name: &'static str,
+    rows: Axis,
+    columns: Axis,
+}
+
+impl Resample {
+    /// By products with matrices, whose gradients candle has right.
+    #[cfg(test)]
+    fn composite(&self, x: &Tensor) -> Result<Tensor> {
+        let acc = accumulator(x.dtype());
+        let shape = with_planes(x.shape(), self.rows.output(), self.columns.output());
+        let planes = x.elem_count() / (self.rows.input * self.columns.input);
+        if planes == 0 {
+            return Tensor::zeros(shape, x.dtype(), x.device());
+        }
+        let times = |x: Tensor, axis: &Axis, other: usize| -> Result<Tensor> {
+            let y = x.reshape((planes * other, axis.input))?.matmul(&axis.matrix(acc, &x)?)?;
+            y.reshape((planes, other, axis.output()))?.transpose(1, 2)?.contiguous()
+        };
+        let wide = x.to_dtype(acc)?.contiguous()?;
+        let narrow = times(wide, &self.columns, self.rows.input)?;
+        times(narrow, &self.rows, self.columns.output())?.to_dtype(x.dtype())?.reshape(shape)
+    }
+
+    /// The map, or with `is_transposed` its transpose, of the planes of a tensor of `shape`.
+    fn on_cuda(
+        &self,
+        device: &CudaDevice,
+        (x, dtype): (Address, DType),
+        shape: &Shape,
+        is_transposed: bool,
+    ) -> Result<Output> {
+        let Self { name, rows, columns } = self;
+        kernels::supported(dtype, name)?;
+        let (mut from, mut to) = ([rows.input, columns.input], [rows.output(), columns.output()]);
+        if is_transposed {
+            (from, to) = (to, from);
+        }
+        let planes = shape.elem_count() / (from[0] * from[1]);
+        let y = Output::new(device, dtype, with_planes(shape, to[0], to[1]))?;
+        let target = Device::Cuda(device.clone());
+        let tables = [rows.table(is_transposed, &target)?, columns.table(is_transposed, &target)?];
+        let launch = Launch {
+            kernel: Kernel::Resample,
+            dtype,
+            grid: Grid::Threads(planes * to[0] * to[1]),
+            tensors: &[x, y.address()?, kernels::address(&tables[0])?, kernels::address(&tables[1])?],
+            numbers: &[planes, from[0], from[1], to[0], to[1]],
+            reals: &[],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
+    }
+
+    fn blocks(&self) -> usize {
+        let elements = self.rows.input * self.columns.input + self.rows.output() * self.columns.output();
+        (BLOCK_ELEMENTS / elements).max(1)
+    }
+
+    fn forward<T: Element>(&self, x: &[T], planes: usize) -> Vec<T> {
+        let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
+        let zero = T::Real::from_f64(0.0);
+        let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
+        let mut y = vec![T::from_f64(0.0); planes * plane];
+        let each = y.par_chunks_exact_mut(plane).zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
+        each.for_each_init(|| vec![zero; self.columns.input], |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
+        y
+    }
+
+    fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Vec<T> {
+        let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
+        let zero = T::Real::from_f64(0.0);
+        let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
+        let mut dx = vec![T::from_f64(0.0); planes * input];
+        let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(plane)).with_min_len(self.blocks());
+        each.for_each_init(
+            || (vec![zero; self.columns.input], vec![zero; input]),
+            |(spread, total), (dx, dy)| backward_plane(dx, dy, spread, total, &rows, &columns),
+        );
+        dx
+    }
+}
+
+/// Outputs, as in [`Axis`].
+type Outputs<R> = [(usize, Vec<R>)];
+
+fn forward_plane<T: Element>(
+    y: &mut [T],
+    x: &[T],
+    sum: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
+        let zero = T::Real::from_f64(0.0);
+        for (y, (start, weights)) in y.chunks_exact_mut(columns.len()).zip(rows) {
+            sum.fill(zero);
+            for (x, weight) in x.chunks_exact(sum.len()).skip(*start).zip(weights) {
+                for (sum, x) in sum.iter_mut().zip(x) {
+                    *sum += x.widen() * *weight;
+                }
+            }
+            for (y, (start, weights)) in y.iter_mut().zip(columns) {
+                let mut total = zero;
+                for (sum, weight) in sum[*start..].iter().zip(weights) {
+                    total += *sum * *weight;
+                }
+                *y = T::narrow(total);
+            }
+        }
+    })
+}
+
+fn backward_plane<T: Element>(
+    dx: &mut [T],
+    dy: &[T],
+    spread: &mut [T::Real],
+    total: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
+        let zero = T::Real::from_f64(0.0);
+        total.fill(zero);
+        for (dy, (start, weights)) in dy.chunks_exact(columns.len()).zip(rows) {
+            spread.fill(zero);
+            for (dy, (start, weights)) in dy.iter().zip(columns) {
+                let dy = dy.widen();
+                for (spread, weight) in spread[*start..].iter_mut().zip(weights) {
+                    *spread += dy * *weight;
+                }
+            }
+            for (total, weight) in total.chunks_exact_mut(spread.len()).skip(*start).zip(weights) {
+                for (total, spread) in total.iter_mut().zip(&*spread) {
+                    *total += *spread * *weight;
+                }
+            }
+        }
+        for (dx, total) in dx.iter_mut().zip(&*total) {
+            *dx = T::narrow(*total);
+        }
+    })
+}
+
+impl CustomOp1 for Resample {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let planes = layout.shape().elem_count() / (self.rows.input * self.columns.input);
+        let y = dispatch!(x.dtype(), self.name, T => {
+            Ok(T::to_cpu_storage_owned(self.forward(slice::<T>(x, layout)?, planes)))
+        })?;
+        Ok((y, with_planes(layout.shape(), self.rows.output(), self.columns.output())))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape(), false)?.into_parts())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape(), true)?;
+            return Ok(Some(dx.into_tensor()));
+        }
+        let planes = x.elem_count() / (self.rows.input * self.columns.input);
+        dispatch!(x.dtype(), self.name, T => {
+            let dx = with_slice::<T, _>(&dy, |dy| Ok(self.backward(dy, planes)))?;
+            Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Var;
+
+    /// The loops of the CPU agree with the products of matrices, which other devices use.
+    #[test]
+    fn loops_agree_with_composites() {
+        let op = || {
+            let rows = Axis::new(5, 4, |i| (i, vec![0.25, 0.75]));
+            Resample { name: "test", rows, columns: Axis::new(7, 3, |i| (2 * i, vec![1.0, -0.5, 0.125])) }
+        };
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
+            let values: Vec<f64> = (0..2 * 3 * 5 * 7).map(|i| (f64::from(i) * 1.7).sin()).collect();
+            let x = Tensor::from_vec(values, (2, 3, 5, 7), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let x = Var::from_tensor(&x).unwrap();
+            let run = |y: Tensor| {
+                let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                let flat =
+                    |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                assert_eq!(y.dims(), [2, 3, 4, 3]);
+                [flat(&y), flat(grads.get(&x).unwrap())].concat()
+            };
+            let (loops, composite) = (run(x.apply_op1(op()).unwrap()), run(op().composite(&x).unwrap()));
+            for (a, b) in loops.iter().zip(&composite) {
+                assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}, {dtype:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Rotary position embeddings, with a gradient.
+#[cfg(test)]
+use super::attach::attach;
+use super::channels::accumulator;
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::error::describe;
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::{Element, dispatch};
+#[cfg(test)]
+use candle_nn::rotary_emb;
+use rayon::prelude::*;
+
+/// About how many elements a thread takes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 14;
+
+/// Rotates the pairs (i, i + D / 2) of each vector by the angles of its position: a drop-in for
+/// `candle_nn::rotary_emb::rope`, which has no gradient.
+///
+/// `x` has the shape (B, H, T, D), with an even D, and the dtype f32, f64, f16 or bf16. `cos` and `sin` have its dtype
+/// and the shape (T′, D / 2), or (B, T′, D / 2) with positions for each sample, where T′ is at least T. They get no
+/// gradient.
+///
+/// # Errors
+/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit;
+/// [`Error::UnsupportedDType`].
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    apply(x, cos, sin, Kind::Halves)
+}
+
+/// Rotates the pairs (2i, 2i + 1) of each vector by the angles of its position: a drop-in for
+/// `candle_nn::rotary_emb::rope_i`, which has no gradient. Shapes, dtypes and errors are those of [`rope`].
+///
+/// # Errors
+/// Those of [`rope`].
+pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    apply(x, cos, sin, Kind::Interleaved)
+}
+
+/// [`rope`] for `x` of the shape (B, T, H, D): a drop-in for `candle_nn::rotary_emb::rope_thd`, which has no gradient.
+///
+/// # Errors
+/// Those of [`rope`].
+pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    apply(x, cos, sin, Kind::HalvesThd)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Halves,
+    Interleaved,
+    HalvesThd,
+}
+
+fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
+    let positions = match (x.rank(), kind) {
+        (4, Kind::HalvesThd) => x.dim(1)?,
+        (4, _) => x.dim(2)?,
+        _ => 0,
+    };
+    let fits = |t: &Tensor| match (x.dims(), t.dims()) {
+        (&[_, _, _, size], &[count, half]) => size == 2 * half && count >= positions,
+        (&[batch, _, _, size], &[samples, count, half]) => samples == batch && size == 2 * half && count >= positions,
+        _ => false,
+    };
+    if !fits(cos) || cos.shape() != sin.shape() || [cos.dtype(), sin.dtype()] != [x.dtype(); 2] {
+        let [x, cos, sin] = [x, cos, sin].map(|t| describe(t.dtype(), t.shape()));
+        let order = if kind == Kind::HalvesThd { "(B, T, H, D)" } else { "(B, H, T, D)" };
+        let reason = format!(
+            "x is {x}, cos {cos} and sin {sin}, where {order} and twice (T′, D / 2) or (B, T′, D / 2), with T′ at least \
+             T, are expected, all of one dtype"
+        );
+        return Err(Error::invalid("the input of rope", reason).into());
+    }
+    let x = x.contiguous()?;
+    let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
+    op1(&x, Rope { kind, cos, sin })
+}
+
+/// With candle's kernels, which rotate back by the opposite angles.
+#[cfg(test)]
+fn by_operations(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
+    let y = by_candle(&x.detach(), cos, sin, kind)?;
+    let (cos, sin) = (cos.clone(), sin.neg()?);
+    attach(&[x], &y, "rope", move |dy| Ok(vec![by_candle(dy, &cos, &sin, kind)?]))
+}
+
+#[cfg(test)]
+fn by_candle(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
+    match kind {
+        Kind::Halves => rotary_emb::rope(x, cos, sin),
+        Kind::Interleaved => rotary_emb::rope_i(x, cos, sin),
+        Kind::HalvesThd => rotary_emb::rope_thd(x, cos, sin),
+    }
+}
+
+struct Rope {
+    kind: Kind,
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    /// `sign` −1 rotates back, which is the gradient.
+    fn on_cuda(&self, device: &CudaDevice, (x, dtype): (Address, DType), shape: &Shape, sign: f64) -> Result<Output> {
+        kernels::supported(dtype, "rope")?;
+        let (batch, second, third, size) = shape.dims4()?;
+        let (vectors, half) = (batch * second * third, size / 2);
+        let table = if self.cos.rank() == 3 { self.cos.dim(1)? * half } else { 0 };
+        let [is_thd, is_interleaved] = [Kind::HalvesThd, Kind::Interleaved].map(|kind| usize::from(self.kind == kind));
+        let y = Output::new(device, dtype, shape)?;
+        let launch = Launch {
+            kernel: Kernel::Rope,
+            dtype,
+            grid: Grid::Threads(vectors * half),
+            tensors: &[x, kernels::address(&self.cos)?, kernels::address(&self.sin)?, y.address()?],
+            numbers: &[vectors, second, third, half, is_thd, is_interleaved, table],
+            reals: &[sign],
+        };
+        kernels::launch(device, launch)?;
+        Ok(y)
+    }
+
+    /// The same on the CPU.
+    fn rotate<T: Element>(&self, x: &[T], shape: &Shape, sign: f64) -> Result<Vec<T>> {
+        let (batch, second, third, size) = shape.dims4()?;
+        let mut y = vec![T::from_f64(0.0); x.len()];
+        if x.is_empty() {
+            return Ok(y);
+        }
+        let wide = |t: &Tensor| t.to_dtype(accumulator(t.dtype()))?.flatten_all()?.to_vec1::<T::Real>();
+        let (cos, sin) = (wide(&self.cos)?, wide(&self.sin)?);
+        let (half, sign) = (size / 2, T::Real::from_f64(sign));
+        // Of one sample, if each has its own.
+        let table = if self.cos.rank() == 3 { cos.len() / batch } else { 0 };
+        let angles = |row: usize| {
+            let position = if self.kind == Kind::HalvesThd { row / third % second } else { row % third };
+            let start = row / (second * third) * table + position * half;
+            start..start + half
+        };
+        let rows = y.par_chunks_exact_mut(size).zip(x.par_chunks_exact(size)).enumerate();
+        rows.with_min_len((BLOCK_ELEMENTS / size).max(1)).for_each(|(row, (y, x))| {
+            let (cos, sin) = (&cos[angles(row)], &sin[angles(row)]);
+            let rotate = |x0: T, x1: T, cos: T::Real, sin: T::Real| {
+                let (x0, x1, sin) = (x0.widen(), x1.widen(), sin * sign);
+                (T::narrow(x0 * cos - x1 * sin), T::narrow(x0 * sin + x1 * cos))
+            };
+            candle_ddp_tensor::vectorise!(|| {
+                if self.kind == Kind::Interleaved {
+                    let pairs = y.as_chunks_mut::<2>().0.iter_mut().zip(x.as_chunks::<2>().0);
+                    for ((y, x), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {
+                        (y[0], y[1]) = rotate(x[0], x[1], *cos, *sin);
+                    }
+                } else {
+                    let ((y0, y1), (x0, x1)) = (y.split_at_mut(half), x.split_at(half));
+                    let pairs = y0.iter_mut().zip(y1).zip(x0.iter().zip(x1));
+                    for (((y0, y1), (x0, x1)), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {
+                        (*y0, *y1) = rotate(*x0, *x1, *cos, *sin);
+                    }
+                }
+            });
+        });
+        Ok(y)
+    }
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = dispatch!(x.dtype(), self.name(), T => {
+            Ok(T::to_cpu_storage_owned(self.rotate(slice::<T>(x, layout)?, layout.shape(), 1.0)?))
+        })?;
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let input = (kernels::storage_address(x, layout)?, x.dtype());
+        Ok(self.on_cuda(x.device(), input, layout.shape(), 1.0)?.into_parts())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = dy.device() {
+            let dx = self.on_cuda(device, (kernels::address(&dy)?, dy.dtype()), dy.shape(), -1.0)?;
+            return Ok(Some(dx.into_tensor()));
+        }
+        dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(&dy, |dy| {
+            Ok(Some(Tensor::from_vec(self.rotate(dy, x.shape(), -1.0)?, x.shape(), x.device())?))
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Var;
+
+    /// The loops of the CPU agree with candle's kernels, which other devices use.
+    #[test]
+    fn loops_agree_with_candles_kernels() {
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
+            for (kind, batched) in
+                [Kind::Halves, Kind::Interleaved, Kind::HalvesThd].map(|kind| [(kind, false), (kind, true)]).concat()
+            {
+                let values = |shape: &[usize], step: f64| {
+                    let values: Vec<f64> =
+                        (0..shape.iter().product()).map(|i: usize| (i as f64 * step).sin()).collect();
+                    Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+                };
+                let x = Var::from_tensor(&values(&[2, 3, 3, 10], 1.7)).unwrap();
+                let angles: &[usize] = if batched { &[2, 3, 5] } else { &[4, 5] };
+                let (cos, sin, dy) = (values(angles, 0.3), values(angles, 0.7), values(&[2, 3, 3, 10], 0.2));
+                let flat =
+                    |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                let run = |y: Tensor| {
+                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+                    [flat(&y), flat(grads.get(&x).unwrap())].concat()
+                };
+                let (loops, candles) =
+                    (run(apply(&x, &cos, &sin, kind).unwrap()), run(by_operations(&x, &cos, &sin, kind).unwrap()));
+                for (a, b) in loops.iter().zip(&candles) {
+                    assert!((a - b).abs() <= tolerance, "{a} and {b}, {kind:?} {dtype:?}");
+                }
+            }
+        }
+    }
+}

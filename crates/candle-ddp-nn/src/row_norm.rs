@@ -1,0 +1,385 @@
+//! Normalisation of rows (the last dimension), the common core of LayerNorm and RMSNorm: one pass over the rows forward
+//! and one backward on the CPU, kernels on CUDA, candle's operations on other devices. f16 and bf16 are calculated with in
+//! f32.
+use super::channels::accumulator;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType};
+use candle_ddp_tensor::Error;
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::function::{op2, op3};
+use candle_ddp_tensor::kernels::{self, NormOperands, NormStatistics};
+use candle_ddp_tensor::{Element, Real, dispatch};
+use rayon::prelude::*;
+use std::sync::OnceLock;
+
+/// Independent partial sums, so that the compiler can use vector instructions.
+const LANES: usize = 16;
+/// About how many elements a thread takes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 15;
+/// How many rows it takes at least, so that their sums for weight and bias are small beside them.
+const BLOCK_ROWS: usize = 16;
+
+/// (x − mean) / √(variance + eps) × weight + bias over the last dimension; without `centred` the mean counts as zero.
+pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
+    let size = weight.dims1()?;
+    let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
+    if x.rank() == 0 || x.dim(D::Minus1)? != size || size == 0 {
+        let reason = format!("it is {is}, where the last dimension must be {size}, as that of the weight, and not 0");
+        return Err(Error::invalid("the input of a norm", reason).into());
+    }
+    let acc = accumulator(x.dtype());
+    let wide = |t: &Tensor| t.to_dtype(acc)?.contiguous();
+    let weight = wide(weight)?;
+    let bias = bias.map(wide).transpose()?;
+    let norm = RowNorm { eps, centred, statistics: OnceLock::new() };
+    let x = x.contiguous()?;
+    match bias {
+        Some(bias) => op3(&x, &weight, &bias, norm),
+        None => op2(&x, &weight, norm),
+    }
+}
+
+/// With candle's operations.
+#[cfg(test)]
+fn composite(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
+    let wide = x.to_dtype(weight.dtype())?;
+    let wide = if centred { wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)? } else { wide };
+    let deviation = (wide.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    let y = wide.broadcast_div(&deviation)?.broadcast_mul(weight)?;
+    let y = if let Some(bias) = bias { y.broadcast_add(bias)? } else { y };
+    y.to_dtype(x.dtype())
+}
+
+/// The operation; its arguments are x and, of the dtype `accumulator`, weight and (as CustomOp3) bias.
+struct RowNorm {
+    eps: f64,
+    centred: bool,
+    /// What the forward pass leaves for the backward pass.
+    statistics: OnceLock<Statistics>,
+}
+
+/// Mean and 1 / deviation of each row.
+enum Statistics {
+    OnCpu(Vec<[f64; 2]>),
+    OnGpu(NormStatistics),
+}
+
+/// What `backward` returns: the gradients of x, weight and bias.
+type Gradients = (Tensor, Tensor, Tensor);
+
+impl RowNorm {
+    fn forward(
+        &self,
+        x: (&CpuStorage, &Layout),
+        weight: (&CpuStorage, &Layout),
+        bias: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let size = weight.1.dims()[0];
+        let storage = dispatch!(x.0.dtype(), "a norm", T => {
+            type Acc = <T as Element>::Real;
+            let (source, weight) = (slice::<T>(x.0, x.1)?, slice::<Acc>(weight.0, weight.1)?);
+            let bias = bias.map(|(storage, layout)| slice::<Acc>(storage, layout)).transpose()?;
+            let mut y = vec![T::from_f64(0.0); source.len()];
+            let mut statistics = vec![[0.0; 2]; source.len() / size];
+            let rows = block_rows(size);
+            let blocks = y.par_chunks_mut(rows * size).zip(source.par_chunks(rows * size));
+            blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
+                let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
+                candle_ddp_tensor::vectorise!(|| {
+                    for ((y, x), statistics) in rows.zip(statistics) {
+                        let (mean, scale) = row_statistics(x, self.eps, self.centred);
+                        normalise_row(y, x, weight, bias, mean, scale);
+                        *statistics = [mean.to_f64(), scale.to_f64()];
+                    }
+                });
+            });
+            let _ = self.statistics.set(Statistics::OnCpu(statistics));
+            Ok(T::to_cpu_storage_owned(y))
+        })?;
+        Ok((storage, x.1.shape().clone()))
+    }
+
+    fn forward_on_gpu(&self, operands: NormOperands) -> Result<(CudaStorage, Shape)> {
+        let shape = operands.x.1.shape().clone();
+        let (y, statistics) = kernels::norm_forward(operands, self.eps, self.centred)?;
+        let _ = self.statistics.set(Statistics::OnGpu(statistics));
+        Ok((y, shape))
+    }
+
+    fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<Gradients> {
+        let size = weight.dims1()?;
+        let dy = dy.contiguous()?;
+        let statistics = match self.statistics.get() {
+            Some(Statistics::OnCpu(statistics)) => statistics,
+            Some(Statistics::OnGpu(statistics)) => {
+                return Ok(kernels::norm_backward(x, weight, &dy, statistics, self.centred)?);
+            }
+            None => candle_core::bail!("the norm's forward pass did not run"),
+        };
+        dispatch!(x.dtype(), "a norm", T => {
+            type Acc = <T as Element>::Real;
+            let weight = weight.to_vec1::<Acc>()?;
+            let mut dx = vec![T::from_f64(0.0); x.elem_count()];
+            let rows = block_rows(size);
+            let sums: Vec<(Vec<Acc>, Vec<Acc>)> = with_slice::<T, _>(x, |x| with_slice::<T, _>(&dy, |dy| {
+                let blocks = dx.par_chunks_mut(rows * size).zip(x.par_chunks(rows * size)).zip(dy.par_chunks(rows * size));
+                let sums = blocks.zip(statistics.par_chunks(rows)).map(|(((dx, x), dy), statistics)| {
+                    let zeros = vec![Acc::from_f64(0.0); size];
+                    let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
+                    let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
+                    candle_ddp_tensor::vectorise!(|| {
+                        for (((dx, x), dy), [mean, scale]) in rows.zip(statistics) {
+                            let (mean, scale) = (Acc::from_f64(*mean), Acc::from_f64(*scale));
+                            let sums = row_sums(x, dy, &weight, mean, scale, (&mut d_weight, &mut d_bias));
+                            input_gradient_row(dx, x, dy, &weight, mean, scale, sums, self.centred);
+                        }
+                    });
+                    (d_weight, d_bias)
+                });
+                Ok(sums.collect())
+            }))?;
+            // Block by block, so that the result does not depend on the number of threads.
+            let mut totals = vec![[0.0; 2]; size];
+            for (d_weight, d_bias) in &sums {
+                for (total, parts) in totals.iter_mut().zip(d_weight.iter().zip(d_bias)) {
+                    total[0] += parts.0.to_f64();
+                    total[1] += parts.1.to_f64();
+                }
+            }
+            let total = |index: usize| {
+                let values: Vec<Acc> = totals.iter().map(|total| Acc::from_f64(total[index])).collect();
+                Tensor::from_vec(values, size, x.device())
+            };
+            Ok((Tensor::from_vec(dx, x.shape(), x.device())?, total(0)?, total(1)?))
+        })
+    }
+}
+
+fn block_rows(size: usize) -> usize {
+    (BLOCK_ELEMENTS / size).max(BLOCK_ROWS)
+}
+
+/// A row's mean and 1 / √(variance + eps).
+#[inline(always)]
+fn row_statistics<T: Element>(x: &[T], eps: f64, centred: bool) -> (T::Real, T::Real) {
+    let count = T::Real::from_f64(x.len() as f64);
+    let mean = if centred { sum(x, |x| x) / count } else { T::Real::from_f64(0.0) };
+    let variance = sum(x, |x| (x - mean) * (x - mean)) / count;
+    let one = T::Real::from_f64(1.0);
+    (mean, one / (variance + T::Real::from_f64(eps)).sqrt())
+}
+
+#[inline(always)]
+fn sum<T: Element>(x: &[T], term: impl Fn(T::Real) -> T::Real) -> T::Real {
+    let mut lanes = [T::Real::from_f64(0.0); LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane += term(x.widen());
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane += term(x.widen());
+    }
+    fold(lanes)
+}
+
+#[inline(always)]
+fn fold<A: Real>(lanes: [A; LANES]) -> A {
+    lanes.into_iter().fold(A::from_f64(0.0), |sum, lane| sum + lane)
+}
+
+#[inline(always)]
+fn normalise_row<T: Element>(
+    y: &mut [T],
+    x: &[T],
+    weight: &[T::Real],
+    bias: Option<&[T::Real]>,
+    mean: T::Real,
+    scale: T::Real,
+) {
+    let rows = y.iter_mut().zip(x).zip(weight);
+    match bias {
+        Some(bias) => {
+            for (((y, x), weight), bias) in rows.zip(bias) {
+                *y = T::narrow((x.widen() - mean) * scale * *weight + *bias);
+            }
+        }
+        None => {
+            for ((y, x), weight) in rows {
+                *y = T::narrow((x.widen() - mean) * scale * *weight);
+            }
+        }
+    }
+}
+
+/// With x̂ = (x − mean) × scale: adds dy·x̂ to the weight's gradient and dy to the bias's, and returns Σ dy·weight and
+/// Σ dy·weight·x̂.
+#[inline(always)]
+fn row_sums<T: Element>(
+    x: &[T],
+    dy: &[T],
+    weight: &[T::Real],
+    mean: T::Real,
+    scale: T::Real,
+    (d_weight, d_bias): (&mut [T::Real], &mut [T::Real]),
+) -> [T::Real; 2] {
+    let zero = T::Real::from_f64(0.0);
+    let (mut plain, mut weighted) = ([zero; LANES], [zero; LANES]);
+    let mut element = |lane: usize, x: T, dy: T, weight: T::Real, d_weight: &mut T::Real, d_bias: &mut T::Real| {
+        let (normal, dy) = ((x.widen() - mean) * scale, dy.widen());
+        *d_weight += dy * normal;
+        *d_bias += dy;
+        let dy = dy * weight;
+        plain[lane] += dy;
+        weighted[lane] += dy * normal;
+    };
+    let (xs, x_rest) = x.as_chunks::<LANES>();
+    let (dys, dy_rest) = dy.as_chunks::<LANES>();
+    let (weights, weight_rest) = weight.as_chunks::<LANES>();
+    let (d_weights, d_weight_rest) = d_weight.as_chunks_mut::<LANES>();
+    let (d_biases, d_bias_rest) = d_bias.as_chunks_mut::<LANES>();
+    for ((((x, dy), weight), d_weight), d_bias) in xs.iter().zip(dys).zip(weights).zip(d_weights).zip(d_biases) {
+        for lane in 0..LANES {
+            element(lane, x[lane], dy[lane], weight[lane], &mut d_weight[lane], &mut d_bias[lane]);
+        }
+    }
+    for lane in 0..x_rest.len() {
+        let (d_weight, d_bias) = (&mut d_weight_rest[lane], &mut d_bias_rest[lane]);
+        element(lane, x_rest[lane], dy_rest[lane], weight_rest[lane], d_weight, d_bias);
+    }
+    [fold(plain), fold(weighted)]
+}
+
+#[inline(always)]
+#[expect(clippy::too_many_arguments)] // three rows in, one out, and what is known of them
+fn input_gradient_row<T: Element>(
+    dx: &mut [T],
+    x: &[T],
+    dy: &[T],
+    weight: &[T::Real],
+    mean: T::Real,
+    scale: T::Real,
+    [plain, weighted]: [T::Real; 2],
+    centred: bool,
+) {
+    let count = T::Real::from_f64(x.len() as f64);
+    let a = if centred { plain / count } else { T::Real::from_f64(0.0) };
+    let b = weighted / count * scale;
+    for (((dx, x), dy), weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+        *dx = T::narrow(scale * (dy.widen() * *weight - a - (x.widen() - mean) * b));
+    }
+}
+
+impl CustomOp2 for RowNorm {
+    fn name(&self) -> &'static str {
+        "row-norm"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward((x, xl), (w, wl), None)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: None })
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dx, d_weight, _) = self.backward(x, w, dy)?;
+        Ok((Some(dx), Some(d_weight)))
+    }
+}
+
+impl CustomOp3 for RowNorm {
+    fn name(&self) -> &'static str {
+        "row-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+        b: &CpuStorage,
+        bl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward((x, xl), (w, wl), Some((b, bl)))
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        xl: &Layout,
+        w: &CudaStorage,
+        wl: &Layout,
+        b: &CudaStorage,
+        bl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.forward_on_gpu(NormOperands { x: (x, xl), weight: (w, wl), bias: Some((b, bl)) })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (dx, d_weight, d_bias) = self.backward(x, w, dy)?;
+        Ok((Some(dx), Some(d_weight), Some(d_bias)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Var};
+
+    fn values(shape: &[usize], seed: f64) -> Tensor {
+        let count: usize = shape.iter().product();
+        let values: Vec<f64> = (0..count).map(|i| ((i as f64 + seed) * 1.7).sin() + seed).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    fn flat(t: &Tensor) -> Vec<f64> {
+        t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// The loops of the CPU agree with candle's operations, which other devices use, for every dtype, and for sizes
+    /// around the number of lanes and blocks of rows.
+    #[test]
+    fn loops_agree_with_composites() {
+        let shapes: [&[usize]; 4] = [&[1, 1], &[37, 17], &[2, 3, 48], &[5000, 15]];
+        let dtypes = [(DType::F64, 1e-10), (DType::F32, 1e-4), (DType::F16, 2e-2), (DType::BF16, 1e-1)];
+        for ((dtype, tolerance), shape) in dtypes.into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape))) {
+            let var = |shape: &[usize], seed| Var::from_tensor(&values(shape, seed).to_dtype(dtype).unwrap()).unwrap();
+            let size = *shape.last().unwrap();
+            let (x, weight, bias) = (var(shape, 0.5), var(&[size], 1.0), var(&[size], 2.0));
+            let dy = values(shape, 0.1).to_dtype(dtype).unwrap();
+            for (centred, with_bias) in [(true, true), (true, false), (false, true), (false, false)] {
+                let bias = with_bias.then_some(bias.as_tensor());
+                let run = |fused: bool| {
+                    let wide = |t: &Tensor| t.to_dtype(accumulator(dtype)).unwrap();
+                    let y = if fused {
+                        row_norm(&x, &weight, bias, 1e-3, centred).unwrap()
+                    } else {
+                        composite(&x, &wide(&weight), bias.map(wide).as_ref(), 1e-3, centred).unwrap()
+                    };
+                    let grads = (&y * &dy).unwrap().backward().unwrap();
+                    let vars = [Some(x.as_tensor()), Some(weight.as_tensor()), bias];
+                    let grads = vars.into_iter().flatten().map(|var| flat(grads.get(var).unwrap()));
+                    std::iter::once(flat(&y)).chain(grads).collect::<Vec<_>>()
+                };
+                for (index, (fused, composite)) in run(true).iter().zip(run(false)).enumerate() {
+                    let largest = composite.iter().fold(1.0f64, |largest, value| largest.max(value.abs()));
+                    for (fused, composite) in fused.iter().zip(&composite) {
+                        let what = format!("{index} of {dtype:?} {shape:?}, centred {centred}, bias {with_bias}");
+                        assert!((fused - composite).abs() <= tolerance * largest, "{fused} and {composite}, {what}");
+                    }
+                }
+            }
+        }
+    }
+}

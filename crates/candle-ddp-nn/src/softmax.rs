@@ -1,0 +1,314 @@
+//! Softmax and its logarithm.
+#[cfg(test)]
+use super::channels::accumulator;
+use super::rows::{dot, exponentials, larger, maximum, sum};
+use candle_core::backend::BackendStorage;
+use candle_core::shape::Dim;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Tensor, WithDType,
+};
+use candle_ddp_tensor::borrow::{slice, with_slice};
+use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
+use rayon::prelude::*;
+
+/// How many neighbouring columns are worked on together where the dimension is not the last.
+pub(super) const TILE: usize = 128;
+/// About how many elements a thread takes at a time.
+pub(super) const BLOCK_ELEMENTS: usize = 1 << 14;
+
+/// e^x, divided by its sum over dimension `dim`: `torch.nn.functional.softmax`, and a drop-in for
+/// `candle_nn::ops::softmax`.
+///
+/// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
+///
+/// # Errors
+/// candle's for a dimension that `x` does not have; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
+pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
+    apply(x, dim.to_index(x.shape(), "softmax")?, false)
+}
+
+/// The logarithm of [`softmax`], calculated without the detour: `torch.nn.functional.log_softmax`, and a drop-in for
+/// `candle_nn::ops::log_softmax`.
+///
+/// # Errors
+/// As with [`softmax`].
+pub fn log_softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
+    apply(x, dim.to_index(x.shape(), "log_softmax")?, true)
+}
+
+/// [`softmax`] over the last dimension. `candle_nn::ops::softmax_last_dim`, whose place it takes, has no gradient.
+///
+/// # Errors
+/// As with [`softmax`].
+pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
+    softmax(x, D::Minus1)
+}
+
+fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return x.affine(1.0, 0.0);
+    }
+    op1(&x.contiguous()?, Softmax { dim, log })
+}
+
+/// With candle's operations, whose gradients are right as long as none goes through the maximum.
+#[cfg(test)]
+pub(super) fn composite(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
+    let wide = x.to_dtype(accumulator(x.dtype()))?;
+    let wide = wide.broadcast_sub(&wide.detach().max_keepdim(dim)?)?;
+    let exp = wide.exp()?;
+    let sum = exp.sum_keepdim(dim)?;
+    let y = if log { wide.broadcast_sub(&sum.log()?)? } else { exp.broadcast_div(&sum)? };
+    y.to_dtype(x.dtype())
+}
+
+/// A tensor's dimension, the product of those behind it, and of both.
+pub(super) fn extents(shape: &Shape, dim: usize) -> (usize, usize, usize) {
+    let inner: usize = shape.dims()[dim + 1..].iter().product();
+    (shape.dims()[dim], inner, shape.dims()[dim] * inner)
+}
+
+/// The maximum m of a row, and Σ e^(x − m), whose terms are left in `to`.
+pub(super) fn row_sum<T: Element>(x: &[T], to: &mut [T::Real]) -> (T::Real, T::Real) {
+    vectorise!(move || {
+        let max = maximum(x, T::Real::from_f64(f64::NEG_INFINITY));
+        exponentials(x, max, to);
+        (max, sum(to))
+    })
+}
+
+/// The same for each of up to [`TILE`] neighbouring columns, whose rows are `inner` elements apart; leaves no
+/// terms.
+pub(super) fn column_sums<T: Element>(x: &[T], inner: usize, max: &mut [T::Real], sums: &mut [T::Real]) {
+    vectorise!(move || {
+        let count = max.len();
+        max.fill(T::Real::from_f64(f64::NEG_INFINITY));
+        sums.fill(T::Real::from_f64(0.0));
+        for row in x.chunks(inner) {
+            for (max, x) in max.iter_mut().zip(&row[..count]) {
+                *max = larger(*max, x.widen());
+            }
+        }
+        for row in x.chunks(inner) {
+            for ((sum, x), max) in sums.iter_mut().zip(&row[..count]).zip(&*max) {
+                *sum += (x.widen() - *max).exp();
+            }
+        }
+    })
+}
+
+fn softmax_row<T: Element>(y: &mut [T], exponentials: &[T::Real], scale: T::Real) {
+    vectorise!(move || {
+        for (y, value) in y.iter_mut().zip(exponentials) {
+            *y = T::narrow(*value * scale);
+        }
+    })
+}
+
+fn log_softmax_row<T: Element>(y: &mut [T], x: &[T], max: T::Real, log: T::Real) {
+    vectorise!(move || {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = T::narrow(x.widen() - max - log);
+        }
+    })
+}
+
+fn softmax_tile<T: Element>(y: &mut [T], x: &[T], inner: usize, log: bool, max: &[T::Real], sums: &mut [T::Real]) {
+    vectorise!(move || {
+        let count = max.len();
+        for sum in &mut *sums {
+            *sum = if log { sum.ln() } else { T::Real::from_f64(1.0) / *sum };
+        }
+        for (y, x) in y.chunks_mut(inner).zip(x.chunks(inner)) {
+            let elements = y[..count].iter_mut().zip(&x[..count]).zip(max).zip(&*sums);
+            if log {
+                for (((y, x), max), log) in elements {
+                    *y = T::narrow(x.widen() - *max - *log);
+                }
+            } else {
+                for (((y, x), max), scale) in elements {
+                    *y = T::narrow((x.widen() - *max).exp() * *scale);
+                }
+            }
+        }
+    })
+}
+
+fn gradient_row<T: Element>(dx: &mut [T], y: &[T], dy: &[T], log: bool) {
+    vectorise!(move || {
+        if log {
+            let sum = sum(dy);
+            for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = T::narrow(dy.widen() - y.widen().exp() * sum);
+            }
+        } else {
+            let sum = dot(y, dy);
+            for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = T::narrow(y.widen() * (dy.widen() - sum));
+            }
+        }
+    })
+}
+
+fn gradient_tile<T: Element>(dx: &mut [T], y: &[T], dy: &[T], inner: usize, log: bool, sums: &mut [T::Real]) {
+    vectorise!(move || {
+        let count = sums.len();
+        sums.fill(T::Real::from_f64(0.0));
+        for (y, dy) in y.chunks(inner).zip(dy.chunks(inner)) {
+            for ((sum, y), dy) in sums.iter_mut().zip(&y[..count]).zip(&dy[..count]) {
+                *sum += if log { dy.widen() } else { y.widen() * dy.widen() };
+            }
+        }
+        for ((dx, y), dy) in dx.chunks_mut(inner).zip(y.chunks(inner)).zip(dy.chunks(inner)) {
+            let elements = dx[..count].iter_mut().zip(&y[..count]).zip(&dy[..count]).zip(&*sums);
+            if log {
+                for (((dx, y), dy), sum) in elements {
+                    *dx = T::narrow(dy.widen() - y.widen().exp() * *sum);
+                }
+            } else {
+                for (((dx, y), dy), sum) in elements {
+                    *dx = T::narrow(y.widen() * (dy.widen() - *sum));
+                }
+            }
+        }
+    })
+}
+
+struct Softmax {
+    dim: usize,
+    log: bool,
+}
+
+impl Softmax {
+    fn forward<T: Element>(&self, x: &[T], shape: &Shape) -> Vec<T> {
+        let (count, inner, block) = extents(shape, self.dim);
+        let mut y = vec![T::from_f64(0.0); x.len()];
+        let zero = T::Real::from_f64(0.0);
+        let blocks = y.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
+        let scratch = || vec![zero; if inner == 1 { count } else { 2 * TILE }];
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each_init(scratch, |scratch, (y, x)| {
+            if inner == 1 {
+                let (max, sum) = row_sum(x, scratch);
+                match self.log {
+                    true => log_softmax_row(y, x, max, sum.ln()),
+                    false => softmax_row(y, scratch, T::Real::from_f64(1.0) / sum),
+                }
+                return;
+            }
+            let (max, sums) = scratch.split_at_mut(TILE);
+            for tile in (0..inner).step_by(TILE) {
+                let count = TILE.min(inner - tile);
+                let (max, sums) = (&mut max[..count], &mut sums[..count]);
+                column_sums(&x[tile..], inner, max, sums);
+                softmax_tile(&mut y[tile..], &x[tile..], inner, self.log, max, sums);
+            }
+        });
+        y
+    }
+
+    fn backward<T: Element>(&self, y: &[T], dy: &[T], shape: &Shape) -> Vec<T> {
+        let (_, inner, block) = extents(shape, self.dim);
+        let mut dx = vec![T::from_f64(0.0); y.len()];
+        let zero = T::Real::from_f64(0.0);
+        let blocks = dx.par_chunks_exact_mut(block).zip(y.par_chunks_exact(block)).zip(dy.par_chunks_exact(block));
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|((dx, y), dy)| {
+            if inner == 1 {
+                return gradient_row(dx, y, dy, self.log);
+            }
+            let mut sums = [zero; TILE];
+            for tile in (0..inner).step_by(TILE) {
+                let sums = &mut sums[..TILE.min(inner - tile)];
+                gradient_tile(&mut dx[tile..], &y[tile..], &dy[tile..], inner, self.log, sums);
+            }
+        });
+        dx
+    }
+}
+
+impl Softmax {
+    /// Launches the kernel for rows or the one for columns.
+    fn launch(
+        &self,
+        device: &CudaDevice,
+        ([rows, columns], dtype): ([Kernel; 2], DType),
+        shape: &Shape,
+        tensors: &[Address],
+    ) -> Result<()> {
+        let (count, inner, block) = extents(shape, self.dim);
+        let outer = shape.elem_count() / block;
+        let (kernel, grid) =
+            if inner == 1 { (rows, Grid::Blocks(outer)) } else { (columns, Grid::Threads(outer * inner)) };
+        let numbers = &[outer, count, inner, usize::from(self.log)];
+        Ok(kernels::launch(device, Launch { kernel, dtype, grid, tensors, numbers, reals: &[] })?)
+    }
+}
+
+impl CustomOp1 for Softmax {
+    fn name(&self) -> &'static str {
+        if self.log { "log_softmax" } else { "softmax" }
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = dispatch!(x.dtype(), self.name(), T => {
+            Ok(T::to_cpu_storage_owned(self.forward(slice::<T>(x, layout)?, layout.shape())))
+        })?;
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        kernels::supported(x.dtype(), self.name())?;
+        let y = Output::new(x.device(), x.dtype(), layout.shape())?;
+        let tensors = [kernels::storage_address(x, layout)?, y.address()?];
+        let kernels = [Kernel::SoftmaxRows, Kernel::SoftmaxColumns];
+        self.launch(x.device(), (kernels, x.dtype()), layout.shape(), &tensors)?;
+        Ok(y.into_parts())
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        if let Device::Cuda(device) = x.device() {
+            let dx = Output::new(device, x.dtype(), x.shape())?;
+            let tensors = [kernels::address(y)?, kernels::address(&dy)?, dx.address()?];
+            let kernels = [Kernel::SoftmaxRowsBackward, Kernel::SoftmaxColumnsBackward];
+            self.launch(device, (kernels, x.dtype()), x.shape(), &tensors)?;
+            return Ok(Some(dx.into_tensor()));
+        }
+        dispatch!(x.dtype(), self.name(), T => with_slice::<T, _>(y, |y| with_slice::<T, _>(&dy, |dy| {
+            let dx = self.backward(y, dy, x.shape());
+            Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        })))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Var;
+
+    /// The loops of the CPU agree with candle's operations, which other devices use, for sizes around the number of
+    /// lanes and the width of a tile.
+    #[test]
+    fn loops_agree_with_composites() {
+        let shapes: [(&[usize], usize); 5] =
+            [(&[3, 1], 1), (&[2, 37], 1), (&[2, 5, 67], 1), (&[4, 3, 2], 0), (&[7], 0)];
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-6), (DType::F16, 1e-2), (DType::BF16, 5e-2)] {
+            for ((shape, dim), log) in shapes.into_iter().flat_map(|case| [(case, true), (case, false)]) {
+                let count: usize = shape.iter().product();
+                let values = |scale: f64| (0..count).map(|i| (i as f64 * 1.7).sin() * scale).collect::<Vec<_>>();
+                let make = |values| Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                let (x, dy) = (Var::from_tensor(&make(values(9.0))).unwrap(), make(values(1.0)));
+                let run = |y: Tensor| {
+                    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+                    let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+                    [wide(&y), wide(grads.get(&x).unwrap())].map(|t| t.to_vec1::<f64>().unwrap()).concat()
+                };
+                let (loops, composite) = (run(apply(&x, dim, log).unwrap()), run(composite(&x, dim, log).unwrap()));
+                for (a, b) in loops.iter().zip(&composite) {
+                    assert!((a - b).abs() <= tolerance * b.abs().max(1.0), "{a} and {b}, {dtype:?} {shape:?} {log}");
+                }
+            }
+        }
+    }
+}

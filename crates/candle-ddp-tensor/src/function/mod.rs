@@ -1,0 +1,30 @@
+//! Differentiable functions of any number of tensors, like `torch.autograd.Function`.
+//!
+//! candle's own custom operations take at most three arguments, and candle adds every gradient that one returns to
+//! zeros before passing it on. Between the functions of this module, gradients travel beside candle's graph instead,
+//! unchanged:
+//!
+//! ```text
+//!   x ──(Lift)── token ─┐                         token of y ──(Attach)── y ── candle's operations
+//!   y' (Attach) ─ token ┴──(Backward: function)──┘    └──(Backward: next function)── token ── …
+//! ```
+//!
+//! A token is a tensor of one element that represents a result in candle's graph, so that candle visits a function
+//! after everything that uses its result. A result's gradient is collected in a `GradientSum`, by the functions that
+//! use the result, and by `Attach`, to which candle passes what its own operations contribute. Sums belong to one backward
+//! pass (`pass.rs`): a pass that fails leaves none to the next. An argument that was not
+//! made by a function of this module is lifted: its gradient leaves the sum for candle's graph.
+mod leaf;
+mod operation;
+mod pass;
+mod rerun;
+mod token;
+
+#[doc(hidden)]
+pub use leaf::{Leaves, leaf};
+pub use operation::{apply, op1, op2, op3};
+#[doc(hidden)]
+pub use pass::Pass;
+#[doc(hidden)]
+pub use rerun::rerun;
+pub use token::Function;

@@ -1,0 +1,73 @@
+//! The gradients of one backward pass, until the functions that need them are visited.
+use candle_core::{Result, Tensor};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+thread_local! {
+    /// The sums of the backward pass on this thread. candle visits all functions of a pass on the thread that called
+    /// `backward`, so sums of passes on other threads never mix with these.
+    static SUMS: RefCell<HashMap<u64, Tensor>> = RefCell::default();
+}
+
+/// A backward pass, from `begin` to its drop. Sums that nothing takes, because the pass fails, end with it.
+///
+/// candle does not say where its own `loss.backward()` begins. So passes that begin without this share their sums: that
+/// is right as long as they succeed or fail in a function of this module, since either leaves no sums. If one of candle's
+/// own operations fails in such a pass, its sums live as long as the graph.
+pub struct Pass {
+    enclosing: HashMap<u64, Tensor>,
+}
+
+impl Pass {
+    /// Begins a pass on this thread.
+    pub fn begin() -> Self {
+        Self { enclosing: SUMS.take() }
+    }
+}
+
+impl Drop for Pass {
+    fn drop(&mut self) {
+        SUMS.set(std::mem::take(&mut self.enclosing));
+    }
+}
+
+/// Passes on `result`. An error ends the backward pass, so its sums are dropped.
+pub(super) fn or_end<T>(result: Result<T>) -> Result<T> {
+    if result.is_err() {
+        drop(SUMS.take());
+    }
+    result
+}
+
+/// Names the sum of a result's gradient in each backward pass, until the function that made the result takes it.
+pub(super) struct GradientSum(u64);
+
+impl Default for GradientSum {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl GradientSum {
+    pub(super) fn add(&self, gradient: Tensor) -> Result<()> {
+        let sum = match self.take() {
+            Some(earlier) => or_end(earlier.add(&gradient))?,
+            None => gradient,
+        };
+        SUMS.with_borrow_mut(|sums| sums.insert(self.0, sum));
+        Ok(())
+    }
+
+    pub(super) fn take(&self) -> Option<Tensor> {
+        SUMS.with_borrow_mut(|sums| sums.remove(&self.0))
+    }
+}
+
+impl Drop for GradientSum {
+    fn drop(&mut self) {
+        // At the end of a thread, its sums may be gone already.
+        let _left = SUMS.try_with(|sums| sums.borrow_mut().remove(&self.0));
+    }
+}

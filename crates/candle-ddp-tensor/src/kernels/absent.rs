@@ -1,0 +1,122 @@
+//! The kernels' interface in builds without CUDA, where no tensor is on a GPU.
+use super::launches::{Address, ConvShape, Convolve, Launch, Product};
+use super::operands::{Assignment, Extent, NormOperands, Operands, Rule};
+use crate::{Error, Result};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
+
+fn absent() -> Error {
+    Error::Unavailable {
+        what: "a kernel for CUDA".to_string(),
+        hint: "candle-ddp was built without the feature `cuda`: build with `--features cuda`, or `nccl`, which includes it".to_string(),
+    }
+}
+
+pub fn take(_: &Device, _: DType) -> bool {
+    false
+}
+
+pub fn has_own_stream(_: &Device) -> Result<bool> {
+    Err(absent())
+}
+
+pub fn update_whole(_: Rule, _: &[Operands]) -> Result<()> {
+    Err(absent())
+}
+
+pub fn prepare(_: Rule, _: &[Operands]) -> Result<Vec<[f64; 2]>> {
+    Err(absent())
+}
+
+pub fn update(_: Rule, _: &[Operands], _: &[[f64; 2]]) -> Result<()> {
+    Err(absent())
+}
+
+pub fn assign(_: &[Assignment]) -> Result<()> {
+    Err(absent())
+}
+
+pub fn measure(_: &[&Tensor]) -> Result<Extent> {
+    Err(absent())
+}
+
+pub fn rescale(_: &[&Tensor], _: f64) -> Result<()> {
+    Err(absent())
+}
+
+pub fn rescale_measured(_: &[&Tensor], _: f64) -> Result<Extent> {
+    Err(absent())
+}
+
+pub fn clamp(_: &[&Tensor], _: f64) -> Result<()> {
+    Err(absent())
+}
+
+#[derive(Debug)]
+pub enum NormStatistics {}
+
+pub fn norm_forward(_: NormOperands, _: f64, _: bool) -> Result<(CudaStorage, NormStatistics)> {
+    Err(absent())
+}
+
+pub fn norm_backward(
+    _: &Tensor,
+    _: &Tensor,
+    _: &Tensor,
+    statistics: &NormStatistics,
+    _: bool,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    match *statistics {}
+}
+
+pub fn address(_: &Tensor) -> Result<Address<'_>> {
+    Err(absent())
+}
+
+pub fn address_or_none(_: Option<&Tensor>) -> Result<Address<'_>> {
+    Err(absent())
+}
+
+pub fn storage_address<'a>(_: &'a CudaStorage, _: &Layout) -> Result<Address<'a>> {
+    Err(absent())
+}
+
+#[derive(Debug)]
+pub enum Output {}
+
+impl Output {
+    pub fn new(_: &CudaDevice, _: DType, _: impl Into<Shape>) -> Result<Self> {
+        Err(absent())
+    }
+
+    pub fn zeros(_: &CudaDevice, _: DType, _: impl Into<Shape>) -> Result<Self> {
+        Err(absent())
+    }
+
+    pub fn address(&self) -> Result<Address<'_>> {
+        match *self {}
+    }
+
+    pub fn into_parts(self) -> (CudaStorage, Shape) {
+        match self {}
+    }
+
+    pub fn into_result(self) -> (Storage, Shape) {
+        match self {}
+    }
+
+    pub fn into_tensor(self) -> Tensor {
+        match self {}
+    }
+}
+
+pub fn launch(_: &CudaDevice, _: Launch) -> Result<()> {
+    Err(absent())
+}
+
+pub fn product(_: &CudaDevice, _: Product) -> Result<()> {
+    Err(absent())
+}
+
+pub fn convolve(_: &CudaDevice, _: (Convolve, DType), _: &ConvShape, _: [Address; 3]) -> Result<bool> {
+    Err(absent())
+}

@@ -1,0 +1,30 @@
+//! Convolutions by cuDNN, where the feature `cudnn` is on.
+use super::launches::{Address, ConvShape, Convolve};
+use crate::Result;
+use candle_core::{CudaDevice, DType};
+#[cfg(feature = "cudnn")]
+use std::sync::LazyLock;
+
+/// The environment variable that switches cuDNN off with the value 0, as `torch.backends.cudnn.enabled = False` does.
+#[cfg(feature = "cudnn")]
+const VARIABLE: &str = "CANDLE_DDP_CUDNN";
+
+/// Enqueues a convolution of contiguous tensors x, w and y after all work that candle has enqueued on `device`. Returns
+/// false, and does nothing, in builds without cuDNN, where it is switched off, and for what cuDNN does not offer.
+pub fn convolve(
+    device: &CudaDevice,
+    kind: (Convolve, DType),
+    shape: &ConvShape,
+    tensors: [Address; 3],
+) -> Result<bool> {
+    #[cfg(feature = "cudnn")]
+    {
+        static ENABLED: LazyLock<bool> = LazyLock::new(|| std::env::var_os(VARIABLE).is_none_or(|value| value != "0"));
+        if *ENABLED { super::cudnn::convolve(device, kind, shape, tensors) } else { Ok(false) }
+    }
+    #[cfg(not(feature = "cudnn"))]
+    {
+        let _ = (device, kind, shape, tensors);
+        Ok(false)
+    }
+}

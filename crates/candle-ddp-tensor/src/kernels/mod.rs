@@ -1,0 +1,60 @@
+//! CUDA kernels for layers, optimizers, clipping, loss scaling and DDP's copies. `README.md` in this folder describes
+//! how they are built, launched and tested. `upload.rs` copies from pinned host memory, without a kernel.
+//!
+//! Their CPU counterparts, with the same arithmetic, are in candle-ddp's `optim` and `amp`, and in candle-ddp-nn.
+// Kernels are launched here. Every block states why it is sound.
+#![allow(unsafe_code)]
+
+// Without the feature, the same functions return an error.
+#[cfg(not(feature = "cuda"))]
+mod absent;
+#[cfg(feature = "cuda")]
+pub mod address;
+#[cfg(feature = "cuda")]
+mod compile;
+#[cfg(feature = "cuda")]
+mod convolve;
+#[cfg(feature = "cudnn")]
+mod cudnn;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "host")]
+pub mod host;
+mod launches;
+#[cfg(feature = "cuda")]
+mod layer;
+#[cfg(any(feature = "cuda", feature = "host"))]
+pub mod norm;
+#[cfg(feature = "cuda")]
+mod norm_tensors;
+mod operands;
+#[cfg(feature = "cuda")]
+mod product;
+#[cfg(any(feature = "cuda", feature = "host"))]
+pub mod program;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // needed only by NVRTC
+mod source;
+#[cfg(any(feature = "cuda", feature = "host"))]
+pub mod table;
+#[cfg(feature = "cuda")]
+mod tensors;
+#[cfg(feature = "cuda")]
+mod upload;
+
+#[cfg(not(feature = "cuda"))]
+pub use absent::*;
+#[cfg(feature = "cuda")]
+pub use convolve::convolve;
+pub use launches::{Address, ConvShape, Convolve, Factor, Grid, Launch, Product, Target, supported};
+#[cfg(feature = "cuda")]
+pub use layer::{Output, address, address_or_none, launch, storage_address};
+#[cfg(feature = "cuda")]
+pub use norm_tensors::*;
+pub use operands::{Assignment, Extent, NormOperands, Operands, Rule, Scalars, scalars};
+#[cfg(feature = "cuda")]
+pub use product::product;
+pub use source::Kernel;
+#[cfg(feature = "cuda")]
+pub use tensors::*;
+#[cfg(feature = "cuda")]
+pub use upload::{Pinned, Upload, Uploader};

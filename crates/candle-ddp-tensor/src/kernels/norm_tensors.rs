@@ -1,0 +1,64 @@
+//! Normalising the rows of candle's tensors.
+use super::address::{input, output, read_address, write_address};
+use super::gpu::Gpu;
+use super::norm::{Backward, Forward, Rows, backward, forward};
+use super::operands::NormOperands;
+use crate::Result;
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CudaStorage, DType, Layout, Tensor};
+use cudarc::driver::CudaSlice;
+use parking_lot::Mutex;
+
+/// What the forward pass keeps for the backward pass; `None` if there were no rows.
+#[derive(Debug)]
+pub struct NormStatistics(Option<Mutex<CudaSlice<f64>>>);
+
+/// Computes (x − mean) / √(variance + eps) × weight + bias for each row. Without `centred`, the mean counts as zero.
+pub fn norm_forward(
+    NormOperands { x, weight, bias }: NormOperands,
+    eps: f64,
+    centred: bool,
+) -> Result<(CudaStorage, NormStatistics)> {
+    let (device, shape) = (x.0.device(), x.1.shape());
+    let rows = rows(x.0.dtype(), shape.elem_count(), weight.1.shape().elem_count(), eps, centred);
+    // SAFETY: the kernel writes every element; if it fails, the storage is dropped unread.
+    let mut y = unsafe { device.alloc_uninit(shape, x.0.dtype()) }?;
+    if rows.rows == 0 {
+        return Ok((y, NormStatistics(None)));
+    }
+    let bias = bias.map_or(Ok(0), |(storage, layout)| read_address(storage, layout))?;
+    let y_address = write_address(&mut y, &Layout::contiguous(shape))?;
+    let (x, weight) = (read_address(x.0, x.1)?, read_address(weight.0, weight.1)?);
+    let statistics = forward(&Gpu(device), rows, Forward { x, weight, bias, y: y_address })?;
+    Ok((y, NormStatistics(Some(Mutex::new(statistics)))))
+}
+
+/// Computes the gradients of x, weight and bias. `x` and `dy` must be contiguous.
+pub fn norm_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    statistics: &NormStatistics,
+    centred: bool,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let (dx, d_weight, d_bias) = (x.zeros_like()?, weight.zeros_like()?, weight.zeros_like()?);
+    if let Some(statistics) = &statistics.0 {
+        let device = x.device().as_cuda_device()?;
+        let rows = rows(x.dtype(), x.elem_count(), weight.elem_count(), 0., centred);
+        let addresses = Backward {
+            x: input(x)?,
+            weight: input(weight)?,
+            dy: input(dy)?,
+            dx: output(&dx)?,
+            d_weight: output(&d_weight)?,
+            d_bias: output(&d_bias)?,
+        };
+        let mut statistics = statistics.lock();
+        backward(&Gpu(device), rows, &mut statistics, addresses)?;
+    }
+    Ok((dx, d_weight, d_bias))
+}
+
+fn rows(dtype: DType, elements: usize, size: usize, eps: f64, centred: bool) -> Rows {
+    Rows { dtype, rows: elements / size.max(1), size, eps, centred }
+}

@@ -1,0 +1,131 @@
+//! The kernels that each operation launches, and their order; the same on a GPU and on the test machine without one.
+use super::operands::{Extent, Rule};
+use super::source::Kernel;
+use super::table::{Entry, Table};
+use crate::Result;
+use candle_core::DType;
+
+/// Executes launches in order.
+pub trait Machine {
+    /// A table that kernels can read.
+    type Words;
+    /// Numbers that kernels write.
+    type Numbers;
+
+    fn upload(&self, words: &[u64]) -> Result<Self::Words>;
+
+    fn zeros(&self, count: usize) -> Result<Self::Numbers>;
+
+    /// Copies `values` to the beginning of `numbers`.
+    fn write(&self, numbers: &mut Self::Numbers, values: &[f64]) -> Result<()>;
+
+    /// Returns the first `count` numbers after all launched work has completed.
+    fn read(&self, numbers: &Self::Numbers, count: usize) -> Result<Vec<f64>>;
+
+    /// Returns the address of `numbers` for kernels. It is valid as long as `numbers` lives.
+    fn address(&self, numbers: &Self::Numbers) -> u64;
+
+    /// Launches a kernel; `parts` is the number of parts in `table`.
+    fn launch(
+        &self,
+        kernel: (Kernel, DType),
+        blocks: u32,
+        table: &Self::Words,
+        parts: u32,
+        numbers: Option<&mut Self::Numbers>,
+    ) -> Result<()>;
+}
+
+/// Updates parameters of `dtype`, each of which is one entry.
+pub fn update_whole<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entry]) -> Result<()> {
+    let table @ Table { parts, chunks, .. } = &Table::new(entries)?;
+    if *chunks == 0 {
+        return Ok(());
+    }
+    let words = &machine.upload(&table.words)?;
+    match rule {
+        Rule::Adam => machine.launch((Kernel::Adam, dtype), *chunks, words, *parts, None),
+        Rule::Sgd => machine.launch((Kernel::Sgd, dtype), *chunks, words, *parts, None),
+        Rule::Lamb => {
+            let mut sums = lamb_sums(machine, dtype, table, words)?;
+            machine.launch((Kernel::LambUpdate, dtype), *chunks, words, *parts, Some(&mut sums))
+        }
+    }
+}
+
+fn lamb_sums<M: Machine>(machine: &M, dtype: DType, table: &Table, words: &M::Words) -> Result<M::Numbers> {
+    let Table { parts, chunks, .. } = *table;
+    let mut sums = machine.zeros(2 * (parts as usize + chunks as usize))?;
+    machine.launch((Kernel::LambMoments, dtype), chunks, words, parts, Some(&mut sums))?;
+    machine.launch((Kernel::LambSums, dtype), parts, words, parts, Some(&mut sums))?;
+    Ok(sums)
+}
+
+/// Launches the sums that [`update`] needs, if any. [`read_sums`] returns those of each entry.
+pub fn prepare<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
+    let table = Table::new(entries)?;
+    if rule != Rule::Lamb || table.chunks == 0 {
+        return Ok(None);
+    }
+    let words = machine.upload(&table.words)?;
+    lamb_sums(machine, dtype, &table, &words).map(Some)
+}
+
+pub fn read_sums<M: Machine>(machine: &M, sums: Option<&M::Numbers>, entries: usize) -> Result<Vec<[f64; 2]>> {
+    let Some(sums) = sums else { return Ok(vec![[0.; 2]; entries]) };
+    Ok(machine.read(sums, 2 * entries)?.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect())
+}
+
+/// Updates parts of parameters; `sums` has the sums over the whole parameter for each part.
+pub fn update<M: Machine>(machine: &M, rule: Rule, dtype: DType, entries: &[Entry], sums: &[[f64; 2]]) -> Result<()> {
+    if rule != Rule::Lamb {
+        return update_whole(machine, rule, dtype, entries);
+    }
+    let Table { words, parts, chunks } = Table::new(entries)?;
+    if chunks == 0 {
+        return Ok(());
+    }
+    let words = machine.upload(&words)?;
+    let mut numbers = machine.zeros(2 * entries.len())?;
+    machine.write(&mut numbers, &sums.concat())?;
+    machine.launch((Kernel::LambUpdate, dtype), chunks, &words, parts, Some(&mut numbers))
+}
+
+/// Launches the measurement of all entries together; [`read_extent`] returns it.
+pub fn measure<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
+    measured(machine, Kernel::Measure, dtype, entries)
+}
+
+/// Multiplies the elements by the first scalar. [`read_extent`] returns their magnitude before the multiplication.
+pub fn rescale_measured<M: Machine>(machine: &M, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
+    measured(machine, Kernel::Rescale, dtype, entries)
+}
+
+fn measured<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<Option<M::Numbers>> {
+    let Table { words, parts, chunks } = Table::new(entries)?;
+    if chunks == 0 {
+        return Ok(None);
+    }
+    let words = machine.upload(&words)?;
+    let mut sums = machine.zeros(2 * (1 + chunks as usize))?;
+    machine.launch((kernel, dtype), chunks, &words, parts, Some(&mut sums))?;
+    machine.launch((Kernel::Total, dtype), 1, &words, parts, Some(&mut sums))?;
+    Ok(Some(sums))
+}
+
+pub fn read_extent<M: Machine>(machine: &M, extent: Option<&M::Numbers>) -> Result<Extent> {
+    let Some(extent) = extent else { return Ok(Extent::default()) };
+    Ok(match machine.read(extent, 2)?[..] {
+        [squares, largest] => Extent { squares, largest },
+        _ => Extent { squares: f64::NAN, largest: f64::NAN },
+    })
+}
+
+/// Runs [`Kernel::Rescale`] or [`Kernel::Clamp`] with the first scalar, or a copy with the first two.
+pub fn change<M: Machine>(machine: &M, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<()> {
+    let Table { words, parts, chunks } = Table::new(entries)?;
+    if chunks == 0 {
+        return Ok(());
+    }
+    machine.launch((kernel, dtype), chunks, &machine.upload(&words)?, parts, None)
+}

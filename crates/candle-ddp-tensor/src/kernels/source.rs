@@ -1,0 +1,135 @@
+//! The CUDA sources and their kernels.
+use candle_core::DType;
+
+/// The dtypes that kernels support, with their suffixes in kernel names.
+pub(super) const DTYPES: [(DType, &str); 4] =
+    [(DType::F32, "f32"), (DType::F64, "f64"), (DType::F16, "f16"), (DType::BF16, "bf16")];
+
+/// A file with the files that it needs before it. `#line` keeps line numbers in the compiler's messages correct.
+macro_rules! source {
+    ($($file:literal),*) => {
+        concat!($("#line 1 \"", $file, "\"\n", include_str!($file)),*)
+    };
+}
+
+/// The compilation units: their names, and the files that each is made of, the last of which has its kernels.
+macro_rules! sources {
+    ($($Source:ident: [$($file:literal),*] $name:literal,)*) => {
+        /// A compilation unit.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub(super) enum Source {
+            $($Source,)*
+        }
+
+        impl Source {
+            #[cfg(test)]
+            #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+            pub(super) const ALL: &[Self] = &[$(Self::$Source,)*];
+
+            pub(super) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$Source => $name,)*
+                }
+            }
+
+            pub(super) fn text(self) -> &'static str {
+                match self {
+                    $(Self::$Source => source!($($file,)* $name),)*
+                }
+            }
+        }
+    };
+}
+
+macro_rules! kernels {
+    ($($Source:ident: $($Kernel:ident $name:literal),*;)*) => {
+        /// A kernel, for all dtypes that it supports.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Kernel {
+            $($($Kernel,)*)*
+        }
+
+        impl Kernel {
+            #[cfg(test)]
+            #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+            pub(super) const ALL: &[Self] = &[$($(Self::$Kernel,)*)*];
+
+            pub(super) fn source(self) -> Source {
+                match self {
+                    $($(Self::$Kernel)|* => Source::$Source,)*
+                }
+            }
+
+            /// The kernel's name in the source, without the dtype.
+            fn base(self) -> &'static str {
+                match self {
+                    $($(Self::$Kernel => $name,)*)*
+                }
+            }
+        }
+    };
+}
+
+sources! {
+    Adam: ["element.cu", "part.cu"] "adam.cu",
+    Sgd: ["element.cu", "part.cu"] "sgd.cu",
+    Lamb: ["element.cu", "part.cu", "reduce.cu"] "lamb.cu",
+    Copy: ["element.cu", "part.cu"] "copy.cu",
+    Gradient: ["element.cu", "part.cu", "reduce.cu"] "gradient.cu",
+    Norm: ["element.cu", "part.cu", "reduce.cu"] "norm.cu",
+    Conv: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "conv.cu",
+    Pool: ["element.cu", "part.cu", "layer.cu"] "pool.cu",
+    Channels: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "channels.cu",
+    Softmax: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "softmax.cu",
+    Elementwise: ["element.cu", "part.cu", "layer.cu"] "elementwise.cu",
+    Linear: ["element.cu", "part.cu", "layer.cu"] "linear.cu",
+    Attention: ["element.cu", "part.cu", "reduce.cu", "layer.cu"] "attention.cu",
+}
+
+kernels! {
+    Adam: Adam "adam";
+    Sgd: Sgd "sgd";
+    Lamb: LambMoments "lamb_moments", LambSums "lamb_sums", LambUpdate "lamb_update";
+    Copy: CopyFromF32 "copy_from_f32", CopyFromF64 "copy_from_f64", CopyFromF16 "copy_from_f16",
+        CopyFromBf16 "copy_from_bf16";
+    Gradient: Measure "measure", Total "total", Rescale "rescale", Clamp "clamp";
+    Norm: NormForward "norm_forward", NormBackward "norm_backward", NormColumns "norm_columns",
+        NormTotals "norm_totals";
+    Conv: Im2col "im2col", Col2im "col2im", ImagesToColumns "images_to_columns", ColumnsToImages "columns_to_images",
+        AddBias "add_bias", DepthwiseForward "depthwise_forward", DepthwiseBackwardData "depthwise_backward_data",
+        DepthwiseBackwardFilter "depthwise_backward_filter";
+    Pool: MaxPool "max_pool", MaxPoolBackward "max_pool_backward", Resample "resample";
+    Channels: Moments "moments", MomentsTotals "moments_totals", ChannelSums "channel_sums",
+        GradientSums "gradient_sums", SumsTotals "sums_totals", Normalise "normalise",
+        AddReluGradient "add_relu_gradient", InputGradient "input_gradient";
+    Softmax: SoftmaxRows "softmax_rows", SoftmaxColumns "softmax_columns", SoftmaxRowsBackward "softmax_rows_backward",
+        SoftmaxColumnsBackward "softmax_columns_backward", LossesOfRows "losses_of_rows",
+        LossesOfColumns "losses_of_columns", LossTotal "loss_total", LossBackward "loss_backward";
+    Elementwise: Activation "activation", ActivationBackward "activation_backward", Dropout "dropout", Lookup "lookup",
+        LookupLinks "lookup_links", LookupBackward "lookup_backward", Rope "rope";
+    Linear: RepeatRow "repeat_row", SumColumns "sum_columns";
+    Attention: AttentionWeights "attention_weights", AttentionGradients "attention_gradients";
+}
+
+impl Kernel {
+    /// Returns the kernel that copies from tensors of `dtype`.
+    pub fn copy_from(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::CopyFromF32),
+            DType::F64 => Some(Self::CopyFromF64),
+            DType::F16 => Some(Self::CopyFromF16),
+            DType::BF16 => Some(Self::CopyFromBf16),
+            _ => None,
+        }
+    }
+
+    /// Returns the kernel's name in the source, or `None` if it does not support `dtype`.
+    pub fn name(self, dtype: DType) -> Option<String> {
+        // These kernels work on sums.
+        if let Self::LambSums | Self::Total = self {
+            return Some(self.base().to_string());
+        }
+        let (_, suffix) = DTYPES.into_iter().find(|(known, _)| *known == dtype)?;
+        Some(format!("{}_{suffix}", self.base()))
+    }
+}

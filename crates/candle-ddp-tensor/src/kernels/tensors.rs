@@ -1,0 +1,177 @@
+//! Kernels on candle's tensors. Tensors on the same GPU with the same dtype share launches.
+use super::address::{input, output};
+use super::gpu::Gpu;
+use super::operands::{Assignment, Extent, Operands, Rule};
+use super::program;
+use super::source::{DTYPES, Kernel};
+use super::table::Entry;
+use crate::{Error, Result};
+use candle_core::{CudaDevice, DType, Device, Tensor};
+use cudarc::driver::CudaSlice;
+
+/// Returns whether there are kernels for tensors of `dtype` on `device`.
+pub fn take(device: &Device, dtype: DType) -> bool {
+    device.is_cuda() && DTYPES.iter().any(|(known, _)| *known == dtype)
+}
+
+/// Returns whether a GPU has its own stream, instead of using the default streams of its threads.
+pub fn has_own_stream(device: &Device) -> Result<bool> {
+    /// The value of `CU_STREAM_PER_THREAD`; lower values are the other two default streams.
+    const PER_THREAD: usize = 2;
+    Ok(device.as_cuda_device()?.cuda_stream().cu_stream() as usize > PER_THREAD)
+}
+
+/// Tensors that are launched together: their indices, and their entries in the table.
+struct Batch<'a> {
+    device: &'a CudaDevice,
+    dtype: DType,
+    indices: Vec<usize>,
+    entries: Vec<Entry>,
+}
+
+impl<'a> Batch<'a> {
+    /// Groups `tensors`, given with their entries, into batches.
+    fn all(tensors: impl Iterator<Item = (&'a Tensor, Result<Entry>)>) -> Result<Vec<Self>> {
+        let mut batches: Vec<Self> = Vec::new();
+        for (index, (tensor, entry)) in tensors.enumerate() {
+            let (device, dtype, entry) = (tensor.device().as_cuda_device()?, tensor.dtype(), entry?);
+            let alike = |batch: &&mut Self| batch.device.id() == device.id() && batch.dtype == dtype;
+            match batches.iter_mut().find(alike) {
+                Some(batch) => {
+                    batch.indices.push(index);
+                    batch.entries.push(entry);
+                }
+                None => batches.push(Self { device, dtype, indices: vec![index], entries: vec![entry] }),
+            }
+        }
+        Ok(batches)
+    }
+
+    fn of_operands(operands: &'a [Operands<'a>]) -> Result<Vec<Self>> {
+        Self::all(operands.iter().map(|operands| (operands.parameter, entry(operands))))
+    }
+
+    fn gpu(&self) -> Gpu<'a> {
+        Gpu(self.device)
+    }
+}
+
+/// Returns the entry of one part, whose tensors must match each other.
+fn entry(Operands { parameter, gradient, states, scalars }: &Operands) -> Result<Entry> {
+    let elements = parameter.elem_count();
+    let state_dtype = if parameter.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let fits = |tensor: &Tensor, dtype| {
+        tensor.elem_count() == elements && tensor.dtype() == dtype && tensor.device().same_device(parameter.device())
+    };
+    let states_fit = states.len() <= 2 && states.iter().all(|state| fits(state, state_dtype));
+    if !states_fit || !fits(gradient, parameter.dtype()) {
+        let reason = "parameter, gradient and states differ in device, dtype or number of elements";
+        return Err(Error::invalid("parameters", reason));
+    }
+    let mut addresses = [0; 2];
+    for (address, state) in addresses.iter_mut().zip(*states) {
+        *address = output(state)?;
+    }
+    let (parameter, gradient) = (output(parameter)?, input(gradient)?);
+    Ok(Entry { elements, parameter, gradient, states: addresses, scalars: *scalars })
+}
+
+/// Updates whole parameters with a constant number of launches per dtype.
+pub fn update_whole(rule: Rule, operands: &[Operands]) -> Result<()> {
+    Batch::of_operands(operands)?
+        .iter()
+        .try_for_each(|batch| program::update_whole(&batch.gpu(), rule, batch.dtype, &batch.entries))
+}
+
+/// Computes the sums that [`update`] needs, if any. Waits for the GPU once per dtype.
+pub fn prepare(rule: Rule, operands: &[Operands]) -> Result<Vec<[f64; 2]>> {
+    let mut sums = vec![[0.; 2]; operands.len()];
+    let batches = Batch::of_operands(operands)?;
+    let launched = batches.iter().map(|batch| program::prepare(&batch.gpu(), rule, batch.dtype, &batch.entries));
+    let launched = launched.collect::<Result<Vec<_>>>()?;
+    for (batch, numbers) in batches.iter().zip(&launched) {
+        let found = program::read_sums(&batch.gpu(), numbers.as_ref(), batch.entries.len())?;
+        for (index, found) in batch.indices.iter().zip(found) {
+            sums[*index] = found;
+        }
+    }
+    Ok(sums)
+}
+
+/// Updates parts of parameters; `sums` has the sums over all parts of the parameter, for each part.
+pub fn update(rule: Rule, operands: &[Operands], sums: &[[f64; 2]]) -> Result<()> {
+    Batch::of_operands(operands)?.iter().try_for_each(|batch| {
+        let sums: Vec<[f64; 2]> = batch.indices.iter().map(|index| sums[*index]).collect();
+        program::update(&batch.gpu(), rule, batch.dtype, &batch.entries, &sums)
+    })
+}
+
+/// Copies between contiguous tensors, with one launch per pair of dtypes.
+pub fn assign(assignments: &[Assignment]) -> Result<()> {
+    for (dtype, _) in DTYPES {
+        let Some(kernel) = Kernel::copy_from(dtype) else { continue };
+        let these = assignments.iter().filter(|assignment| assignment.source.dtype() == dtype);
+        Batch::all(these.map(|this| (this.destination, assigned(this))))?
+            .iter()
+            .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))?;
+    }
+    Ok(())
+}
+
+fn assigned(Assignment { destination, source, factor, accumulate }: &Assignment) -> Result<Entry> {
+    let elements = destination.elem_count();
+    if source.elem_count() != elements || !source.device().same_device(destination.device()) {
+        return Err(Error::invalid("source", "it differs from the destination in device or number of elements"));
+    }
+    let scalars = super::scalars([*factor, f64::from(*accumulate)]);
+    let (parameter, gradient) = (output(destination)?, input(source)?);
+    Ok(Entry { elements, parameter, gradient, scalars, ..Default::default() })
+}
+
+/// Returns the magnitude of contiguous tensors. Waits for the GPU once per dtype.
+pub fn measure(tensors: &[&Tensor]) -> Result<Extent> {
+    let entry =
+        |tensor: &Tensor| Ok(Entry { elements: tensor.elem_count(), gradient: input(tensor)?, ..Default::default() });
+    measured(tensors, entry, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
+}
+
+/// Multiplies contiguous tensors in place.
+pub fn rescale(tensors: &[&Tensor], factor: f64) -> Result<()> {
+    change(tensors, Kernel::Rescale, factor)
+}
+
+/// Multiplies contiguous tensors in place and returns their magnitude before that. Waits like [`measure`].
+pub fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
+    let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
+    measured(tensors, |tensor| changed(tensor, factor), launch)
+}
+
+/// Clamps the elements of contiguous tensors to the range from `-limit` to `limit`, in place.
+pub fn clamp(tensors: &[&Tensor], limit: f64) -> Result<()> {
+    change(tensors, Kernel::Clamp, limit)
+}
+
+fn measured(
+    tensors: &[&Tensor],
+    entry: impl Fn(&Tensor) -> Result<Entry>,
+    launch: impl Fn(&Batch) -> Result<Option<CudaSlice<f64>>>,
+) -> Result<Extent> {
+    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
+    // Launch everything before waiting for the first result.
+    let launched = batches.iter().map(launch).collect::<Result<Vec<_>>>()?;
+    batches.iter().zip(&launched).try_fold(Extent::default(), |extent, (batch, numbers)| {
+        Ok(extent.and(program::read_extent(&batch.gpu(), numbers.as_ref())?))
+    })
+}
+
+fn change(tensors: &[&Tensor], kernel: Kernel, scalar: f64) -> Result<()> {
+    Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, scalar))))?
+        .iter()
+        .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))
+}
+
+/// Returns the entry of a tensor that is changed in place.
+fn changed(tensor: &Tensor, scalar: f64) -> Result<Entry> {
+    let scalars = super::scalars([scalar]);
+    Ok(Entry { elements: tensor.elem_count(), parameter: output(tensor)?, scalars, ..Default::default() })
+}

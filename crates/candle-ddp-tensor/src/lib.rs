@@ -1,0 +1,29 @@
+#![doc = include_str!("../README.md")]
+
+#[doc(hidden)]
+pub mod borrow;
+#[doc(hidden)]
+pub mod copy;
+mod element;
+#[doc(hidden)]
+pub mod error;
+mod float16;
+pub mod function;
+#[doc(hidden)]
+pub mod kernels;
+mod math;
+mod number;
+#[doc(hidden)]
+pub mod pack;
+pub mod seed;
+mod simd;
+
+pub use element::{Element, Real};
+pub use error::{Error, Result};
+
+#[doc(hidden)]
+pub use element::DTYPES;
+#[doc(hidden)]
+pub use number::{Arithmetic, Number};
+#[doc(hidden)]
+pub use pulp;

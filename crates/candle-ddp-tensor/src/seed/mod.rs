@@ -1,0 +1,10 @@
+//! Random numbers from seeds: the same in every run, on every device, and for any number of threads.
+mod default;
+mod generator;
+mod philox;
+mod replay;
+
+pub use default::default_generator;
+pub use generator::{Draw, Generator};
+#[doc(hidden)]
+pub use replay::{Replay, draw};

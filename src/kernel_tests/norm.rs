@@ -1,0 +1,85 @@
+//! Comparison of the norm kernels, without a GPU, with the norms on the CPU.
+use super::{Memory, values};
+use crate::kernels::host::Host;
+use crate::kernels::norm::{Backward, Forward, Rows, backward, forward};
+use crate::nn::LayerNorm;
+use candle_core::{DType, Device, Module, Tensor, Var, WithDType};
+use half::{bf16, f16};
+
+/// Large enough that rows of nearly equal numbers do not produce large results.
+const EPS: f64 = 0.1;
+/// Numbers of rows and of their elements: around the threads of a block, and more rows than a group has.
+const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 15), (40, 256), (33, 257), (7, 1000), (100, 3), (10, 4097)];
+
+fn close(found: &[f64], expected: &Tensor, tolerance: f64, what: &str) {
+    let expected: Vec<f64> = expected.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    let largest = expected.iter().fold(1f64, |largest, value| largest.max(value.abs()));
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!((found - expected).abs() <= tolerance * largest, "{what}[{index}]: {found}, not {expected}");
+    }
+}
+
+/// `E` is the dtype of x, `S` the dtype of the arithmetic.
+fn norms_alike<E: WithDType, S: WithDType>(host: &Host, tolerance: f64) {
+    for ((rows, size), (centred, with_bias)) in
+        SHAPES.into_iter().flat_map(|shape| [(true, true), (true, false), (false, false)].map(|kind| (shape, kind)))
+    {
+        let what =
+            |part: &str| format!("{part} of {:?} {rows} x {size}, centred {centred}, bias {with_bias}", E::DTYPE);
+        let count = rows * size;
+        let [x, dy] =
+            [1, 2].map(|seed| values(count, seed).into_iter().map(|value| 2. * value + 0.5).collect::<Vec<_>>());
+        let [weight, bias] = [3, 4].map(|seed| values(size, seed));
+
+        let mut wide = Memory::<E>::new([x.clone(), dy.clone(), vec![0.; count], vec![0.; count]].into_iter());
+        let zeros = vec![0.; size];
+        let mut narrow = Memory::<S>::new([weight.clone(), bias.clone(), zeros.clone(), zeros].into_iter());
+        let of_rows = Rows { dtype: E::DTYPE, rows, size, eps: EPS, centred };
+        let addresses = Forward {
+            x: wide.address(0),
+            weight: narrow.address(0),
+            bias: if with_bias { narrow.address(1) } else { 0 },
+            y: wide.address(2),
+        };
+        let mut statistics = forward(host, of_rows, addresses).unwrap();
+        let addresses = Backward {
+            x: wide.address(0),
+            weight: narrow.address(0),
+            dy: wide.address(1),
+            dx: wide.address(3),
+            d_weight: narrow.address(2),
+            d_bias: narrow.address(3),
+        };
+        backward(host, of_rows, &mut statistics, addresses).unwrap();
+
+        let var = |values: Vec<f64>, shape: &[usize], dtype| {
+            Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap()
+        };
+        let (x, dy) = (var(x, &[rows, size], E::DTYPE), var(dy, &[rows, size], E::DTYPE));
+        let (weight, bias) = (var(weight, &[size], S::DTYPE), var(bias, &[size], S::DTYPE));
+        let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+        let norm = match (centred, with_bias) {
+            (true, true) => LayerNorm::new(w, b, EPS),
+            (true, false) => LayerNorm::new_no_bias(w, EPS),
+            _ => LayerNorm::rms_norm(w, EPS),
+        };
+        let y = norm.forward(&x).unwrap();
+        let grads = (&y * dy.as_tensor()).unwrap().backward().unwrap();
+        close(&wide.get(2, count), &y, tolerance, &what("y"));
+        close(&wide.get(3, count), grads.get(&x).unwrap(), tolerance, &what("dx"));
+        close(&narrow.get(2, size), grads.get(&weight).unwrap(), tolerance, &what("the gradient of the weight"));
+        if with_bias {
+            close(&narrow.get(3, size), grads.get(&bias).unwrap(), tolerance, &what("the gradient of the bias"));
+        }
+    }
+}
+
+#[test]
+fn norms_match_the_cpu() {
+    let Some(host) = Host::new("norms_match_the_cpu") else { return };
+    norms_alike::<f32, f32>(&host, 2e-6);
+    norms_alike::<f64, f64>(&host, 1e-12);
+    norms_alike::<f16, f32>(&host, 1e-3);
+    norms_alike::<bf16, f32>(&host, 8e-3);
+}

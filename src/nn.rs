@@ -1,0 +1,70 @@
+//! Layers and functions with correct gradients that are fast on CPUs: everything in [`candle_ddp_nn`], a drop-in for candle-nn,
+//! and [`sync_batch_norm`].
+use crate::backend::Label;
+use crate::process_group::ProcessGroup;
+use crate::{Error, ReduceOp};
+use candle_core::{Result, Tensor};
+pub use candle_ddp_nn::*;
+use std::sync::Arc;
+
+/// A [`BatchNorm`] whose means and variances, in training, are those of the batches of all ranks of `group` together: PyTorch's
+/// `SyncBatchNorm`. It has the same names in the `VarMap` (`weight`, `bias`, `running_mean`, `running_var`). `config` is candle's, or
+/// only its `eps`.
+///
+/// Ranks may have batches of different sizes, also empty ones. In training each forward pass makes one collective (an all-gather of
+/// means, variances and counts) and each backward pass another (an all-reduce of two sums per channel); the gradients of `weight` and
+/// `bias` are those of this rank's batch, for DistributedDataParallel to average. In evaluation, and in a world of one, it makes no
+/// collectives.
+///
+/// **All ranks of the group run the same forward and backward passes in training mode**, whatever the size of their
+/// batches: a rank that leaves one out lets the others wait until their time-out. The collectives run on a separate
+/// communicator, which all such layers of the group share and which is connected in the first forward
+/// pass in training mode: on that of the gradients' buckets, which become ready at moments that differ from rank to
+/// rank, they would come in different orders on different ranks. (On GPUs, NCCL promises that two communicators do not
+/// wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers do. Those
+/// that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once: leave
+/// `CUDA_DEVICE_MAX_CONNECTIONS` at its default, not 1.)
+///
+/// # Errors
+/// A config that [`candle_nn::BatchNorm`] refuses as well, and whatever `vb` refuses.
+pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
+    group: &ProcessGroup,
+    num_features: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<BatchNorm> {
+    Ok(batch_norm(num_features, config, vb)?.synchronised(Arc::new(group.clone())))
+}
+
+const INPUT: &str = "the input of SyncBatchNorm";
+
+impl BatchNormGroup for ProcessGroup {
+    fn world_size(&self) -> usize {
+        self.world_size()
+    }
+
+    fn check(&self, x: &Tensor) -> Result<()> {
+        if !x.device().same_device(self.device()) {
+            let (is, needed) = (x.device().location(), self.device().location());
+            return Err(Error::invalid(INPUT, format!("it is on {is:?}, its group's device is {needed:?}")).into());
+        }
+        if self.current_join().is_some() {
+            let reason = "it is in training mode inside of `join`, where ranks without inputs make no forward passes, and \
+                          its statistics need all ranks: use `batch_norm`, or give all ranks as many batches";
+            return Err(Error::invalid(INPUT, reason).into());
+        }
+        Ok(())
+    }
+
+    fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
+        let all = Tensor::zeros((self.world_size(), mine.elem_count()), mine.dtype(), mine.device())?;
+        let group = self.companion()?;
+        Label::BATCH_NORM.during(|| group.all_gather(&all, mine))?;
+        Ok(all)
+    }
+
+    fn all_reduce(&self, sums: &Tensor) -> Result<()> {
+        let group = self.companion()?;
+        Ok(Label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
+    }
+}
