@@ -1,7 +1,7 @@
 //! Convolutional networks.
-use crate::check::{Check, LARGE, LARGE_F32, check, config, random};
+use crate::check::{Check, LARGE, LARGE_F32, check, config, measure, random};
 
-use candle_models::models::{convnext, efficientnet, efficientvit, fastvit, mobilenetv4, mobileone, repvgg};
+use candle_models::models::{convnext, efficientnet, efficientvit, fastvit, mobilenetv4, mobileone, repvgg, resnet};
 use candle_nn::Module;
 use serde_json::json;
 
@@ -53,4 +53,11 @@ fn mobileone() {
 #[test]
 fn repvgg() {
     check(Check { gain: 0.4, ..LARGE_F32 }, |vb| repvgg::repvgg(&repvgg::Config::a0(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?));
+}
+
+/// Methods of candle's tensors, which no renamed crate reaches: `candle_ddp_nn::max_pool2d` is what this file would have to call.
+#[test]
+fn resnet_has_candles_max_pool() {
+    let error = measure(&LARGE, &|vb| resnet::resnet18(3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)).unwrap_err();
+    assert!(error.to_string().contains("maxpool2d"), "{error}");
 }

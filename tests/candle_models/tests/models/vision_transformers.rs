@@ -1,8 +1,8 @@
 //! Transformers over images, and over images and text.
-use crate::check::{Check, F32, F64, LARGE, check, config, random, tokens};
+use crate::check::{Check, F32, F64, LARGE, check, config, measure, random, tokens};
 
 use candle_models::models::{beit, blip, blip_text, clip, dinov2, dinov2reg4, eva2, hiera, segformer, siglip, trocr, vit};
-use candle_nn::{Activation, Module};
+use candle_nn::{Activation, Module, VarBuilder};
 use serde_json::json;
 
 
@@ -147,4 +147,13 @@ fn blip() {
         let encoded = model.vision_model().forward(&image)?;
         model.text_decoder().forward(&tokens((1, 4), 11)?, &encoded)
     });
+}
+
+/// Images of another size than the published one: candle's `upsample_nearest2d` has no gradient here, and no renamed crate
+/// reaches a method.
+#[test]
+fn position_embeddings_are_not_interpolated() {
+    let dino = |vb: VarBuilder| dinov2::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 56, 56), &vb)?);
+    let error = measure(&LARGE, &dino).unwrap_err();
+    assert!(error.to_string().contains("upscaling"), "{error}");
 }
