@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The public API as text, from rustdoc's pages, so that no change of it goes unseen.
+"""The public API of the libraries as text, from rustdoc's pages, so that no change of it goes unseen.
 
-    scripts/public_api.py            compares docs/public-api.txt with the source
-    scripts/public_api.py --update   writes it anew
+    scripts/public_api.py            compares docs/public-api*.txt with the source
+    scripts/public_api.py --update   writes them anew
 
 A line is an item, with its fields or variants, a method, a trait that a type implements, or a re-export. Features: the
 default ones, `conformance` and `vision`; of those for CUDA it has what is there without them. Traits that the compiler derives (Send,
@@ -19,7 +19,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTING = ROOT / "docs" / "public-api.txt"
+LISTINGS = {
+    "candle_ddp": ROOT / "docs" / "public-api.txt",
+    "candle_ddp_nn": ROOT / "docs" / "public-api-nn.txt",
+    "candle_ddp_tensor": ROOT / "docs" / "public-api-tensor.txt",
+}
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}
 # Lists of what rustdoc adds to a page by itself, or repeats from another page.
 SKIPPED = {"blanket-implementations-list", "synthetic-implementations-list", "implementors-list",
@@ -78,7 +82,7 @@ def tidy(line):
     return re.sub(r"(?<=\S)where ", " where ", line).replace(" ,", ",")
 
 
-def listing(pages):
+def listing(crate, pages):
     index = Page((pages / "all.html").read_text())
     items = sorted({link for link in index.links if re.match(r"(\w+/)*(struct|enum|trait|fn|type|constant|macro)\.\w+\.html$", link)})
     folders = {pages}
@@ -86,11 +90,11 @@ def listing(pages):
         folders |= {parent for parent in (pages / item).parents if pages in parent.parents}
     lines = set()
     for folder in folders:
-        module = "::".join(("candle_ddp",) + folder.relative_to(pages).parts)
+        module = "::".join((crate,) + folder.relative_to(pages).parts)
         lines |= {f"{module}: {text}" for kind, text in Page((folder / "index.html").read_text()).found if kind == "use"}
     for item in items:
         kind, name = re.match(r"(?:\w+/)*(\w+)\.(\w+)\.html$", item).groups()
-        path = "::".join(["candle_ddp", *item.split("/")[:-1], name])
+        path = "::".join([crate, *item.split("/")[:-1], name])
         for found, text in Page((pages / item).read_text()).found:
             # A trait's declaration has its methods. Those of a type need no heading, and nobody relies on the marker that
             # comes with a derived `PartialEq`.
@@ -103,19 +107,26 @@ def listing(pages):
 def main():
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     command = ["cargo", "doc", "--quiet", "--no-deps", "--locked", "--lib", "--features", "conformance,vision"]
-    subprocess.run(command, cwd=ROOT, check=True)
-    lines = listing(target / "doc" / "candle_ddp")
-    if len(lines) < 100:
-        sys.exit("rustdoc's pages look different from what this script knows: it found nearly nothing in them")
+    packages = [argument for crate in LISTINGS for argument in ("--package", crate.replace("_", "-"))]
+    subprocess.run(command + packages, cwd=ROOT, check=True)
+    changed = [compare(crate, path, target / "doc" / crate) for crate, path in LISTINGS.items()]
+    if any(changed):
+        sys.exit("The public API has changed. If it was meant to: scripts/public_api.py --update, and an entry in CHANGELOG.md")
+
+
+def compare(crate, path, pages):
+    """Returns whether a crate's listing differs from the source, unless it is written anew."""
+    lines = listing(crate, pages)
+    if len(lines) < 20:
+        sys.exit(f"rustdoc's pages of {crate} look different from what this script knows: it found nearly nothing in them")
     text = "\n".join(lines) + "\n"
     if "--update" in sys.argv[1:]:
-        LISTING.write_text(text)
-        return
-    before = LISTING.read_text() if LISTING.exists() else ""
-    if text != before:
-        changes = difflib.unified_diff(before.splitlines(), lines, "docs/public-api.txt", "the source", n=0, lineterm="")
-        print("\n".join(changes))
-        sys.exit("The public API has changed. If it was meant to: scripts/public_api.py --update, and an entry in CHANGELOG.md")
+        path.write_text(text)
+        return False
+    before = path.read_text() if path.exists() else ""
+    changes = difflib.unified_diff(before.splitlines(), lines, path.name, "the source", n=0, lineterm="")
+    print("\n".join(changes), end="\n" if text != before else "")
+    return text != before
 
 
 if __name__ == "__main__":

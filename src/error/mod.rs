@@ -214,7 +214,8 @@ pub enum Error {
     #[error(
         "{} of {total} parameters get no gradient {}: {}. Either the loss does not depend on them, or it depends on them only \
          through an operation that has no backward pass: a detach, a multiplication by the number 0, or candle_nn's layer_norm, \
-         rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one). If this is meant, as for experts or early exits, allow it with \
+         rms_norm, softmax_last_dim or rope (candle_ddp::nn has the same with one; the package candle-ddp-nn under the name \
+         candle-nn changes a whole program). If this is meant, as for experts or early exits, allow it with \
          DdpOptions.unused; variables that are not to be trained belong to DdpOptions.is_frozen",
         unused.len(),
         on_ranks(*rank),

@@ -166,8 +166,9 @@ fn survivors_keep_their_process_and_nothing_piles_up() {
     let entered = run.read("entered-0");
     let resources: Vec<Vec<usize>> =
         entered.lines().map(|line| line.split(' ').skip(1).map(|count| count.parse().unwrap()).collect()).collect();
-    // The second one has what was made once, such as the threads that compute.
-    assert_eq!(resources[8], resources[1], "{resources:?}");
+    // The second one has what was made once, such as the threads that compute. A connection may be opened or closed in that
+    // moment, but what is left over from each generation would be seven by the last.
+    assert!(resources[8].iter().zip(&resources[1]).all(|(last, second)| *last < second + 4), "{resources:?}");
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! Batch normalisation of the local batch, or of the batches of all ranks together.
 use super::channels::{self, After};
+pub use super::normalise::BatchNormGroup;
 use super::normalise::{Batch, Normalise, Statistics, combine};
 use candle_core::{DType, ModuleT, Result, Tensor, Var};
 use candle_ddp_tensor::Error;
 use candle_ddp_tensor::error::describe;
 pub use candle_nn::BatchNormConfig;
 use candle_nn::{Init, VarBuilder};
-use std::fmt::Debug;
 use std::sync::Arc;
 
 /// Batch normalisation: `torch.nn.BatchNorm1d` to `3d`, and a drop-in for [`candle_nn::BatchNorm`] with the same names in the
@@ -29,31 +29,6 @@ pub struct BatchNorm {
     config: BatchNormConfig,
     /// The ranks whose batches are normalised together; None normalises the local batch.
     group: Option<Arc<dyn BatchNormGroup>>,
-}
-
-/// The ranks whose batches a [`BatchNorm`] normalises together in training. candle-ddp implements it for its process groups:
-/// see `candle_ddp::nn::sync_batch_norm`.
-pub trait BatchNormGroup: Debug + Send + Sync {
-    /// The number of ranks. One rank needs none of the other methods.
-    fn world_size(&self) -> usize;
-
-    /// Called before anything is sent, with the input of the forward pass.
-    ///
-    /// # Errors
-    /// The reason why the ranks cannot normalise this input together, such as its device.
-    fn check(&self, x: &Tensor) -> Result<()>;
-
-    /// Gathers `mine`, of shape (n), from all ranks into a tensor of shape (world size, n), in the order of the ranks.
-    ///
-    /// # Errors
-    /// Those of the collective.
-    fn all_gather(&self, mine: &Tensor) -> Result<Tensor>;
-
-    /// Replaces `sums` by its sum over all ranks.
-    ///
-    /// # Errors
-    /// Those of the collective.
-    fn all_reduce(&self, sums: &Tensor) -> Result<()>;
 }
 
 /// The operation that follows in the same pass over memory.

@@ -1,9 +1,34 @@
 //! Normalising each channel with given statistics, of one batch or of the batches of all ranks.
-use super::batch_norm::BatchNormGroup;
 use super::channels::{self, After, Gate};
 use candle_core::{DType, Result, Shape, Storage, Tensor};
 use candle_ddp_tensor::function::{Function, apply};
+use std::fmt::Debug;
 use std::sync::Arc;
+
+/// The ranks whose batches a [`BatchNorm`](crate::BatchNorm) normalises together in training. candle-ddp implements it for its process groups:
+/// see `candle_ddp::nn::sync_batch_norm`.
+pub trait BatchNormGroup: Debug + Send + Sync {
+    /// The number of ranks. One rank needs none of the other methods.
+    fn world_size(&self) -> usize;
+
+    /// Called before anything is sent, with the input of the forward pass.
+    ///
+    /// # Errors
+    /// The reason why the ranks cannot normalise this input together, such as its device.
+    fn check(&self, x: &Tensor) -> Result<()>;
+
+    /// Gathers `mine`, of shape (n), from all ranks into a tensor of shape (world size, n), in the order of the ranks.
+    ///
+    /// # Errors
+    /// Those of the collective.
+    fn all_gather(&self, mine: &Tensor) -> Result<Tensor>;
+
+    /// Replaces `sums` by its sum over all ranks.
+    ///
+    /// # Errors
+    /// Those of the collective.
+    fn all_reduce(&self, sums: &Tensor) -> Result<()>;
+}
 
 /// What a batch is normalised with.
 pub(super) struct Statistics {

@@ -7,7 +7,7 @@ use candle_ddp_rendezvous::error::RankError;
 use candle_ddp_rendezvous::host::boot_id;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use std::fs::{DirBuilder, File, remove_dir, remove_dir_all, remove_file};
+use std::fs::{DirBuilder, File, Metadata, remove_dir, remove_dir_all, remove_file};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -149,6 +149,8 @@ fn remove_stale(parent: &Path, prefix: &str) {
         if ours
             && let Ok(folder) = File::open(entry.path())
             && flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok()
+            // Between the opening and the lock, another ddprun may have removed the folder, and a third one created its own.
+            && is_at(&folder, &entry.path())
         {
             // The next run tries again to remove what cannot be removed now.
             let _ = remove_dir_all(entry.path());
@@ -163,12 +165,10 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
         let locked = File::open(&path).and_then(|folder| {
             // On a file system without locks, no folder is considered stale.
             let is_taken = flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
-            Ok((is_taken, folder.metadata()?.ino(), folder))
+            Ok((is_taken, folder))
         });
         match locked {
-            Ok((false, inode, lock)) if std::fs::metadata(&path).is_ok_and(|now| now.ino() == inode) => {
-                return Ok((path, lock));
-            }
+            Ok((false, lock)) if is_at(&lock, &path) => return Ok((path, lock)),
             // Another ddprun considered the folder stale: it is about to remove it, or has removed it, and perhaps has even
             // created its own with the same name.
             Ok(_) => {}
@@ -179,6 +179,12 @@ fn create_locked(parent: &Path, name: &str) -> Result<(PathBuf, File)> {
             }
         }
     }
+}
+
+/// Whether the open `folder` is still the one at `path`.
+fn is_at(folder: &File, path: &Path) -> bool {
+    let inode = |metadata: Metadata| (metadata.dev(), metadata.ino());
+    folder.metadata().is_ok_and(|open| std::fs::metadata(path).is_ok_and(|now| inode(now) == inode(open)))
 }
 
 /// Creates `name` in `parent`, or `name_2` and so on if it exists, so that no run overwrites another's files.
@@ -209,16 +215,27 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let all = Barrier::new(4);
         let create = || {
+            let mut errors = Vec::new();
             for _ in 0..300 {
                 remove_stale(parent.path(), "run");
-                let (path, lock) = create_locked(parent.path(), "run").unwrap();
+                let created = create_locked(parent.path(), "run");
                 // Each keeps its folder until all have one.
                 all.wait();
-                remove_dir(&path).unwrap();
-                drop(lock);
+                let removed = created.and_then(|(path, lock)| {
+                    remove_dir(&path).map_err(|error| io_error(&path, error))?;
+                    drop(lock);
+                    Ok(())
+                });
+                // A thread that panics here would leave the others waiting.
+                errors.extend(removed.err().map(|error| error.to_string()));
                 all.wait();
             }
+            errors
         };
-        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(create))));
+        let errors = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(create)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert!(errors.is_empty(), "{errors:?}");
     }
 }
