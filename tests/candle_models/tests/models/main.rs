@@ -1,0 +1,10 @@
+//! Unchanged model files of candle-transformers, trained through candle-ddp-nn.
+mod audio;
+mod check;
+mod decoders;
+mod encoders;
+mod experts;
+mod golden;
+mod state_space;
+mod vision;
+mod vision_transformers;
