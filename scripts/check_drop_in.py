@@ -69,7 +69,10 @@ def lacking(folder, environment, needs):
         lines = [f"mod n{i} {{ use {crate} as nn; {line} }}" for i, (_, line, _) in enumerate(needs)]
         (folder / f"src/{crate}.rs").write_text("\n".join(lines))
     command = ["cargo", "check", "--quiet", "--message-format", "json"]
-    output = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    run = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output = run.stdout
+    if '"reason":"build-finished"' not in output:
+        sys.exit(run.stderr)
     found = {"candle_nn": set(), "candle_ddp_nn": set()}
     for line in output.splitlines():
         message = json.loads(line).get("message") or {}
@@ -106,7 +109,7 @@ def main():
             [workspace]
         """)
         (folder / "Cargo.lock").write_bytes((ROOT / "Cargo.lock").read_bytes())
-        (folder / "src/lib.rs").write_text("#![allow(warnings)]\nmod candle_ddp_nn;\nmod candle_nn;\n".replace("mod candle", "mod r#candle"))
+        (folder / "src/lib.rs").write_text("#![allow(warnings)]\nmod candle_ddp_nn;\nmod candle_nn;\n")
         # The compiler looks at bodies once all imports are right.
         imports = [need for need in needs if need[2]]
         names, unknown = lacking(folder, environment, imports)

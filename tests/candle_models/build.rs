@@ -30,11 +30,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .and_then(|package| package["manifest_path"].as_str())
         .ok_or("candle-transformers is not among the packages of Cargo.lock")?;
     let source = Path::new(manifest).with_file_name("src");
-    let modules = format!(
-        "{}pub mod models {{\n{}}}\n",
-        modules(&source, HELPERS)?,
-        modules(&source.join("models"), MODELS)?
-    );
+    let modules =
+        format!("{}pub mod models {{\n{}}}\n", modules(&source, HELPERS)?, modules(&source.join("models"), MODELS)?);
     fs::write(Path::new(&env::var("OUT_DIR")?).join("modules.rs"), modules)?;
     Ok(())
 }

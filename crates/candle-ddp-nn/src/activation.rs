@@ -111,17 +111,30 @@ impl Module for Activation {
             Self::Relu => return relu(x),
             Self::Relu2 => return relu(x)?.sqr(),
             Self::Silu | Self::Swish => return silu(x),
+            Self::Mish => return mish(x),
             Self::Relu6 => Candles::Relu6,
             Self::Sigmoid => Candles::Sigmoid,
             Self::HardSigmoid => Candles::HardSigmoid,
             Self::Swiglu => Candles::Swiglu,
-            Self::Mish => Candles::Mish,
             Self::HardSwish => Candles::HardSwish,
             Self::Elu(alpha) => Candles::Elu(alpha),
             Self::LeakyRelu(slope) => Candles::LeakyRelu(slope),
         };
         candles.forward(x)
     }
+}
+
+/// ln(1 + e^x), finite for every finite x. candle's gradients of both terms add up to the right one at 0 as well.
+pub(super) fn softplus(x: &Tensor) -> Result<Tensor> {
+    x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?
+}
+
+/// x × tanh(ln(1 + e^x)): a drop-in for `candle_nn::ops::mish`, whose gradient is not a number for large x.
+///
+/// # Errors
+/// candle's, for a dtype of integers.
+pub fn mish(x: &Tensor) -> Result<Tensor> {
+    x * softplus(x)?.tanh()?
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -307,6 +320,18 @@ impl CustomOp1 for Operation {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Var;
+
+    #[test]
+    fn mish_has_gradients_everywhere() {
+        for x in [-800.0, -3.0, 0.0, 1e-3, 2.0, 100.0, 800.0f64] {
+            let of = |x: f64| mish(&Tensor::new(x, &Device::Cpu).unwrap()).unwrap().to_scalar::<f64>().unwrap();
+            let var = Var::new(x, &Device::Cpu).unwrap();
+            let gradient = mish(&var).unwrap().backward().unwrap().get(&var).unwrap().to_scalar::<f64>().unwrap();
+            let difference = (of(x + 1e-5) - of(x - 1e-5)) / 2e-5;
+            assert!((gradient - difference).abs() < 1e-8, "{x}: {gradient}, not {difference}");
+        }
+    }
 
     /// The loops of the CPU agree with candle's operations, which other devices use.
     #[test]

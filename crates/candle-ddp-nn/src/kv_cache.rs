@@ -6,9 +6,8 @@
 #[doc(no_inline)]
 pub use candle_nn::kv_cache::*;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candle_nn::kv_cache as plain;
-use std::ops::Deref;
 
 /// What was there before, and then `src`.
 fn join(before: Option<&Tensor>, src: &Tensor, dim: usize) -> Result<Tensor> {
@@ -26,18 +25,20 @@ pub struct Cache {
     tracked: Option<Tensor>,
 }
 
-impl Deref for Cache {
-    type Target = plain::Cache;
-
-    fn deref(&self) -> &plain::Cache {
-        &self.plain
-    }
-}
-
 impl Cache {
     /// An empty cache that grows along `dim`, with room for `max_seq_len` at first.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { plain: plain::Cache::new(dim, max_seq_len), tracked: None }
+    }
+
+    /// The dimension along which the cache grows.
+    pub fn dim(&self) -> usize {
+        self.plain.dim()
+    }
+
+    /// The length for which there is room.
+    pub fn max_seq_len(&self) -> usize {
+        self.plain.max_seq_len()
     }
 
     /// The length of what is in the cache.
@@ -158,18 +159,43 @@ pub struct RotatingCache {
     tracked: Option<Tensor>,
 }
 
-impl Deref for RotatingCache {
-    type Target = plain::RotatingCache;
-
-    fn deref(&self) -> &plain::RotatingCache {
-        &self.plain
-    }
-}
-
 impl RotatingCache {
     /// An empty ring of `max_seq_len` places along `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { plain: plain::RotatingCache::new(dim, max_seq_len), tracked: None }
+    }
+
+    /// The dimension of the ring.
+    pub fn dim(&self) -> usize {
+        self.plain.dim()
+    }
+
+    /// The number of places in the ring.
+    pub fn max_seq_len(&self) -> usize {
+        self.plain.max_seq_len()
+    }
+
+    /// The place that is written next.
+    pub fn offset(&self) -> usize {
+        self.plain.offset()
+    }
+
+    /// The length of all that was appended.
+    pub fn current_seq_len(&self) -> usize {
+        self.plain.current_seq_len()
+    }
+
+    /// The positions of what is returned after `seq_len` more are appended.
+    pub fn positions(&self, seq_len: usize) -> Vec<usize> {
+        self.plain.positions(seq_len)
+    }
+
+    /// The mask of attention after `seq_len` more are appended, if one is needed: u8, not 0 for what is hidden.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
+        self.plain.attn_mask(seq_len, device)
     }
 
     /// The ring's memory.
@@ -234,19 +260,33 @@ pub struct RotatingKvCache {
     v: RotatingCache,
 }
 
-impl Deref for RotatingKvCache {
-    type Target = RotatingCache;
-
-    /// The keys' ring, for what is the same of both.
-    fn deref(&self) -> &RotatingCache {
-        &self.k
-    }
-}
-
 impl RotatingKvCache {
     /// Empty rings of `max_seq_len` places along `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { k: RotatingCache::new(dim, max_seq_len), v: RotatingCache::new(dim, max_seq_len) }
+    }
+
+    /// The place that is written next.
+    pub fn offset(&self) -> usize {
+        self.k.offset()
+    }
+
+    /// The length of all that was appended.
+    pub fn current_seq_len(&self) -> usize {
+        self.k.current_seq_len()
+    }
+
+    /// The positions of what is returned after `seq_len` more are appended.
+    pub fn positions(&self, seq_len: usize) -> Vec<usize> {
+        self.k.positions(seq_len)
+    }
+
+    /// The mask of attention after `seq_len` more are appended, if one is needed: u8, not 0 for what is hidden.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
+        self.k.attn_mask(seq_len, device)
     }
 
     /// The keys.

@@ -1,5 +1,5 @@
 //! Functions with the names and signatures of [`candle_nn::ops`].
-pub use crate::activation::silu;
+pub use crate::activation::{mish, silu};
 pub use crate::dropout::Dropout;
 pub use crate::softmax::{log_softmax, softmax, softmax_last_dim};
 #[doc(no_inline)]
@@ -16,6 +16,14 @@ use candle_ddp_tensor::Error;
 /// As [`dropout`](crate::dropout()).
 pub fn dropout(x: &Tensor, drop_p: f32) -> Result<Tensor> {
     Dropout::new(drop_p).forward(x, true)
+}
+
+/// `gamma` × elu(x): candle's, but in every floating-point dtype, and with gradients for large x.
+///
+/// # Errors
+/// candle's.
+pub fn selu(x: &Tensor, alpha: f32, gamma: f32) -> Result<Tensor> {
+    x.elu(f64::from(alpha))? * f64::from(gamma)
 }
 
 /// silu(a) × b of the two halves of the last dimension.

@@ -1,5 +1,5 @@
 //! Models of sound.
-use crate::check::{Check, F32, F64, check, config, random, tokens};
+use crate::check::{check, config, random, tokens, Check, F32, F64};
 
 use candle_models::models::{dac, encodec, snac, whisper};
 use candle_nn::Module;
@@ -25,8 +25,15 @@ fn whisper() {
 fn encodec() {
     check(F64, |vb| {
         let config = encodec::Config {
-            target_bandwidths: vec![0.5], sampling_rate: 100, audio_channels: 1, hidden_size: 8, num_filters: 4,
-            upsampling_ratios: vec![2, 2], num_lstm_layers: 1, codebook_size: 11, codebook_dim: Some(8),
+            target_bandwidths: vec![0.5],
+            sampling_rate: 100,
+            audio_channels: 1,
+            hidden_size: 8,
+            num_filters: 4,
+            upsampling_ratios: vec![2, 2],
+            num_lstm_layers: 1,
+            codebook_size: 11,
+            codebook_dim: Some(8),
             ..Default::default()
         };
         let encoded = encodec::Encoder::new(&config, vb.pp("encoder"))?.forward(&random((2, 1, 16), &vb)?)?;

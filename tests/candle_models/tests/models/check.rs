@@ -1,6 +1,6 @@
 //! Compares all gradients of a model with central differences.
 use candle::{DType, Device, Result, Shape, Tensor, Var};
-use candle_ddp::seed::{Generator, var_builder};
+use candle_ddp::seed::{var_builder, Generator};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
 use serde::de::DeserializeOwned;

@@ -1,12 +1,12 @@
 //! Decoders of text.
-use crate::check::{F32, F64, check, config, tokens};
+use crate::check::{check, config, tokens, F32, F64};
 use candle::{DType, Device, Result};
 use candle_models::models::{
     bigcode, falcon, gemma, gemma2, gemma3, glm4_new, granite, helium, llama, mistral, olmo, olmo2, phi, phi3, qwen2,
     qwen3, smol::smollm3, stable_lm, starcoder2,
 };
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::{json, Value};
 
 const CPU: Device = Device::Cpu;
 
@@ -70,9 +70,7 @@ fn phi3() {
 
 #[test]
 fn gemma() {
-    check(F64, |vb| {
-        gemma::Model::new(false, &decoder(json!({"head_dim": 4}))?, vb)?.forward(&tokens((2, 5), 11)?, 0)
-    });
+    check(F64, |vb| gemma::Model::new(false, &decoder(json!({"head_dim": 4}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }
 
 #[test]
@@ -141,8 +139,15 @@ fn olmo2() {
 fn bigcode() {
     check(F32, |vb| {
         let config = bigcode::Config {
-            vocab_size: 11, max_position_embeddings: 16, num_hidden_layers: 2, hidden_size: 8, layer_norm_epsilon: 1e-5,
-            n_inner: Some(12), num_attention_heads: 2, multi_query: true, use_cache: false,
+            vocab_size: 11,
+            max_position_embeddings: 16,
+            num_hidden_layers: 2,
+            hidden_size: 8,
+            layer_norm_epsilon: 1e-5,
+            n_inner: Some(12),
+            num_attention_heads: 2,
+            multi_query: true,
+            use_cache: false,
         };
         bigcode::GPTBigCode::load(vb, config)?.forward(&tokens((2, 5), 11)?, 0)
     });
@@ -177,7 +182,5 @@ fn helium() {
 
 #[test]
 fn smollm3() {
-    check(F32, |vb| {
-        smollm3::ModelForCausalLM::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0)
-    });
+    check(F32, |vb| smollm3::ModelForCausalLM::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }

@@ -1,5 +1,5 @@
 //! Encoders of text, and encoder-decoders.
-use crate::check::{F32, F64, check, config, tokens};
+use crate::check::{check, config, tokens, F32, F64};
 use candle::{DType, Device, Tensor};
 use candle_models::models::{bert, debertav2, distilbert, jina_bert, marian, modernbert, nomic_bert, t5, xlm_roberta};
 use candle_nn::Module;

@@ -1,5 +1,5 @@
 //! Mixtures of experts.
-use crate::check::{Check, F32, check, config, measure, tokens};
+use crate::check::{check, config, measure, tokens, Check, F32};
 use candle::{DType, Result, Tensor};
 use candle_models::models::{deepseek2, granitemoehybrid, mixtral, qwen2_moe, qwen3_moe};
 use candle_nn::VarBuilder;
@@ -88,8 +88,7 @@ fn granitemoehybrid() {
             "layer_types": ["attention", "attention"], "shared_intermediate_size": 12,
         }))?;
         let config = config.into_config(false);
-        let mut cache =
-            granitemoehybrid::GraniteMoeHybridCache::new(false, DType::F32, &config, &candle::Device::Cpu)?;
+        let mut cache = granitemoehybrid::GraniteMoeHybridCache::new(false, DType::F32, &config, &candle::Device::Cpu)?;
         granitemoehybrid::GraniteMoeHybrid::load(vb, &config)?.forward(&tokens((2, 5), 11)?, 0, &mut cache)
     });
 }

@@ -5,7 +5,7 @@ use candle::{DType, Device, Result, Tensor, Var};
 use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_models::models::{bert, llama, vit};
 use candle_nn::loss::cross_entropy;
-use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+use candle_nn::{Optimizer, VarBuilder, VarMap, SGD};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
@@ -38,7 +38,8 @@ impl<M> Golden<M> {
     /// The golden weights.
     fn weights(&self) -> VarMap {
         let varmap = VarMap::new();
-        let vars = self.with_prefix("parameter.").into_iter().map(|(name, tensor)| (name, Var::from_tensor(&tensor).unwrap()));
+        let vars =
+            self.with_prefix("parameter.").into_iter().map(|(name, tensor)| (name, Var::from_tensor(&tensor).unwrap()));
         varmap.data().lock().unwrap().extend(vars);
         varmap
     }
@@ -76,7 +77,9 @@ impl<M> Golden<M> {
         assert!(difference <= 1e-5 * largest(expected), "logits: {difference}");
         let grads = self.loss(&model, None).unwrap().backward().unwrap();
         let vars = varmap.data().lock().unwrap();
-        self.compare_gradients(&vars.iter().map(|(name, var)| (name.clone(), grads.get(var).unwrap().clone())).collect());
+        self.compare_gradients(
+            &vars.iter().map(|(name, var)| (name.clone(), grads.get(var).unwrap().clone())).collect(),
+        );
     }
 
     /// Two ranks with half of the batch each have the same gradients, and their weights stay the same in a step that
@@ -90,7 +93,8 @@ impl<M> Golden<M> {
             let grads = ddp.backward(&loss)?;
             let gradient = |(name, var): (String, Var)| (name, grads.get(&var).unwrap().clone());
             self.compare_gradients(&ddp.named_parameters().into_iter().map(gradient).collect());
-            let whole = || ddp.call(|model| self.loss(model, None))?.to_scalar::<f32>().map_err(candle_ddp::Error::from);
+            let whole =
+                || ddp.call(|model| self.loss(model, None))?.to_scalar::<f32>().map_err(candle_ddp::Error::from);
             let before = whole()?;
             SGD::new(ddp.parameters(), 1e-2)?.step(&grads)?;
             let after = whole()?;

@@ -1,5 +1,5 @@
 //! State-space models and linear recurrences.
-use crate::check::{F32, F64, check, config, tokens};
+use crate::check::{check, config, tokens, F32, F64};
 use candle::{Device, Tensor};
 use candle_models::models::{mamba, mamba2, recurrent_gemma, rwkv_v5, rwkv_v6};
 use serde_json::json;

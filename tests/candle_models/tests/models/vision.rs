@@ -1,14 +1,15 @@
 //! Convolutional networks.
-use crate::check::{Check, LARGE, LARGE_F32, check, config, measure, random};
+use crate::check::{check, config, measure, random, Check, LARGE, LARGE_F32};
 
 use candle_models::models::{convnext, efficientnet, efficientvit, fastvit, mobilenetv4, mobileone, repvgg, resnet};
 use candle_nn::Module;
 use serde_json::json;
 
-
 #[test]
 fn convnext() {
-    check(LARGE, |vb| convnext::convnext(&convnext::Config::atto(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?));
+    check(LARGE, |vb| {
+        convnext::convnext(&convnext::Config::atto(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)
+    });
 }
 
 #[test]
@@ -27,13 +28,25 @@ fn efficientvit() {
 }
 
 /// Scales of 1 × 1 kernels, identities between different numbers of channels, and what the published models have in other places.
-const FASTVIT_ABSENT: [&str; 10] =
-    ["stem.2.conv_scale", "proj.1.conv_scale", "stem.0.identity", "stages.0.downsample", "stem.0.se", "stem.1.se", "stem.2.se", "er.se", "norm.se", "proj.1.se"];
+const FASTVIT_ABSENT: [&str; 10] = [
+    "stem.2.conv_scale",
+    "proj.1.conv_scale",
+    "stem.0.identity",
+    "stages.0.downsample",
+    "stem.0.se",
+    "stem.1.se",
+    "stem.2.se",
+    "er.se",
+    "norm.se",
+    "proj.1.se",
+];
 
 #[test]
 fn fastvit() {
     check(Check { absent: &FASTVIT_ABSENT, gain: 0.5, ..LARGE_F32 }, |vb| {
-        let config = config(json!({"exp_ratio": 2, "in_channels": 8, "blocks": [1, 1, 1, 1], "attn": true, "lkc_use_act": true}))?;
+        let config = config(
+            json!({"exp_ratio": 2, "in_channels": 8, "blocks": [1, 1, 1, 1], "attn": true, "lkc_use_act": true}),
+        )?;
         fastvit::fastvit(&config, 3, vb.clone())?.forward(&random((1, 3, 64, 64), &vb)?)
     });
 }
@@ -47,17 +60,22 @@ fn mobilenetv4() {
 
 #[test]
 fn mobileone() {
-    check(Check { gain: 0.3, ..LARGE_F32 }, |vb| mobileone::mobileone(&mobileone::Config::s0(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?));
+    check(Check { gain: 0.3, ..LARGE_F32 }, |vb| {
+        mobileone::mobileone(&mobileone::Config::s0(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)
+    });
 }
 
 #[test]
 fn repvgg() {
-    check(Check { gain: 0.4, ..LARGE_F32 }, |vb| repvgg::repvgg(&repvgg::Config::a0(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?));
+    check(Check { gain: 0.4, ..LARGE_F32 }, |vb| {
+        repvgg::repvgg(&repvgg::Config::a0(), 3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)
+    });
 }
 
 /// Methods of candle's tensors, which no renamed crate reaches: `candle_ddp_nn::max_pool2d` is what this file would have to call.
 #[test]
 fn resnet_has_candles_max_pool() {
-    let error = measure(&LARGE, &|vb| resnet::resnet18(3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)).unwrap_err();
+    let error =
+        measure(&LARGE, &|vb| resnet::resnet18(3, vb.clone())?.forward(&random((1, 3, 32, 32), &vb)?)).unwrap_err();
     assert!(error.to_string().contains("maxpool2d"), "{error}");
 }

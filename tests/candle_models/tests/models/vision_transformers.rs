@@ -1,15 +1,24 @@
 //! Transformers over images, and over images and text.
-use crate::check::{Check, F32, F64, LARGE, check, config, measure, random, tokens};
+use crate::check::{check, config, measure, random, tokens, Check, F32, F64, LARGE};
 
-use candle_models::models::{beit, blip, blip_text, clip, dinov2, dinov2reg4, eva2, hiera, segformer, siglip, trocr, vit};
+use candle_models::models::{
+    beit, blip, blip_text, clip, dinov2, dinov2reg4, eva2, hiera, segformer, siglip, trocr, vit,
+};
 use candle_nn::{Activation, Module, VarBuilder};
 use serde_json::json;
 
-
 fn vit_config() -> vit::Config {
     vit::Config {
-        hidden_size: 8, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 12, hidden_act: Activation::Gelu,
-        layer_norm_eps: 1e-12, image_size: 8, patch_size: 4, num_channels: 3, qkv_bias: true,
+        hidden_size: 8,
+        num_hidden_layers: 2,
+        num_attention_heads: 2,
+        intermediate_size: 12,
+        hidden_act: Activation::Gelu,
+        layer_norm_eps: 1e-12,
+        image_size: 8,
+        patch_size: 4,
+        num_channels: 3,
+        qkv_bias: true,
     }
 }
 
@@ -42,12 +51,16 @@ fn beit() {
 
 #[test]
 fn dinov2() {
-    check(LARGE, |vb| dinov2::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 518, 518), &vb)?));
+    check(LARGE, |vb| {
+        dinov2::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 518, 518), &vb)?)
+    });
 }
 
 #[test]
 fn dinov2reg4() {
-    check(LARGE, |vb| dinov2reg4::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 518, 518), &vb)?));
+    check(LARGE, |vb| {
+        dinov2reg4::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 518, 518), &vb)?)
+    });
 }
 
 #[test]
@@ -111,12 +124,26 @@ fn clip() {
     check(F32, |vb| {
         let config = clip::ClipConfig {
             text_config: clip::text_model::ClipTextConfig {
-                vocab_size: 11, embed_dim: 8, activation: clip::text_model::Activation::QuickGelu, intermediate_size: 12,
-                max_position_embeddings: 8, pad_with: None, num_hidden_layers: 1, num_attention_heads: 2, projection_dim: 8,
+                vocab_size: 11,
+                embed_dim: 8,
+                activation: clip::text_model::Activation::QuickGelu,
+                intermediate_size: 12,
+                max_position_embeddings: 8,
+                pad_with: None,
+                num_hidden_layers: 1,
+                num_attention_heads: 2,
+                projection_dim: 8,
             },
             vision_config: clip::vision_model::ClipVisionConfig {
-                embed_dim: 8, activation: clip::text_model::Activation::QuickGelu, intermediate_size: 12, num_hidden_layers: 1,
-                num_attention_heads: 2, projection_dim: 8, num_channels: 3, image_size: 8, patch_size: 4,
+                embed_dim: 8,
+                activation: clip::text_model::Activation::QuickGelu,
+                intermediate_size: 12,
+                num_hidden_layers: 1,
+                num_attention_heads: 2,
+                projection_dim: 8,
+                num_channels: 3,
+                image_size: 8,
+                patch_size: 4,
             },
             logit_scale_init_value: 2.6592,
             image_size: 8,
@@ -153,7 +180,9 @@ fn blip() {
 /// reaches a method.
 #[test]
 fn position_embeddings_are_not_interpolated() {
-    let dino = |vb: VarBuilder| dinov2::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 56, 56), &vb)?);
+    let dino = |vb: VarBuilder| {
+        dinov2::DinoVisionTransformer::new(vb.clone(), 1, 8, 2)?.forward(&random((1, 3, 56, 56), &vb)?)
+    };
     let error = measure(&LARGE, &dino).unwrap_err();
     assert!(error.to_string().contains("upscaling"), "{error}");
 }
