@@ -1,16 +1,17 @@
 //! What a backward pass tells ranks that have no inputs left.
 use super::core::Core;
+use super::pass::Pass;
 use crate::process_group::{Active, Operation};
 use crate::{Error, Result};
-use candle_core::backprop::GradStore;
 use std::sync::Arc;
 
-/// Tells ranks without inputs that a backward pass of `models`, which send gradients, comes next, where these are in a
-/// join. Returns the ranks that have inputs.
-pub(super) fn announce(models: &[&Core], kept: Option<&GradStore>) -> Result<Option<Active>> {
+/// Tells ranks without inputs that `pass` comes next, if models that send gradients are in a join. Returns the ranks that
+/// have inputs.
+pub(super) fn announce(pass: &Pass) -> Result<Option<Active>> {
+    let models: Vec<&Core> = pass.synchronised().collect();
     let Some(join) = models.iter().find_map(|model| model.group().current_join()) else { return Ok(None) };
     let mut mask = 0;
-    for model in models {
+    for model in &models {
         let place = join.models.iter().position(|number| *number == model.number);
         let is_joined = model.group().current_join().is_some_and(|own| Arc::ptr_eq(&own, &join));
         let Some(place) = place.filter(|_| is_joined) else {
@@ -23,7 +24,7 @@ pub(super) fn announce(models: &[&Core], kept: Option<&GradStore>) -> Result<Opt
         };
         mask |= 1 << place;
     }
-    let adds_up = kept.is_some_and(|kept| models.iter().any(|model| model.marks().has_last(kept)));
+    let adds_up = pass.models.iter().any(|model| model.synchronises && model.adds_up);
     models[0].group().announce(Operation::Backward { models: mask, adds_up })
 }
 

@@ -179,9 +179,9 @@ impl Bucket {
         if self.tensor.device().is_cpu() || self.missing == 0 { self.flush() } else { Ok(()) }
     }
 
-    /// Whether the gradient of the member `slot` has arrived in this backward pass.
-    pub(super) fn has_arrived(&self, slot: usize) -> bool {
-        self.arrived[slot]
+    /// Whether any rank used the member `slot`, after the all-reduce.
+    pub(super) fn anybody_used(&self, slot: usize) -> Result<bool> {
+        Ok(self.used_flags.narrow(0, slot, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
     }
 
     /// Copies all gradients that have arrived into the bucket.
@@ -228,7 +228,7 @@ impl Bucket {
         Ok(None)
     }
 
-    /// Resets the state of the last backward pass.
+    /// Forgets the backward pass, which has ended.
     pub(super) fn reset(&mut self) {
         self.arrived.fill(false);
         self.missing = self.members.len();

@@ -8,13 +8,14 @@ use super::reducer::Reducer;
 use super::{sync, verify};
 use crate::backend;
 use crate::backend::Label;
+use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 /// A DDP model without its module.
@@ -71,7 +72,7 @@ impl Core {
         self.reducer.groups().main()
     }
 
-    /// Whether a backward pass sends gradients.
+    /// Whether a backward pass that begins now sends gradients.
     pub(super) fn synchronises(&self) -> bool {
         self.no_sync.load(Ordering::Relaxed) == 0
     }
@@ -82,11 +83,11 @@ impl Core {
     }
 
     pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.marks)
     }
 
     pub(super) fn first_gradients(&self) -> MutexGuard<'_, FirstGradients> {
-        self.first.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.first)
     }
 
     /// Updates what the model computes with from the variables.

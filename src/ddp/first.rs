@@ -36,14 +36,11 @@ impl FirstGradients {
     /// Returns whether they are lost.
     pub(super) fn are_lost(&mut self, parameters: &[Parameter], is_held: bool) -> Result<bool> {
         self.look(parameters)?;
-        match self {
-            Self::ToCome => Ok(false),
-            Self::Unused | Self::Settled => {
-                let was_unused = matches!(self, Self::Unused);
-                *self = Self::Settled;
-                Ok(was_unused && !is_held)
-            }
+        let was_unused = matches!(self, Self::Unused);
+        if was_unused {
+            *self = Self::Settled;
         }
+        Ok(was_unused && !is_held)
     }
 
     /// Call at the end of a synchronised backward pass.

@@ -1,11 +1,12 @@
 //! Finds which tensors of a graph belong to which DDP model: candle exposes a graph's tensors, but not its operations.
+use crate::panic::lock;
 use candle_core::{Tensor, TensorId};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex};
 
 /// For each tensor that represents a parameter in graphs, the models it belongs to. A variable may belong to several.
-static OWNERS: LazyLock<RwLock<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(RwLock::default);
+static OWNERS: LazyLock<Mutex<HashMap<TensorId, Vec<Owner>>>> = LazyLock::new(Mutex::default);
 
 #[derive(Clone)]
 struct Owner {
@@ -43,14 +44,14 @@ pub(super) struct Registration {
 impl Registration {
     pub(super) fn new(tensor: &Tensor, model: &Arc<Identity>, parameter: &str) -> Self {
         let owner = Owner { model: Arc::clone(model), parameter: parameter.into() };
-        OWNERS.write().unwrap_or_else(PoisonError::into_inner).entry(tensor.id()).or_default().push(owner);
+        lock(&OWNERS).entry(tensor.id()).or_default().push(owner);
         Self { tensor: tensor.id(), model: Arc::clone(model) }
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let mut owners = OWNERS.write().unwrap_or_else(PoisonError::into_inner);
+        let mut owners = lock(&OWNERS);
         if let Some(of_tensor) = owners.get_mut(&self.tensor) {
             of_tensor.retain(|owner| !Arc::ptr_eq(&owner.model, &self.model));
             if of_tensor.is_empty() {
@@ -63,15 +64,14 @@ impl Drop for Registration {
 /// What candle's backward pass will visit, in its order.
 pub(super) struct Graph<'a> {
     parameters: Vec<(&'a Tensor, Vec<Owner>)>,
-    /// The variables, including the loss if it is one.
-    variables: HashSet<TensorId>,
+    variables: Vec<TensorId>,
 }
 
 impl<'a> Graph<'a> {
     pub(super) fn of(loss: &'a Tensor) -> Self {
-        let owners = OWNERS.read().unwrap_or_else(PoisonError::into_inner);
         let nodes = loss.sorted_nodes();
         let variables = nodes.iter().filter(|node| node.is_variable()).map(|node| node.id()).collect();
+        let owners = lock(&OWNERS);
         let owned = |node: &'a Tensor| Some((node, owners.get(&node.id())?.clone()));
         Self { parameters: nodes.into_iter().filter_map(owned).collect(), variables }
     }
@@ -98,7 +98,8 @@ impl<'a> Graph<'a> {
         self.parameters.iter().rposition(|(_, owners)| owners.iter().any(|owner| Arc::ptr_eq(&owner.model, model)))
     }
 
-    pub(super) fn has_variable(&self, id: TensorId) -> bool {
-        self.variables.contains(&id)
+    /// The variables, including the loss if it is one.
+    pub(super) fn variables(&self) -> impl Iterator<Item = TensorId> {
+        self.variables.iter().copied()
     }
 }

@@ -16,6 +16,7 @@ mod mixed_precision;
 mod options;
 mod order;
 mod parameter;
+mod pass;
 mod reducer;
 mod reduction;
 mod registry;
@@ -247,7 +248,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        backward::run(loss, &[&self.core], None)
+        backward::run(loss, &[&self.core])
     }
 
     /// Like [`backward`](Self::backward), but adds the gradients to those in `grads`: for one step after several

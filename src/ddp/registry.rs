@@ -4,13 +4,14 @@ use super::options::DdpOptions;
 use super::parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
 use super::reducer::Reducer;
 use crate::Error;
+use crate::panic::lock;
 use crate::seed;
 use crate::variables::{check_shared, not_in_varmap};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::VarMap;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What a model has requested so far, in order; that order numbers the parameters.
 #[derive(Default)]
@@ -38,7 +39,7 @@ impl Registry {
     }
 
     fn lock(&self) -> MutexGuard<'_, Registered> {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.registered)
     }
 
     /// Ends the construction and returns what the model requested. From now on only known names are handed out.
@@ -147,7 +148,7 @@ impl SimpleBackend for Registry {
         if let Some(tensor) = registered.handed_out.get(name) {
             return Ok(tensor.clone());
         }
-        let var = self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
+        let var = lock(self.varmap.data()).get(name).cloned();
         match var {
             Some(var) => self.hand_out(&mut registered, name, var, self.dtypes(name, dtype).1),
             None => Err(not_in_varmap(name)),
@@ -155,6 +156,6 @@ impl SimpleBackend for Registry {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.varmap.data().lock().unwrap_or_else(PoisonError::into_inner).contains_key(name)
+        lock(self.varmap.data()).contains_key(name)
     }
 }

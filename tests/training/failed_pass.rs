@@ -1,10 +1,11 @@
 //! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
 use crate::common::{fill, floats, ranks, tensor};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Shape, Tensor, Var};
+use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, nn};
 use candle_nn::{VarBuilder, VarMap};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// An embedding whose weight is also that of the last layer, and layers with biases.
 struct Net {
@@ -24,12 +25,11 @@ impl Net {
         Ok(Self { embedding, hidden, output, theirs: candle_nn::linear(WIDTH, WIDTH, vb.pp("theirs"))? })
     }
 
-    /// The loss for this rank's tokens. While `fails` holds, the backward pass fails between the two uses of `hidden`, and
-    /// of the embedding.
-    fn loss(&self, rank: usize, fails: &Arc<AtomicBool>) -> candle_core::Result<Tensor> {
+    /// The loss for this rank's tokens. `between` is an identity between the two uses of `hidden`, and of the embedding.
+    fn loss(&self, rank: usize, between: impl CustomOp1 + Send + Sync + 'static) -> candle_core::Result<Tensor> {
         let tokens = Tensor::new(&[rank as u32, 2, 3], self.hidden.weight().device())?;
         let x = self.hidden.forward(&self.embedding.forward(&tokens)?)?.tanh()?;
-        let x = self.theirs.forward(&x)?.apply_op1(Failing(Arc::clone(fails)))?;
+        let x = self.theirs.forward(&x)?.apply_op1(between)?;
         self.output.forward(&self.hidden.forward(&x)?)?.sqr()?.mean_all()
     }
 }
@@ -63,7 +63,7 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<DistributedDataParalle
 }
 
 fn loss(ddp: &DistributedDataParallel<Net>, fails: bool) -> Result<Tensor> {
-    ddp.call(|net| net.loss(ddp.process_group().rank(), &Arc::new(AtomicBool::new(fails))))
+    ddp.call(|net| net.loss(ddp.process_group().rank(), Failing(Arc::new(AtomicBool::new(fails)))))
 }
 
 fn gradients(ddp: &DistributedDataParallel<Net>, loss: &Tensor) -> Result<Vec<Vec<f32>>> {
@@ -101,7 +101,7 @@ fn nothing_is_left_after_an_operation_has_failed() {
         let ddp = wrap(&pg, DdpOptions::default())?;
         let expected = gradients(&ddp, &loss(&ddp, false)?)?;
         let fails = Arc::new(AtomicBool::new(true));
-        let same = ddp.call(|net| net.loss(0, &fails))?;
+        let same = ddp.call(|net| net.loss(0, Failing(Arc::clone(&fails))))?;
         for _ in 0..2 {
             let error = ddp.backward(&same).unwrap_err().to_string();
             assert!(error.contains("out of memory"), "{error}");
@@ -138,6 +138,94 @@ fn a_nan_does_not_survive_the_pass_that_it_failed() {
         let error = pass(&(&good * f64::NAN)?).unwrap_err().to_string();
         assert!(error.contains("NaN"), "{error}");
         assert_eq!(pass(&good)?, expected);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Doubles gradients, in its second stage. In the stage whose number is stored, it fails for the second bucket.
+struct FailsIn(Arc<AtomicUsize>);
+
+impl FailsIn {
+    fn check(&self, stage: usize, bucket: &GradBucket) -> Result<()> {
+        match bucket.index() == 1 && self.0.load(Ordering::Relaxed) == stage {
+            true => Err(candle_core::Error::msg(format!("stage {stage} fails")).into()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl CommHook for FailsIn {
+    fn run(&mut self, bucket: &GradBucket, _: &ProcessGroup) -> Result<HookWork<Self>> {
+        self.check(1, bucket)?;
+        Ok(HookWork::then([], |hook: &mut Self, bucket, _| {
+            hook.check(2, bucket)?;
+            bucket.set_buffer(&(bucket.buffer() * 2.)?)?;
+            Ok(HookWork::done())
+        }))
+    }
+}
+
+#[test]
+fn nothing_is_left_after_a_hook_has_failed() {
+    ranks(1, |pg| {
+        let small = || DdpOptions { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
+        let plain = wrap(&pg, small())?;
+        let expected = gradients(&plain, &loss(&plain, false)?)?;
+        let expected: Vec<Vec<f32>> =
+            expected.iter().map(|values| values.iter().map(|value| value * 2.).collect()).collect();
+        let ddp = wrap(&pg, small())?;
+        let stage = Arc::new(AtomicUsize::new(0));
+        ddp.register_comm_hook(FailsIn(Arc::clone(&stage)))?;
+        // The first pass, from which the order of the buckets would have been taken, and later ones.
+        for failing in [1, 2, 1, 2] {
+            stage.store(failing, Ordering::Relaxed);
+            let error = ddp.backward(&loss(&ddp, false)?).unwrap_err().to_string();
+            assert!(error.contains(&format!("stage {failing} fails")), "{error}");
+            stage.store(0, Ordering::Relaxed);
+            assert_eq!(gradients(&ddp, &loss(&ddp, false)?)?, expected, "after stage {failing}");
+            plain.backward(&loss(&plain, false)?)?;
+            assert_eq!(ddp.buckets(), plain.buckets());
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The identity. Its backward pass begins another one, of the same model.
+struct Nested {
+    ddp: Arc<DistributedDataParallel<Net>>,
+    loss: Tensor,
+    refusal: Arc<OnceLock<String>>,
+}
+
+impl CustomOp1 for Nested {
+    fn name(&self) -> &'static str {
+        "nested"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if let Err(error) = self.ddp.backward(&self.loss) {
+            let _ = self.refusal.set(error.to_string());
+        }
+        Ok(Some(gradient.clone()))
+    }
+}
+
+#[test]
+fn a_pass_inside_of_another_is_refused_and_does_not_change_it() {
+    ranks(1, |pg| {
+        let ddp = Arc::new(wrap(&pg, DdpOptions::default())?);
+        let expected = gradients(&ddp, &loss(&ddp, false)?)?;
+        let refusal = Arc::default();
+        let nested = Nested { ddp: Arc::clone(&ddp), loss: loss(&ddp, false)?, refusal: Arc::clone(&refusal) };
+        assert_eq!(gradients(&ddp, &ddp.call(|net| net.loss(0, nested))?)?, expected);
+        let refusal = refusal.get().expect("it was refused");
+        assert!(refusal.contains("another backward pass of this model is running"), "{refusal}");
         Ok(())
     })
     .unwrap();

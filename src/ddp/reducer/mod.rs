@@ -8,14 +8,16 @@ use crate::backend::Label;
 use crate::ddp::bucket::{Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
+use crate::ddp::pass::Part;
 use crate::ddp::reduction::Reduction;
-use crate::process_group::{Active, ProcessGroup};
+use crate::panic::lock;
+use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
 use candle_core::Tensor;
-use state::{Phase, Rebuild, State};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use state::{Rebuild, State};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 /// Collects gradients in buckets and sends each bucket once it is full and all earlier ones have been sent.
@@ -23,15 +25,15 @@ pub(crate) struct Reducer {
     identity: Arc<Identity>,
     groups: Groups,
     state: Mutex<State>,
-    /// The reducer whose buckets are sent after this one's in the same backward pass.
-    successor: Mutex<Option<Arc<Self>>>,
+    /// The backward pass that is running. It is locked before the state.
+    part: Mutex<Option<Part>>,
     trace: OnceLock<Arc<Trace>>,
 }
 
 impl Reducer {
     pub(crate) fn new(group: ProcessGroup) -> Self {
         let (identity, groups) = (Arc::default(), Groups::new(group));
-        Self { identity, groups, state: Mutex::default(), successor: Mutex::default(), trace: OnceLock::new() }
+        Self { identity, groups, state: Mutex::default(), part: Mutex::default(), trace: OnceLock::new() }
     }
 
     pub(crate) fn identity(&self) -> &Arc<Identity> {
@@ -42,16 +44,12 @@ impl Reducer {
         &self.groups
     }
 
-    fn successor(&self) -> MutexGuard<'_, Option<Arc<Self>>> {
-        self.successor.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn world_size(&self) -> usize {
         self.groups.main().world_size()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Sets the parameters, in registration order. Gradients are expected in the reverse order until the first backward
@@ -87,81 +85,98 @@ impl Reducer {
         state.buckets.iter().map(|bucket| bucket.members.iter().map(name).collect()).collect()
     }
 
-    /// Begins a backward pass, after which the buckets of `successor` are sent. `is_held`: the program still holds the
-    /// gradients of the last pass. `adds_up`: the gradients of this pass will be added to those. `active`: the ranks that
-    /// have gradients of their own.
-    pub(crate) fn prepare_for_backward(
-        &self,
-        synchronise: bool,
-        successor: Option<Arc<Self>>,
-        is_held: bool,
-        adds_up: bool,
-        active: &Active,
-    ) -> Result<()> {
-        let mut state = self.lock();
-        (state.divisor, state.root) = (active.divisor(), active.root());
-        if let Rebuild::Due(order) = &state.rebuild {
-            let order = order.clone();
-            state.rebuild_buckets(&order, self.world_size())?;
-            state.rebuild = Rebuild::Done;
-        } else if is_held && !matches!(state.reduction, Reduction::Shard(_)) && !state.accumulated.contains(&true) {
-            state.renew_buckets(self.world_size())?;
+    /// Begins a backward pass, in which this model has the given part.
+    pub(crate) fn begin(&self, part: Part) -> Result<()> {
+        let mut running = lock(&self.part);
+        if running.is_some() {
+            let reason = "another backward pass of this model is running, in an operation of the graph or on another thread: \
+                          run one after the other";
+            return Err(Error::invalid("models", reason));
         }
-        state.buckets.iter_mut().for_each(Bucket::reset);
-        state.reduction.begin(adds_up)?;
-        state.begun = true;
-        state.next = 0;
-        state.is_open = false;
-        *self.successor() = successor;
-        state.phase = if synchronise { Phase::Synchronised } else { Phase::Local };
-        if synchronise && matches!(state.rebuild, Rebuild::Recording) {
-            state.rebuild = Rebuild::Recorded(Vec::new());
-        }
+        *running = Some(part);
         Ok(())
+    }
+
+    /// Call when the pass has begun in all models: makes the buckets ready for gradients.
+    pub(crate) fn prepare_for_backward(&self) -> Result<()> {
+        self.with_part(|part| {
+            let mut state = self.lock();
+            state.begun = true;
+            if self.trace().is_some() {
+                self.groups.main().measure_spans()?;
+            }
+            if let Rebuild::Due(order) = &state.rebuild {
+                let order = order.clone();
+                state.rebuild_buckets(&order, self.world_size())?;
+                state.rebuild = Rebuild::Done;
+            } else if part.is_held
+                && !matches!(state.reduction, Reduction::Shard(_))
+                && !state.accumulated.contains(&true)
+            {
+                state.renew_buckets(self.world_size())?;
+            }
+            state.reduction.begin(part.adds_up)
+        })
+    }
+
+    /// Ends the backward pass, if one is running. The buckets keep what they hold.
+    pub(crate) fn end(&self) {
+        *lock(&self.part) = None;
+        self.lock().buckets.iter_mut().for_each(Bucket::reset);
+    }
+
+    /// Ends the backward pass, and discards all gradients that no step has used.
+    pub(crate) fn discard(&self) {
+        self.end();
+        let mut state = self.lock();
+        state.accumulated.fill(false);
+        state.reduction.discard();
+    }
+
+    /// Runs `work` on this model's part in the backward pass.
+    fn with_part<T>(&self, work: impl FnOnce(&mut Part) -> Result<T>) -> Result<T> {
+        let reason = "its backward pass has ended before all gradients were there: zero_grad must not be called while one \
+                      is running";
+        work(lock(&self.part).as_mut().ok_or_else(|| Error::invalid("models", reason))?)
     }
 
     /// Call when all models before this one have sent their buckets: this one's may now be sent as they fill up.
     pub(crate) fn open(&self) -> Result<()> {
-        self.advance(|state| {
-            state.is_open = true;
-            self.launch_full_buckets(state)
+        self.advance(|part, state| {
+            part.is_open = true;
+            self.launch_full_buckets(part, state)
         })
     }
 
     /// Takes a gradient from a hook.
     pub(crate) fn autograd_hook(&self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
-        {
-            let state = self.lock();
-            if state.phase == Phase::Outside {
-                if self.identity.is_frozen() {
-                    return Ok(());
-                }
-                let parameter =
-                    state.parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
-                let reached = format!("parameter {parameter}, whose gradient would not be averaged over the ranks");
-                return Err(Error::BackwardOutside { wrapper: "DistributedDataParallel", reached }.into());
-            }
+        if lock(&self.part).is_some() {
+            return Ok(self.gradient(index, gradient)?);
         }
-        Ok(self.gradient(index, gradient)?)
+        if self.identity.is_frozen() {
+            return Ok(());
+        }
+        let parameter = self.lock().parameters.get(index).map_or_else(String::new, |parameter| parameter.name.clone());
+        let reached = format!("parameter {parameter}, whose gradient would not be averaged over the ranks");
+        Err(Error::BackwardOutside { wrapper: "DistributedDataParallel", reached }.into())
     }
 
     /// Takes the gradient of a parameter.
     pub(crate) fn gradient(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        self.advance(|state| self.mark_parameter_ready(state, index, gradient))
+        self.advance(|part, state| self.mark_parameter_ready(part, state, index, gradient))
     }
 
     /// Runs `work`, and lets the next model send its buckets once all of this one's have been sent.
-    fn advance(&self, work: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
-        let successor = {
+    fn advance(&self, work: impl FnOnce(&mut Part, &mut State) -> Result<()>) -> Result<()> {
+        let successor = self.with_part(|part| {
             let mut state = self.lock();
-            work(&mut state)?;
-            let is_through = state.phase == Phase::Synchronised && state.next == state.buckets.len();
-            if is_through { self.successor().take() } else { None }
-        };
+            work(part, &mut state)?;
+            Ok(if part.next == state.buckets.len() { part.successor.take() } else { None })
+        })?;
         successor.map_or(Ok(()), |next| next.open())
     }
 
-    fn mark_parameter_ready(&self, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
+    fn mark_parameter_ready(&self, part: &mut Part, state: &mut State, index: usize, gradient: &Tensor) -> Result<()> {
         let (bucket, slot) = state.slot_of[index];
         let parameter = &state.parameters[index];
         if gradient.shape() != &parameter.shape || gradient.dtype() != parameter.arrives_as {
@@ -169,39 +184,32 @@ impl Reducer {
             let got = crate::error::describe(gradient.dtype(), gradient.shape());
             return Err(Error::parameter(&parameter.name, format!("its gradient is {got} where {expected} belongs")));
         }
-        if state.buckets[bucket].has_arrived(slot) {
+        if state.buckets[bucket].arrived[slot] {
             let reason = "its gradient came twice in one backward pass: an operation runs a backward pass of its own \
                           through this parameter. To compute activations again, use candle_ddp::nn::checkpoint";
             return Err(Error::parameter(&parameter.name, reason));
         }
-        let synchronised = state.phase == Phase::Synchronised;
-        let scale = if synchronised { state.reduction.scale(state.divisor) } else { 1.0 };
+        let scale = if part.synchronises { state.reduction.scale(part.active.divisor()) } else { 1.0 };
         state.buckets[bucket].put(slot, gradient, scale, state.accumulated[index])?;
-        match state.phase {
-            Phase::Synchronised => {
-                if let Rebuild::Recorded(order) = &mut state.rebuild {
-                    order.push(index);
-                }
-                self.launch_full_buckets(state)
-            }
-            Phase::Local | Phase::Outside => {
-                state.accumulated[index] = true;
-                Ok(())
-            }
+        if !part.synchronises {
+            state.accumulated[index] = true;
+            return Ok(());
         }
+        part.arrived.push(index);
+        self.launch_full_buckets(part, state)
     }
 
     /// Sends every full bucket whose turn has come, strictly in order, so that all ranks agree.
-    fn launch_full_buckets(&self, state: &mut State) -> Result<()> {
-        while state.is_open && state.buckets.get(state.next).is_some_and(|bucket| bucket.missing == 0) {
-            self.launch(state, None)?;
+    fn launch_full_buckets(&self, part: &mut Part, state: &mut State) -> Result<()> {
+        while part.is_open && state.buckets.get(part.next).is_some_and(|bucket| bucket.missing == 0) {
+            self.launch(part, state, None)?;
         }
         Ok(())
     }
 
     /// Sends the next bucket in line. `used` says which members this rank used, if it missed any.
-    fn launch(&self, state: &mut State, used: Option<&[bool]>) -> Result<()> {
-        let number = state.next;
+    fn launch(&self, part: &mut Part, state: &mut State, used: Option<&[bool]>) -> Result<()> {
+        let number = part.next;
         if let Some(trace) = self.trace() {
             trace.instant(Row::Communication, format_args!("bucket {number} ready"), Instant::now());
         }
@@ -211,87 +219,68 @@ impl Reducer {
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
         let group = self.groups.of(bucket.tensor.device());
         bucket.label.during(|| reduction.launch(number, bucket, used, group, self.trace()))?;
-        state.next += 1;
+        part.next += 1;
         Ok(())
-    }
-
-    /// Discards all gradients: of a backward pass that has failed, and those that no step has used.
-    pub(crate) fn discard(&self) {
-        let mut state = self.lock();
-        state.phase = Phase::Outside;
-        *self.successor() = None;
-        state.accumulated.fill(false);
-        state.buckets.iter_mut().for_each(Bucket::reset);
-        state.reduction.discard();
-        if let Rebuild::Recorded(_) = state.rebuild {
-            state.rebuild = Rebuild::Recording;
-        }
     }
 
     /// Call after candle's backward pass, when all models before this one have sent their buckets: sends the rest of
     /// this one's, then lets the next model send its own.
     pub(crate) fn launch_remaining(&self) -> Result<()> {
-        self.advance(|state| {
-            if state.phase != Phase::Synchronised {
+        self.advance(|part, state| {
+            if !part.synchronises {
                 return Ok(());
             }
-            state.used = vec![true; state.parameters.len()];
-            while state.next < state.buckets.len() {
-                self.complete(state)?;
-                self.launch_full_buckets(state)?;
+            part.used = vec![true; state.parameters.len()];
+            while part.next < state.buckets.len() {
+                self.complete(part, state)?;
+                self.launch_full_buckets(part, state)?;
             }
             Ok(())
         })
     }
 
-    /// Ends a backward pass whose buckets have all been sent: waits for them and returns each parameter's gradient in
+    /// Call when all buckets of the pass have been sent: waits for them and returns each parameter's gradient in
     /// registration order.
     pub(crate) fn finalize_backward(&self) -> Result<Vec<Gradient>> {
-        let mut state = self.lock();
-        let state = &mut *state;
-        if state.phase == Phase::Local {
-            state.phase = Phase::Outside;
-            state.buckets.iter_mut().try_for_each(Bucket::flush)?;
-            let accumulated = |(gradient, accumulated)| if accumulated { gradient } else { Gradient::Absent };
-            let gradients = state.gradients()?.into_iter().zip(state.accumulated.iter().copied());
-            return Ok(gradients.map(accumulated).collect());
-        }
-        let mut used = std::mem::take(&mut state.used);
-        state.reduction.finish(&state.buckets, &used, &self.groups, self.trace())?;
-        state.phase = Phase::Outside;
-        state.accumulated.fill(false);
-        self.agree_on_order(state)?;
-        for (index, used) in used.iter_mut().enumerate() {
-            // Only a rank that did not contribute must read the flags.
-            *used = *used || state.anybody_used(index)?;
-        }
-        if !state.trained {
-            state.used.clone_from(&used);
-        }
-        if let Reduction::Shard(reduction) = &mut state.reduction {
-            reduction.set_pending(used);
-            return Ok(state.slot_of.iter().map(|_| Gradient::Absent).collect());
-        }
-        let present = |(gradient, used)| if used { gradient } else { Gradient::Absent };
-        Ok(state.gradients()?.into_iter().zip(used).map(present).collect())
+        self.with_part(|part| {
+            let mut state = self.lock();
+            if !part.synchronises {
+                state.buckets.iter_mut().try_for_each(Bucket::flush)?;
+                return state.gradients(&state.accumulated);
+            }
+            let State { reduction, buckets, .. } = &mut *state;
+            let usage = reduction.finish(buckets, &part.used, &self.groups, self.trace())?;
+            state.accumulated.fill(false);
+            self.agree_on_order(part, &mut state)?;
+            for (index, used) in part.used.iter_mut().enumerate() {
+                // Only a rank that did not contribute must read the flags.
+                *used = *used || state.anybody_used(usage.as_ref(), index)?;
+            }
+            if let Reduction::Shard(reduction) = &mut state.reduction {
+                reduction.set_pending(part.used.clone());
+                return Ok(part.used.iter().map(|_| Gradient::Absent).collect());
+            }
+            state.gradients(&part.used)
+        })
     }
 
     /// Call after a synchronised backward pass: in the first one, a parameter that no rank used is an error on all ranks,
     /// unless the options allow it.
     pub(crate) fn check_used(&self) -> Result<()> {
-        let mut state = self.lock();
-        if !state.trained {
-            state.check_used()?;
-            state.trained = true;
-        }
-        Ok(())
+        self.with_part(|part| {
+            let mut state = self.lock();
+            if !state.trained {
+                state.check_used(&part.used)?;
+                state.trained = true;
+            }
+            Ok(())
+        })
     }
 
     /// Completes the next bucket, for which some gradients are missing, and sends it.
-    fn complete(&self, state: &mut State) -> Result<()> {
-        let used = &mut state.used;
-        let scale = state.reduction.scale(state.divisor);
-        let bucket = &mut state.buckets[state.next];
+    fn complete(&self, part: &mut Part, state: &mut State) -> Result<()> {
+        let scale = state.reduction.scale(part.active.divisor());
+        let bucket = &mut state.buckets[part.next];
         bucket.flush()?;
         for (slot, &index) in bucket.members.iter().enumerate() {
             if bucket.arrived[slot] {
@@ -303,27 +292,29 @@ impl Reducer {
                 copy::scale(gradient, scale)?;
             } else {
                 gradient.zero_set()?;
-                used[index] = false;
+                part.used[index] = false;
             }
         }
-        let members_used: Vec<bool> = bucket.members.iter().map(|index| used[*index]).collect();
-        self.launch(state, Some(&members_used))
+        let members_used: Vec<bool> = bucket.members.iter().map(|index| part.used[*index]).collect();
+        self.launch(part, state, Some(&members_used))
     }
 
     /// After the first synchronised backward pass, all ranks adopt the order in which the gradients of rank 0, or of the
     /// first rank that had inputs, arrived.
-    fn agree_on_order(&self, state: &mut State) -> Result<()> {
-        let Rebuild::Recorded(arrived) = &mut state.rebuild else { return Ok(()) };
-        let mut order = std::mem::take(arrived);
+    fn agree_on_order(&self, part: &mut Part, state: &mut State) -> Result<()> {
+        if !matches!(state.rebuild, Rebuild::ToCome) {
+            return Ok(());
+        }
+        let mut order = std::mem::take(&mut part.arrived);
         let mut seen = vec![false; state.parameters.len()];
         order.iter().for_each(|index| seen[*index] = true);
         // Parameters without a gradient keep the order in which they were expected.
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.groups.main().device())?;
-        Label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, state.root))?;
+        Label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, part.active.root()))?;
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
-            rank: state.root,
+            rank: part.active.root(),
             reason: format!(
                 "what it sent is not an order of {} parameters: all ranks of a group must make the same calls in the \
                  same order",

@@ -1,6 +1,7 @@
-//! The state of a reducer: its buckets, and the progress of the backward pass.
+//! The state of a reducer that outlives a backward pass: its buckets and what they hold.
 use crate::ddp::bucket::{self, Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::reduction::Reduction;
+use crate::ddp::usage::Usage;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -13,48 +14,23 @@ pub(super) struct State {
     pub(super) buckets: Vec<Bucket>,
     /// For each parameter, its bucket and its index among that bucket's members.
     pub(super) slot_of: Vec<(usize, usize)>,
-    pub(super) phase: Phase,
     /// Whether a backward pass has begun.
     pub(super) begun: bool,
     /// Whether the first synchronised backward pass is complete, and used what it should.
     pub(super) trained: bool,
     /// How buckets are reduced.
     pub(super) reduction: Reduction,
-    /// The next bucket to be sent.
-    pub(super) next: usize,
-    /// Whether the buckets of all models before this one have been sent.
-    pub(super) is_open: bool,
     /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
     pub(super) accumulated: Vec<bool>,
-    /// Which parameters this rank used, known once candle's backward pass is over; after the first synchronised one, which
-    /// parameters any rank used.
-    pub(super) used: Vec<bool>,
     pub(super) rebuild: Rebuild,
-    /// The number by which sums of gradients are divided in this backward pass.
-    pub(super) divisor: usize,
-    /// The rank whose order of the buckets all adopt.
-    pub(super) root: usize,
-}
-
-#[derive(Clone, Copy, Default, PartialEq)]
-pub(super) enum Phase {
-    /// No backward pass of DDP is running: a hook that fires now belongs to one that DDP did not start.
-    #[default]
-    Outside,
-    /// Under `no_sync`: gradients accumulate in the buckets.
-    Local,
-    /// Buckets are sent.
-    Synchronised,
 }
 
 /// The state of rebuilding the buckets in the order of the gradients in the first synchronised backward pass.
 #[derive(Default)]
 pub(super) enum Rebuild {
-    /// No synchronised backward pass has begun yet.
+    /// No synchronised backward pass has shown the order yet.
     #[default]
-    Recording,
-    /// The parameters whose gradients have arrived, in that order.
-    Recorded(Vec<usize>),
+    ToCome,
     /// Rank 0's order, to be used from the next backward pass on.
     Due(Vec<usize>),
     Done,
@@ -88,18 +64,24 @@ impl State {
 
     /// Gives the same buckets new memory, because the program still holds the gradients in the old one.
     pub(super) fn renew_buckets(&mut self, world_size: usize) -> Result<()> {
-        for (number, bucket) in self.buckets.iter_mut().enumerate() {
+        let renewed = self.buckets.iter_mut().enumerate().try_for_each(|(number, bucket)| {
             *bucket = Bucket::new(&self.parameters, number, bucket.members.clone(), world_size)?;
-        }
-        self.reduction.set_buckets(&self.buckets, &self.parameters)
+            Ok(())
+        });
+        // Also if memory for some of them was missing.
+        self.reduction.set_buckets(&self.buckets, &self.parameters)?;
+        renewed
     }
 
-    /// The contents of the buckets for each parameter, in registration order.
-    pub(super) fn gradients(&self) -> Result<Vec<Gradient>> {
+    /// The contents of the buckets for each of the `present` parameters, in registration order.
+    pub(super) fn gradients(&self, present: &[bool]) -> Result<Vec<Gradient>> {
         let converted = self.buckets.iter().map(|bucket| bucket.converted(&self.parameters));
         let converted = converted.collect::<Result<Vec<_>>>()?;
-        let gradient = |&(bucket, slot): &(usize, usize)| Gradient::Present(Tensor::clone(&converted[bucket][slot]));
-        Ok(self.slot_of.iter().map(gradient).collect())
+        let gradient = |(&(bucket, slot), present): (&(usize, usize), &bool)| match present {
+            true => Gradient::Present(converted[bucket][slot].clone()),
+            false => Gradient::Absent,
+        };
+        Ok(self.slot_of.iter().zip(present).map(gradient).collect())
     }
 
     /// Returns an error if a gradient in the bucket `number` of this rank is not finite.
@@ -112,12 +94,12 @@ impl State {
         Err(Error::parameter(&self.parameters[parameter].name, reason))
     }
 
-    /// Returns an error if no rank used a parameter that the options want to be used.
-    pub(super) fn check_used(&self) -> Result<()> {
+    /// Returns an error if no rank `used` a parameter that the options want to be used.
+    pub(super) fn check_used(&self, used: &[bool]) -> Result<()> {
         if matches!(&self.reduction, Reduction::Hook(reduction) if reduction.is_local()) {
             return Ok(()); // Ranks do not know what the others used.
         }
-        let unused = self.parameters.iter().zip(&self.used).filter(|(own, used)| !**used && !own.may_be_unused);
+        let unused = self.parameters.iter().zip(used).filter(|(own, used)| !**used && !own.may_be_unused);
         let unused: Vec<String> = unused.map(|(parameter, _)| parameter.name.clone()).collect();
         match unused.is_empty() {
             true => Ok(()),
@@ -125,9 +107,14 @@ impl State {
         }
     }
 
-    /// Whether any rank used a parameter that this one did not.
-    pub(super) fn anybody_used(&self, index: usize) -> Result<bool> {
-        let (bucket, slot) = self.slot_of[index];
-        self.reduction.anybody_used(index, &self.buckets[bucket], slot)
+    /// Whether any rank used a parameter that this one did not. `usage` is what the reduction has sent about that.
+    pub(super) fn anybody_used(&self, usage: Option<&Usage>, index: usize) -> Result<bool> {
+        match (&self.reduction, usage) {
+            (Reduction::AllReduce, _) => {
+                let (bucket, slot) = self.slot_of[index];
+                self.buckets[bucket].anybody_used(slot)
+            }
+            (_, usage) => usage.map_or(Ok(false), |usage| usage.anybody_used(index)),
+        }
     }
 }

@@ -13,8 +13,6 @@ use std::collections::HashMap;
 pub(crate) struct HookReduction {
     hook: Box<dyn RunningHook>,
     buckets: Vec<GradBucket>,
-    /// Used flags of the last backward pass. None if nothing is sent.
-    usage: Option<Usage>,
     /// The bytes sent for the used flags.
     used_bytes: u64,
 }
@@ -22,7 +20,7 @@ pub(crate) struct HookReduction {
 impl HookReduction {
     pub(crate) fn new<H: CommHook>(hook: H) -> Self {
         let hook = Running { hook, in_flight: Vec::new(), gradient_bytes: 0 };
-        Self { hook: Box::new(hook), buckets: Vec::new(), usage: None, used_bytes: 0 }
+        Self { hook: Box::new(hook), buckets: Vec::new(), used_bytes: 0 }
     }
 
     pub(crate) fn set_buckets(&mut self, buckets: &[Bucket], parameters: &[ParameterInfo]) -> Result<()> {
@@ -40,9 +38,11 @@ impl HookReduction {
         Ok(())
     }
 
-    pub(crate) fn finish(&mut self, used: &[bool], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
+    /// Returns which parameters any rank used; None if nothing is sent.
+    pub(crate) fn finish(&mut self, used: &[bool], groups: &Groups, trace: Option<&Trace>) -> Result<Option<Usage>> {
         if self.hook.is_local() {
-            return self.hook.finish(&self.buckets, groups, trace);
+            self.hook.finish(&self.buckets, groups, trace)?;
+            return Ok(None);
         }
         // The used flags of all buckets travel together, separately from the hook, which may replace a bucket's
         // contents.
@@ -50,21 +50,15 @@ impl HookReduction {
         let usage = Usage::send(used, groups.main())?;
         self.hook.finish(&self.buckets, groups, trace)?;
         usage.wait()?;
-        self.usage = Some(usage);
-        Ok(())
+        Ok(Some(usage))
     }
 
-    pub(crate) fn begin(&mut self) {
-        self.hook.begin();
+    pub(crate) fn discard(&mut self) {
+        self.hook.discard();
     }
 
     pub(crate) fn launch(&mut self, number: usize, group: &ProcessGroup) -> Result<()> {
         self.hook.launch(&self.buckets[number], group)
-    }
-
-    /// Whether any rank used the parameter `index`.
-    pub(crate) fn anybody_used(&self, index: usize) -> Result<bool> {
-        self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
     }
 
     pub(crate) fn is_local(&self) -> bool {
@@ -83,7 +77,7 @@ impl HookReduction {
 
 /// A hook of any type, with its work in flight.
 pub(crate) trait RunningHook: Send {
-    fn begin(&mut self);
+    fn discard(&mut self);
     fn launch(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<()>;
     fn finish(&mut self, buckets: &[GradBucket], groups: &Groups, trace: Option<&Trace>) -> Result<()>;
     fn is_local(&self) -> bool;
@@ -100,7 +94,7 @@ struct Running<H> {
 }
 
 impl<H: CommHook> RunningHook for Running<H> {
-    fn begin(&mut self) {
+    fn discard(&mut self) {
         self.in_flight.clear();
     }
 
@@ -113,9 +107,10 @@ impl<H: CommHook> RunningHook for Running<H> {
 
     /// Processes the buckets in rounds, so that all ranks start the next stages in the same order.
     fn finish(&mut self, buckets: &[GradBucket], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
+        let mut in_flight = std::mem::take(&mut self.in_flight);
         let mut stage = 1;
-        while self.in_flight.iter().any(|work| !work.is_done()) {
-            for (bucket, in_flight) in buckets.iter().zip(&mut self.in_flight) {
+        while in_flight.iter().any(|work| !work.is_done()) {
+            for (bucket, in_flight) in buckets.iter().zip(&mut in_flight) {
                 let HookWork { works, then } = std::mem::replace(in_flight, HookWork::done());
                 for work in &works {
                     work.wait()?;

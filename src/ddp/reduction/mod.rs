@@ -4,6 +4,7 @@ pub(super) mod shard;
 
 use super::bucket::{self, Bucket, ParameterInfo};
 use super::groups::Groups;
+use super::usage::Usage;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::Trace;
@@ -42,15 +43,10 @@ impl Reduction {
         }
     }
 
-    /// Begins a backward pass and discards the remains of a failed one. `adds_up`: its gradients are added to those
-    /// that the shards hold.
+    /// Begins a backward pass. `adds_up`: its gradients are added to those that the shards hold.
     pub(super) fn begin(&mut self, adds_up: bool) -> Result<()> {
         match self {
-            Self::AllReduce => Ok(()),
-            Self::Hook(hook) => {
-                hook.begin();
-                Ok(())
-            }
+            Self::AllReduce | Self::Hook(_) => Ok(()),
             Self::Shard(shard) => shard.begin(adds_up),
         }
     }
@@ -59,7 +55,7 @@ impl Reduction {
     pub(super) fn discard(&mut self) {
         match self {
             Self::AllReduce => {}
-            Self::Hook(hook) => hook.begin(),
+            Self::Hook(hook) => hook.discard(),
             Self::Shard(shard) => shard.discard(),
         }
     }
@@ -94,13 +90,14 @@ impl Reduction {
     }
 
     /// Waits until all buckets hold their results. `used` says which parameters this rank used, in registration order.
+    /// Returns which any rank used, unless the buckets' own flags tell.
     pub(super) fn finish(
         &mut self,
         buckets: &[Bucket],
         used: &[bool],
         groups: &Groups,
         trace: Option<&Trace>,
-    ) -> Result<()> {
+    ) -> Result<Option<Usage>> {
         match self {
             Self::AllReduce => {
                 for (number, bucket) in buckets.iter().enumerate() {
@@ -111,22 +108,10 @@ impl Reduction {
                         trace.collective(work, format_args!("all-reduce of bucket {number}, {bytes} bytes"));
                     }
                 }
-                Ok(())
+                Ok(None)
             }
             Self::Hook(hook) => hook.finish(used, groups, trace),
-            Self::Shard(shard) => shard.finish(used, groups.main(), trace),
-        }
-    }
-
-    /// Whether any rank used the parameter `index`, the member `slot` of `bucket`, given that this rank did not.
-    pub(super) fn anybody_used(&self, index: usize, bucket: &Bucket, slot: usize) -> Result<bool> {
-        match self {
-            Self::AllReduce => {
-                let used = bucket.used_flags.narrow(0, slot, 1)?.to_dtype(candle_core::DType::F32)?;
-                Ok(used.to_vec1::<f32>()?[0] > 0.0)
-            }
-            Self::Hook(hook) => hook.anybody_used(index),
-            Self::Shard(shard) => shard.anybody_used(index),
+            Self::Shard(shard) => shard.finish(used, groups.main(), trace).map(Some),
         }
     }
 }

@@ -3,13 +3,14 @@ use crate::backend::Work;
 use crate::ddp::bucket::Bucket;
 use crate::ddp::usage::Usage;
 use crate::kernels::Assignment;
+use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::trace::Trace;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// A rank's view of one bucket, which is split into as many equal parts as there are ranks.
 #[derive(Clone, Debug)]
@@ -72,7 +73,7 @@ impl Staging {
     const KEPT: usize = 2;
 
     pub(crate) fn take(&self, elements: usize, dtype: DType, device: &Device) -> Result<Staged> {
-        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = lock(&self.0);
         let fits = |storage: &Tensor| storage.dtype() == dtype && storage.elem_count() >= elements;
         // The smallest that is large enough; they are sorted by size, the largest first.
         let storage = match free.iter().rposition(fits) {
@@ -83,7 +84,7 @@ impl Staging {
     }
 
     pub(crate) fn give_back(&self, staged: Staged) {
-        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = lock(&self.0);
         free.push(staged.storage);
         free.sort_by_key(|storage| std::cmp::Reverse(storage.elem_count()));
         free.truncate(Self::KEPT);
@@ -96,8 +97,6 @@ pub(crate) struct ShardReduction {
     staging: Arc<Staging>,
     /// The numbers of the buckets in flight, with this rank's parts.
     in_flight: VecDeque<(usize, Staged, Work)>,
-    /// Used flags of the last backward pass.
-    usage: Option<Usage>,
     pending: Option<PendingGradients>,
     /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
     earlier: Option<(PendingGradients, Vec<Tensor>)>,
@@ -106,14 +105,7 @@ pub(crate) struct ShardReduction {
 impl ShardReduction {
     pub(crate) fn new(buckets: &[Bucket], group: &ProcessGroup) -> Result<Self> {
         let shards = buckets.iter().map(|bucket| Shard::new(bucket, group)).collect::<Result<_>>()?;
-        Ok(Self {
-            shards,
-            staging: Arc::default(),
-            in_flight: VecDeque::new(),
-            usage: None,
-            pending: None,
-            earlier: None,
-        })
+        Ok(Self { shards, staging: Arc::default(), in_flight: VecDeque::new(), pending: None, earlier: None })
     }
 
     pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<Staging>) {
@@ -121,7 +113,6 @@ impl ShardReduction {
     }
 
     pub(crate) fn begin(&mut self, adds_up: bool) -> Result<()> {
-        self.in_flight.clear();
         let pending = self.pending.take();
         if !adds_up {
             self.earlier = None;
@@ -162,13 +153,13 @@ impl ShardReduction {
         Ok(())
     }
 
-    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<()> {
+    /// Returns which parameters any rank used.
+    pub(crate) fn finish(&mut self, used: &[bool], group: &ProcessGroup, trace: Option<&Trace>) -> Result<Usage> {
         let usage = Usage::send(used, group)?;
         while !self.in_flight.is_empty() {
             self.receive(trace)?;
         }
         usage.wait()?;
-        self.usage = Some(usage);
         if let Some((earlier, parts)) = &self.earlier {
             let add = |(shard, part)| {
                 let Shard { own: destination, .. }: &Shard = shard;
@@ -176,12 +167,7 @@ impl ShardReduction {
             };
             copy::assign(&self.shards.iter().zip(parts).map(add).collect::<Vec<_>>())?;
         }
-        Ok(())
-    }
-
-    /// Whether any rank used the parameter `index`.
-    pub(crate) fn anybody_used(&self, index: usize) -> Result<bool> {
-        self.usage.as_ref().map_or(Ok(false), |usage| usage.anybody_used(index))
+        Ok(usage)
     }
 
     /// Records that the shards hold the gradients of the `present` parameters.

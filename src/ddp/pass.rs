@@ -1,0 +1,156 @@
+//! All that belongs to one backward pass.
+use super::core::Core;
+use super::graph::Graph;
+use super::reducer::Reducer;
+use super::{announce, order};
+use crate::panic::panic_message;
+use crate::process_group::Active;
+use crate::rendezvous::count_step;
+use crate::tensor::function;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+/// One backward pass. When it is dropped, nothing of it is left in the reducers; if it has not succeeded, their
+/// accumulated gradients are gone too.
+pub(super) struct Pass<'a> {
+    /// In the order in which their buckets are sent.
+    pub(super) models: Vec<Member<'a>>,
+    /// What candle visits. None on a rank without inputs, which takes part with zeros.
+    pub(super) graph: Option<Graph<'a>>,
+    /// The ranks that have inputs. None outside of a join, where all have.
+    active: Option<Active>,
+    /// The reducers in which this pass has begun.
+    begun: Vec<&'a Reducer>,
+    has_succeeded: bool,
+    /// Sums of gradients beside candle's graph.
+    _sums: function::Pass,
+}
+
+/// A model in a backward pass.
+#[derive(Clone, Copy)]
+pub(super) struct Member<'a> {
+    pub(super) core: &'a Core,
+    /// Whether its gradients are averaged. Otherwise they accumulate, under `no_sync`.
+    pub(super) synchronises: bool,
+    /// Whether its gradients are added to those of the last pass.
+    pub(super) adds_up: bool,
+}
+
+/// What a reducer knows of the backward pass that is running.
+pub(crate) struct Part {
+    pub(super) synchronises: bool,
+    pub(super) adds_up: bool,
+    /// Whether the program still holds the gradients of the last pass.
+    pub(super) is_held: bool,
+    /// The ranks that have gradients of their own.
+    pub(super) active: Active,
+    /// The reducer whose buckets are sent after this one's.
+    pub(super) successor: Option<Arc<Reducer>>,
+    /// Whether the buckets of all models before this one have been sent.
+    pub(super) is_open: bool,
+    /// The next bucket to be sent.
+    pub(super) next: usize,
+    /// The parameters whose gradients have arrived, in that order.
+    pub(super) arrived: Vec<usize>,
+    /// Which parameters this rank used, known once candle's backward pass is over; at the end, which any rank used.
+    pub(super) used: Vec<bool>,
+}
+
+impl<'a> Pass<'a> {
+    /// A backward pass from `loss`. `kept` holds the gradients to which the new ones will be added.
+    pub(super) fn new(loss: &'a Tensor, models: &[&'a Core], kept: Option<&GradStore>) -> Self {
+        let member = |core: &&'a Core| Member {
+            core,
+            synchronises: core.synchronises(),
+            adds_up: kept.is_some_and(|kept| core.marks().has_last(kept)),
+        };
+        Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), None)
+    }
+
+    /// The pass of the `active` ranks, in which this one takes part with zeros.
+    pub(super) fn shadow(models: &[&'a Core], adds_up: bool, active: &Active) -> Self {
+        let member = |core: &&'a Core| Member { core, synchronises: true, adds_up };
+        Self::of(models.iter().map(member).collect(), None, Some(active.clone()))
+    }
+
+    fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, active: Option<Active>) -> Self {
+        let (begun, has_succeeded) = (Vec::new(), false);
+        Self { models, graph, active, begun, has_succeeded, _sums: function::Pass::begin() }
+    }
+
+    /// The models that send gradients.
+    pub(super) fn synchronised(&self) -> impl Iterator<Item = &'a Core> {
+        self.models.iter().filter(|model| model.synchronises).map(|model| model.core)
+    }
+
+    /// The rank whose values the others take over.
+    pub(super) fn root(&self) -> usize {
+        self.active.as_ref().map_or(0, Active::root)
+    }
+
+    /// Tells ranks without inputs that this pass comes next.
+    pub(super) fn announce(&mut self) -> Result<()> {
+        self.active = announce::announce(self)?;
+        if self.active.is_some() {
+            // Ranks without inputs know no other order.
+            self.models.sort_by_key(|model| announce::place(model.core));
+        }
+        Ok(())
+    }
+
+    /// Runs `work` with the models in the order in which all ranks send their buckets. If it fails, the group ends.
+    pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.models = order::agree(self)?;
+        // An operation of the model may panic.
+        let result = catch_unwind(AssertUnwindSafe(|| work(self)));
+        self.has_succeeded = matches!(result, Ok(Ok(_)));
+        match &result {
+            Ok(Ok(_)) if self.synchronised().next().is_some() => count_step(),
+            // All ranks have this error, after their last collective.
+            Ok(Ok(_) | Err(Error::UnusedParameters { rank: None, .. })) => {}
+            Ok(Err(error)) => self.abort(&format!("backward failed: {error}")),
+            Err(panic) => self.abort(&format!("backward failed: {}", panic_message(&**panic))),
+        }
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    /// Begins the pass in the reducers.
+    pub(super) fn begin(&mut self) -> Result<()> {
+        let mut successor = None;
+        for Member { core, synchronises, adds_up } in self.models.iter().rev().copied() {
+            let reducer = &core.reducer;
+            let of_all = || Active::all(core.group().world_size());
+            reducer.begin(Part {
+                synchronises,
+                adds_up,
+                is_held: core.marks().is_last_held(),
+                active: self.active.clone().unwrap_or_else(of_all),
+                successor: if synchronises { successor.replace(Arc::clone(reducer)) } else { None },
+                is_open: false,
+                next: 0,
+                arrived: Vec::new(),
+                used: Vec::new(),
+            })?;
+            self.begun.push(reducer);
+        }
+        self.begun.iter().try_for_each(|reducer| reducer.prepare_for_backward())?;
+        successor.map_or(Ok(()), |first| first.open())
+    }
+
+    /// Ends the groups whose other ranks wait for this one. In a world of one, the program may try again, with a smaller
+    /// batch for example.
+    pub(super) fn abort(&self, reason: &str) {
+        let groups = self.synchronised().map(Core::group);
+        groups.filter(|group| group.world_size() > 1).for_each(|group| group.abort(reason));
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        let end = if self.has_succeeded { Reducer::end } else { Reducer::discard };
+        self.begun.iter().for_each(|reducer| end(reducer));
+    }
+}
