@@ -1,6 +1,5 @@
 //! Models of sound.
 use crate::check::{check, config, random, tokens, Check, F32, F64};
-
 use candle_models::models::{dac, encodec, snac, whisper};
 use candle_nn::Module;
 use serde_json::json;

@@ -203,7 +203,9 @@ pub fn measure(check: &Check, model: &dyn Fn(VarBuilder) -> Result<Tensor>) -> R
             } else {
                 2e-2 * scale * grad.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt() + 3e-3 * (1. + loss.abs())
             };
-            if !((slope - computed).abs() <= tolerance) {
+            // A NaN is not close.
+            let is_close = (slope - computed).abs() <= tolerance;
+            if !is_close {
                 wrong.push(format!("{name} {:?}: gradient {computed}, difference {slope}", var.dims()));
             }
         }

@@ -50,7 +50,7 @@ fn qwen3() {
 
 #[test]
 fn mistral() {
-    check(F32, |vb| {
+    check(F64, |vb| {
         mistral::Model::new(&decoder(json!({"sliding_window": 16}))?, vb)?.forward(&tokens((2, 5), 11)?, 0)
     });
 }
@@ -65,7 +65,7 @@ fn phi() {
 
 #[test]
 fn phi3() {
-    check(F32, |vb| phi3::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
+    check(F64, |vb| phi3::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn falcon() {
 
 #[test]
 fn stable_lm() {
-    check(F32, |vb| {
+    check(F64, |vb| {
         let config = decoder(json!({
             "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5, "use_cache": false, "use_qkv_bias": true,
         }))?;
@@ -119,7 +119,7 @@ fn stable_lm() {
 
 #[test]
 fn starcoder2() {
-    check(F32, |vb| {
+    check(F64, |vb| {
         let config = decoder(json!({"norm_epsilon": 1e-5, "use_bias": true}))?;
         starcoder2::Model::new(&config, vb)?.forward(&tokens((2, 5), 11)?, 0)
     });
@@ -127,12 +127,12 @@ fn starcoder2() {
 
 #[test]
 fn olmo() {
-    check(F32, |vb| olmo::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
+    check(F64, |vb| olmo::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }
 
 #[test]
 fn olmo2() {
-    check(F32, |vb| olmo2::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
+    check(F64, |vb| olmo2::Model::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn bigcode() {
 
 #[test]
 fn glm4_new() {
-    check(F32, |vb| {
+    check(F64, |vb| {
         let config = decoder(json!({"head_dim": 4, "partial_rotary_factor": 0.5}))?;
         glm4_new::ModelForCausalLM::new(&config, vb)?.forward(&tokens((1, 5), 11)?, 0)
     });
@@ -172,7 +172,7 @@ fn granite() {
 
 #[test]
 fn helium() {
-    check(F32, |vb| {
+    check(F64, |vb| {
         let config = decoder(json!({
             "bos_token_id": 1, "eos_token_id": 2, "head_dim": 4, "mlp_bias": false, "use_flash_attn": false,
         }))?;
@@ -182,5 +182,5 @@ fn helium() {
 
 #[test]
 fn smollm3() {
-    check(F32, |vb| smollm3::ModelForCausalLM::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
+    check(F64, |vb| smollm3::ModelForCausalLM::new(&decoder(json!({}))?, vb)?.forward(&tokens((2, 5), 11)?, 0));
 }

@@ -1,6 +1,5 @@
 //! Convolutional networks.
 use crate::check::{check, config, measure, random, Check, LARGE, LARGE_F32};
-
 use candle_models::models::{convnext, efficientnet, efficientvit, fastvit, mobilenetv4, mobileone, repvgg, resnet};
 use candle_nn::Module;
 use serde_json::json;
