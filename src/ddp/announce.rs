@@ -1,14 +1,15 @@
 //! What a backward pass tells ranks that have no inputs left.
 use super::core::Core;
-use super::pass::Pass;
+use super::order::Member;
 use crate::process_group::{Active, Operation};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Tells ranks without inputs that `pass` comes next, if models that send gradients are in a join. Returns the ranks that
-/// have inputs.
-pub(super) fn announce(pass: &Pass) -> Result<Option<Active>> {
-    let models: Vec<&Core> = pass.synchronised().collect();
+/// Tells ranks without inputs that a backward pass of `models` comes next, if those that send gradients are in a join. Returns
+/// the ranks that have inputs.
+pub(super) fn announce(models: &[Member]) -> Result<Option<Active>> {
+    let adds_up = models.iter().any(|model| model.synchronises && model.adds_up);
+    let models: Vec<&Core> = models.iter().filter(|model| model.synchronises).map(|model| model.core).collect();
     let Some(join) = models.iter().find_map(|model| model.group().current_join()) else { return Ok(None) };
     let mut mask = 0;
     for model in &models {
@@ -24,7 +25,6 @@ pub(super) fn announce(pass: &Pass) -> Result<Option<Active>> {
         };
         mask |= 1 << place;
     }
-    let adds_up = pass.models.iter().any(|model| model.synchronises && model.adds_up);
     models[0].group().announce(Operation::Backward { models: mask, adds_up })
 }
 

@@ -1,7 +1,8 @@
 //! Backward passes of one model or of several models in one graph.
 use super::core::Core;
 use super::graph::Graph;
-use super::pass::{Member, Pass};
+use super::order::Member;
+use super::pass::Pass;
 use super::reducer::Gradient;
 use super::sync;
 use crate::process_group::Active;

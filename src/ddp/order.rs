@@ -1,5 +1,6 @@
 //! The order in which the models of one backward pass send their buckets.
-use super::pass::{Member, Pass};
+use super::core::Core;
+use super::graph::Graph;
 use super::reducer::permutation;
 use super::verify;
 use crate::backend::Label;
@@ -7,16 +8,26 @@ use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// The models of `pass` in the order in which their buckets are sent. First comes the one whose gradients are complete
-/// first in the backward pass of the root, which has a graph, since all others wait for it. Ranks agree on the order when
+/// A model in a backward pass.
+#[derive(Clone, Copy)]
+pub(super) struct Member<'a> {
+    pub(super) core: &'a Core,
+    /// Whether its gradients are averaged. Otherwise they accumulate, under `no_sync`.
+    pub(super) synchronises: bool,
+    /// Whether its gradients are added to those of the last pass.
+    pub(super) adds_up: bool,
+}
+
+/// `models` in the order in which their buckets are sent. First comes the one whose gradients are complete first in the
+/// backward pass of the rank `root`, which has a graph, since all others wait for it. Ranks agree on the order when
 /// they first give these models, before anything else is sent, and keep it. Models of different groups stay in the given
 /// order.
-pub(super) fn agree<'a>(pass: &Pass<'a>) -> Result<Vec<Member<'a>>> {
-    let (synchronised, others): (Vec<Member>, Vec<Member>) = pass.models.iter().partition(|model| model.synchronises);
-    let [Member { core: first, .. }, _, ..] = synchronised[..] else { return Ok(pass.models.clone()) };
+pub(super) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, root: usize) -> Result<Vec<Member<'a>>> {
+    let (synchronised, others): (Vec<Member>, Vec<Member>) = models.iter().partition(|model| model.synchronises);
+    let [Member { core: first, .. }, _, ..] = synchronised[..] else { return Ok(models.to_vec()) };
     let group = first.group();
     if synchronised.iter().any(|model| !model.core.group().is_same(group)) {
-        return Ok(pass.models.clone());
+        return Ok(models.to_vec());
     }
     let numbers: Vec<u64> = synchronised.iter().map(|model| model.core.number).collect();
     let mut orders = lock(&first.orders);
@@ -28,14 +39,14 @@ pub(super) fn agree<'a>(pass: &Pass<'a>) -> Result<Vec<Member<'a>>> {
             // Models that are not in the graph, or whose gradients arrive only after the backward pass, come last.
             let end = |place: &u32| {
                 let model = synchronised[*place as usize].core;
-                let completes = pass.graph.as_ref().and_then(|graph| graph.completes(model.reducer.identity()));
+                let completes = graph.and_then(|graph| graph.completes(model.reducer.identity()));
                 completes.filter(|_| model.has_replicas()).unwrap_or(usize::MAX)
             };
             order.sort_by_key(end);
             let of_root = Tensor::new(order, group.device())?;
-            Label::DDP_ORDER.during(|| group.broadcast(&of_root, pass.root()))?;
+            Label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
             let order = permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
-                rank: pass.root(),
+                rank: root,
                 reason: "what it sent is not an order of models: all ranks of a group must make the same calls in the same \
                          order"
                     .to_string(),

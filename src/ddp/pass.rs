@@ -1,7 +1,8 @@
 //! All that belongs to one backward pass.
 use super::core::Core;
 use super::graph::Graph;
-use super::reducer::Reducer;
+use super::order::Member;
+use super::reducer::{Part, Reducer};
 use super::{announce, order};
 use crate::panic::panic_message;
 use crate::process_group::Active;
@@ -27,36 +28,6 @@ pub(super) struct Pass<'a> {
     has_succeeded: bool,
     /// Sums of gradients beside candle's graph.
     _sums: function::Pass,
-}
-
-/// A model in a backward pass.
-#[derive(Clone, Copy)]
-pub(super) struct Member<'a> {
-    pub(super) core: &'a Core,
-    /// Whether its gradients are averaged. Otherwise they accumulate, under `no_sync`.
-    pub(super) synchronises: bool,
-    /// Whether its gradients are added to those of the last pass.
-    pub(super) adds_up: bool,
-}
-
-/// What a reducer knows of the backward pass that is running.
-pub(crate) struct Part {
-    pub(super) synchronises: bool,
-    pub(super) adds_up: bool,
-    /// Whether the program still holds the gradients of the last pass.
-    pub(super) is_held: bool,
-    /// The ranks that have gradients of their own.
-    pub(super) active: Active,
-    /// The reducer whose buckets are sent after this one's.
-    pub(super) successor: Option<Arc<Reducer>>,
-    /// Whether the buckets of all models before this one have been sent.
-    pub(super) is_open: bool,
-    /// The next bucket to be sent.
-    pub(super) next: usize,
-    /// The parameters whose gradients have arrived, in that order.
-    pub(super) arrived: Vec<usize>,
-    /// Which parameters this rank used, known once candle's backward pass is over; at the end, which any rank used.
-    pub(super) used: Vec<bool>,
 }
 
 impl<'a> Pass<'a> {
@@ -93,7 +64,7 @@ impl<'a> Pass<'a> {
 
     /// Tells ranks without inputs that this pass comes next.
     pub(super) fn announce(&mut self) -> Result<()> {
-        self.active = announce::announce(self)?;
+        self.active = announce::announce(&self.models)?;
         if self.active.is_some() {
             // Ranks without inputs know no other order.
             self.models.sort_by_key(|model| announce::place(model.core));
@@ -103,7 +74,7 @@ impl<'a> Pass<'a> {
 
     /// Runs `work` with the models in the order in which all ranks send their buckets. If it fails, the group ends.
     pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        self.models = order::agree(self)?;
+        self.models = order::agree(&self.models, self.graph.as_ref(), self.root())?;
         // An operation of the model may panic.
         let result = catch_unwind(AssertUnwindSafe(|| work(self)));
         self.has_succeeded = matches!(result, Ok(Ok(_)));

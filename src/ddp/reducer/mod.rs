@@ -8,10 +8,9 @@ use crate::backend::Label;
 use crate::ddp::bucket::{Bucket, BucketCaps, ParameterInfo};
 use crate::ddp::graph::Identity;
 use crate::ddp::groups::Groups;
-use crate::ddp::pass::Part;
 use crate::ddp::reduction::Reduction;
 use crate::panic::lock;
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Active, ProcessGroup};
 use crate::tensor::copy;
 use crate::trace::{Row, Trace};
 use crate::{Error, Result};
@@ -28,6 +27,26 @@ pub(crate) struct Reducer {
     /// The backward pass that is running. It is locked before the state.
     part: Mutex<Option<Part>>,
     trace: OnceLock<Arc<Trace>>,
+}
+
+/// What a reducer knows of the backward pass that is running.
+pub(crate) struct Part {
+    pub(crate) synchronises: bool,
+    pub(crate) adds_up: bool,
+    /// Whether the program still holds the gradients of the last pass.
+    pub(crate) is_held: bool,
+    /// The ranks that have gradients of their own.
+    pub(crate) active: Active,
+    /// The reducer whose buckets are sent after this one's.
+    pub(crate) successor: Option<Arc<Reducer>>,
+    /// Whether the buckets of all models before this one have been sent.
+    pub(crate) is_open: bool,
+    /// The next bucket to be sent.
+    pub(crate) next: usize,
+    /// The parameters whose gradients have arrived, in that order.
+    pub(crate) arrived: Vec<usize>,
+    /// Which parameters this rank used, known once candle's backward pass is over; at the end, which any rank used.
+    pub(crate) used: Vec<bool>,
 }
 
 impl Reducer {
