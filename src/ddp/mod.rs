@@ -9,6 +9,7 @@ mod first;
 mod gradients;
 mod graph;
 mod groups;
+mod guards;
 mod hook;
 mod hook_state;
 mod join;
@@ -26,6 +27,7 @@ mod verify;
 
 pub use crate::variables::NamePredicate;
 pub use backward::{DistributedModel, backward, backward_into};
+pub use guards::{Freeze, NoSync};
 pub use join::{JoinOptions, Joined, join};
 pub use mixed_precision::MixedPrecision;
 pub use options::{DdpOptions, Unused};
@@ -44,7 +46,6 @@ use parameter::{Buffer, Frozen, HeldAs, Parameter, Role, Variables};
 use registry::Registry;
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
 ///
@@ -246,7 +247,11 @@ impl<M> DistributedDataParallel<M> {
     /// Returns [`Error::UnusedParameters`] on all ranks if no rank used some parameter in the first synchronised pass, or if
     /// this rank's loss depends on none, unless [`DdpOptions::unused`] allows it.
     ///
-    /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients.
+    /// Returns [`Error::InvalidArgument`] if another backward pass of this model is running, in an operation of the graph or
+    /// on another thread.
+    ///
+    /// If a rank's backward pass fails, the group ends on all ranks, since the others wait for its gradients. Nothing of the
+    /// pass is left to the next one, and gradients that had accumulated under `no_sync` are dropped.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         backward::run(loss, &[&self.core])
     }
@@ -296,8 +301,7 @@ impl<M> DistributedDataParallel<M> {
     /// candle computes the gradients anyway, and they are dropped. A model that is never trained costs less with
     /// [`DdpOptions::is_frozen`] or without DDP.
     pub fn freeze(&self) -> Freeze<'_> {
-        self.core.reducer.identity().freeze();
-        Freeze(&self.core)
+        Freeze::begin(&self.core)
     }
 
     /// Until the guard is dropped, `backward` sends nothing and gradients accumulate in the buckets; the first
@@ -318,8 +322,7 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     pub fn no_sync(&self) -> NoSync<'_> {
-        self.core.no_sync.fetch_add(1, Ordering::Relaxed);
-        NoSync(&self.core.no_sync)
+        NoSync::begin(&self.core)
     }
 
     /// Drops the gradients that have accumulated under [`no_sync`](Self::no_sync), where a program gives them up: otherwise
@@ -483,25 +486,5 @@ fn is_dtype_mismatch(error: &candle_core::Error) -> bool {
         DTypeMismatchBinaryOp { .. } => true,
         Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => is_dtype_mismatch(inner),
         _ => false,
-    }
-}
-
-/// While this guard lives, gradients accumulate instead of being averaged: see [`DistributedDataParallel::no_sync`].
-#[must_use = "gradients are synchronised again as soon as the guard is dropped"]
-pub struct NoSync<'a>(&'a AtomicUsize);
-
-impl Drop for NoSync<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// While this guard lives, a model's parameters get no gradients: see [`DistributedDataParallel::freeze`].
-#[must_use = "the model's parameters get gradients again as soon as the guard is dropped"]
-pub struct Freeze<'a>(&'a Core);
-
-impl Drop for Freeze<'_> {
-    fn drop(&mut self) {
-        self.0.reducer.identity().unfreeze();
     }
 }
