@@ -5,8 +5,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{AdamW, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{DdpOptions, Error, MixedPrecision, ProcessGroup, Result};
-use candle_nn::Optimizer;
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, MixedPrecision, ProcessGroup, Result, Unused};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
     wrap(pg, [4, 5, 2], 3, &DdpOptions { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Default::default() })
@@ -126,6 +126,27 @@ fn gradients_stay_as_they_are_while_their_store_lives() {
             assert_eq!(gradients(&first, &ddp.parameters()), before);
             assert_ne!(gradients(&second, &ddp.parameters()), gradients(&third, &ddp.parameters()));
         }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
+    ranks(2, |pg| {
+        let varmap = VarMap::new();
+        let options = || DdpOptions { unused: Unused::Allow, ..Default::default() };
+        let build = |vb: VarBuilder| Ok::<_, candle_core::Error>((vb.get(3, "shared")?, vb.get(3, "own")?));
+        let a = DistributedDataParallel::new(&pg, &varmap, DType::F32, build, options())?;
+        let b =
+            DistributedDataParallel::new(&pg, &varmap, DType::F32, |vb: VarBuilder| vb.get(3, "shared"), options())?;
+        let of_b = |factor: f64| b.call(|shared| (shared * factor)?.sum_all());
+        let mut grads = GradStore::default();
+        let loss = (a.call(|(_, own)| own.sum_all())? + of_b(2.)?)?;
+        candle_ddp::backward_into(&loss, &[&a, &b], &mut grads)?;
+        let another = b.backward(&of_b(3.)?)?;
+        assert_eq!(gradients(&another, &b.parameters()), [3.; 3]);
+        assert_eq!(gradients(&grads, &b.parameters()), [2.; 3]);
         Ok(())
     })
     .unwrap();
