@@ -61,8 +61,9 @@ fn rank_process() {
     }
 }
 
-/// Processes that are killed when the test ends.
-struct Ranks(Vec<Child>);
+/// Processes that are killed when the test ends. A store ends with its last user, so the test uses it as long as the ranks:
+/// they may all end before the test reads what they wrote down.
+struct Ranks(Vec<Child>, FileStore);
 
 impl Drop for Ranks {
     fn drop(&mut self) {
@@ -104,10 +105,10 @@ fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (
         command.env("CANDLE_DDP_CPU_HOST", (rank / host_size).to_string());
         command.stdout(Stdio::null()).spawn().unwrap()
     };
-    let ranks = Ranks((0..WORLD_SIZE).map(rank).collect());
     let store = store_in(folder);
+    let ranks = Ranks((0..WORLD_SIZE).map(rank).collect(), store);
     let ready: Vec<String> = (0..WORLD_SIZE).map(|rank| format!("ready/{rank}")).collect();
-    store.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(PATIENCE)).unwrap();
+    ranks.1.wait(&ready.iter().map(String::as_str).collect::<Vec<_>>(), Some(PATIENCE)).unwrap();
     ranks
 }
 
